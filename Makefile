@@ -1,0 +1,34 @@
+# make setup | demo | test | lint | badges
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.PHONY: setup demo test lint badges
+
+# A .venv with everything; it is made again from scratch when you delete it.
+setup: $(INSTALLED)
+
+# Debian ships Python without ensurepip, so the system's pip puts pip into the new environment.
+$(INSTALLED): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("error: expected Python 3.11 or newer, found " + sys.version.split()[0] + ": run make setup PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	test -x $(RUN) || $(PYTHON) -m venv --without-pip $(VENV)
+	$(RUN) -m pip --version || $(PYTHON) -m pip --python $(RUN) install pip || $(RUN) -m ensurepip
+	$(RUN) -m pip install -r requirements.txt -e '.[dev]'
+	touch $@
+
+# The five notebooks on the built-in dataset, or on yours: make demo IMAGES=photos ANNOTATIONS=photos.json
+demo: setup
+	$(RUN) -m colab_utils demo --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)")
+
+test: lint
+	$(RUN) -m pytest
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+# After a fork or a rename: make badges REPO=owner/name
+badges:
+	@$(PYTHON) tools/set_badges.py "$(REPO)"

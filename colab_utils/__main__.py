@@ -1,0 +1,277 @@
+"""The command line: ``python -m colab_utils COMMAND``; each command wraps one function of the package."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from colab_utils import __version__
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.shards.format import write_file
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 2 on bad input, 130 on Ctrl-C."""
+    options = _make_parser().parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        warnings.simplefilter("always", ColabUtilsWarning)
+        try:
+            return _finish(options.run(options), options)
+        except ColabUtilsError as error:
+            return _fail(str(error))
+        except KeyboardInterrupt:
+            print("\nstopped: what was finished is safe, the same command continues there", file=sys.stderr)
+            return 130
+        except OSError as error:
+            return _fail(f"expected to read and write files, found: {error}. Check the disk, or mount Drive again.")
+
+
+def _finish(report: Any, options: argparse.Namespace) -> int:
+    """Print the report, write its JSON, and name what is wrong in it."""
+    content = (json.dumps(dataclasses.asdict(report), indent=1, default=_to_plain) + "\n").encode()
+    if options.json == "-":
+        sys.stdout.write(content.decode())
+    else:
+        print(report)
+        if options.json:
+            _write_json(Path(options.json), content)
+    bad = getattr(report, "bad", ())
+    if bad:
+        more = f" ({len(bad)} bad shards in all)" if len(bad) > 1 else ""
+        return _fail(
+            f"expected whole shards, found {bad[0].reason}{more}. Copy the named shards again, or run preprocess "
+            "again on this folder: it makes them anew."
+        )
+    if getattr(report, "ok", True) is False:
+        first = next(problem for problem in report.problems if not problem.effect.startswith("note"))
+        return _fail(
+            f"expected a dataset without defects, found {first.count:,} x {first.kind} ({first.examples[0]}). "
+            "Write a repaired annotations file with --repair OUT.json, or mend the files."
+        )
+    return 0
+
+
+def _write_json(path: Path, content: bytes) -> None:
+    if not path.parent.is_dir():
+        raise ColabUtilsError(f"expected a folder for --json, found nothing at {path.parent}. Make it first.")
+    write_file(path, content)
+
+
+def _to_plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _fail(message: str) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    if issubclass(category, ColabUtilsWarning):
+        print(f"note: {message}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}. See {self.prog} --help.\n")
+
+
+def _run_check(options: argparse.Namespace) -> Any:
+    from colab_utils.data.checks import check_dataset, repair_annotations
+
+    if options.repair:
+        return repair_annotations(options.images, options.annotations, output=options.repair)
+    return check_dataset(options.images, options.annotations)
+
+
+def _run_diagnose(options: argparse.Namespace) -> Any:
+    from colab_utils.diagnosis.clocks import EmulatedStep
+    from colab_utils.diagnosis.layers import diagnose
+    from colab_utils.loading.dataset import CocoFolder, ShardDataset
+    from colab_utils.loading.loader import make_loader
+
+    if options.shards and not (options.images or options.annotations):
+        dataset: Any = ShardDataset(options.shards)
+    elif options.images and options.annotations and not options.shards:
+        dataset = CocoFolder(options.images, options.annotations)
+    else:
+        raise ColabUtilsError("expected --images and --annotations together, or --shards alone. See --help.")
+    loader = make_loader(dataset, batch_size=options.batch_size, workers=options.workers)
+    try:
+        return diagnose(loader, EmulatedStep(options.step_ms), verify=options.verify)
+    finally:
+        loader.close()
+
+
+def _run_preprocess(options: argparse.Namespace) -> Any:
+    from colab_utils.shards.write import write_shards
+
+    report = write_shards(
+        options.images,
+        options.annotations,
+        shards=options.shards,
+        shard_mb=options.shard_mb,
+        min_size=options.min_size,
+        max_size=options.max_size,
+        workers=options.workers,
+        max_bad=options.max_bad,
+    )
+    for image in report.skipped:
+        print(f"skipped {image.file_name}: {image.reason}", file=sys.stderr)
+    return report
+
+
+def _run_verify(options: argparse.Namespace) -> Any:
+    from colab_utils.shards.verify import verify_shards
+
+    return verify_shards(options.shards)
+
+
+def _run_copy(options: argparse.Namespace) -> Any:
+    from colab_utils.shards.copy import copy_shards
+
+    return copy_shards(options.shards, options.to, limit_gb=options.limit_gb)
+
+
+def _run_train(options: argparse.Namespace) -> Any:
+    from colab_utils.training.loop import train
+
+    return train(
+        options.shards,
+        options.run_folder,
+        val_shards=options.val_shards,
+        steps=options.steps,
+        epochs=options.epochs,
+        model=options.model,
+        batch_size=options.batch_size,
+        resume=options.resume,
+        seed=options.seed,
+        checkpoint_steps=options.checkpoint_steps,
+        log=lambda line: print(line, file=sys.stderr),
+    )
+
+
+def _run_compare(options: argparse.Namespace) -> Any:
+    from colab_utils.diagnosis.comparison import compare
+    from colab_utils.show.report import write_receipt
+
+    report = compare(
+        options.images,
+        options.annotations,
+        folder=Path(options.report) / "work",
+        strategies=options.strategies.split(",") if options.strategies else None,
+        drive_profile=options.drive_profile,
+    )
+    page = write_receipt(report, Path(options.report))
+    print(f"receipt: {page}", file=sys.stderr)
+    return report
+
+
+def _run_demo(options: argparse.Namespace) -> Any:
+    from colab_utils.demo import run_demo
+
+    return run_demo(options.output, images=options.images, annotations=options.annotations)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, parser_class=_Parser)
+
+    def add(name: str, run: Callable[[argparse.Namespace], Any], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--json", metavar="FILE", help="write the result as JSON (- for standard output)")
+        command.set_defaults(run=run)
+        return command
+
+    def add_coco(command: argparse.ArgumentParser, *, required: bool = True) -> None:
+        command.add_argument("--images", metavar="DIR", required=required, help="image folder")
+        command.add_argument("--annotations", metavar="FILE", required=required, help="COCO instance JSON")
+
+    check = add("check", _run_check, "Look over a COCO dataset: every defect by name.")
+    add_coco(check)
+    check.add_argument("--repair", metavar="OUT.json", help="write annotations without what is defective")
+
+    diagnose = add("diagnose", _run_diagnose, "What is training waiting for, and which fix wins most?")
+    add_coco(diagnose, required=False)
+    diagnose.add_argument("--shards", metavar="DIR", help="folder of shards, in place of images and annotations")
+    diagnose.add_argument("--step-ms", type=_positive, default=100, help="emulated step, in ms a batch (100)")
+    diagnose.add_argument("--batch-size", type=int, default=4, help="images in a batch (4)")
+    diagnose.add_argument("--workers", type=_workers, default="auto", help="worker processes (auto)")
+    diagnose.add_argument("--verify", action="store_true", help="apply the fixes that can be applied here, and measure")
+
+    preprocess = add("preprocess", _run_preprocess, "Write a COCO dataset as shards.")
+    add_coco(preprocess)
+    preprocess.add_argument("--shards", metavar="DIR", required=True, help="folder to write to")
+    preprocess.add_argument("--min-size", type=int, default=800, help="shorter side that training needs, px (800)")
+    preprocess.add_argument("--max-size", type=int, default=1333, help="longer side that training needs, px (1333)")
+    preprocess.add_argument("--shard-mb", type=float, default=128, help="size of a shard to aim at, MB (128)")
+    preprocess.add_argument("--workers", type=_workers, default="auto", help="processes (auto: one for each core)")
+    preprocess.add_argument("--max-bad", type=_share, default=0.01, help="share of bad images to allow: 0.01 or 1%%")
+
+    verify = add("verify", _run_verify, "Check every shard against its checksum.")
+    verify.add_argument("--shards", metavar="DIR", required=True, help="folder of shards")
+
+    copy = add("copy", _run_copy, "Copy shards from Drive to the local SSD.")
+    copy.add_argument("--shards", metavar="DIR", required=True, help="folder of shards to copy from")
+    copy.add_argument("--to", metavar="DIR", required=True, help="folder to copy to")
+    copy.add_argument("--limit-gb", type=_positive, metavar="G", help="copy only the first shards that fit, GB")
+
+    train = add("train", _run_train, "Train a torchvision Mask R-CNN on shards; continues where it stopped.")
+    train.add_argument("--shards", metavar="DIR", required=True, help="shards to train on")
+    train.add_argument("--run", dest="run_folder", metavar="DIR", required=True, help="folder for checkpoints")
+    train.add_argument("--val-shards", metavar="DIR", help="shards to evaluate on: box and mask AP")
+    length = train.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, metavar="N", help="train for N steps in all")
+    length.add_argument("--epochs", type=int, metavar="N", help="train for N epochs in all (1)")
+    train.add_argument("--model", metavar="NAME", help="model by torchvision's name (depends on the device)")
+    train.add_argument("--batch-size", type=_batch_size, default="auto", metavar="B", help="images in a batch (auto)")
+    train.add_argument("--resume", choices=("auto", "never"), default="auto", help="continue a run, or begin anew")
+    train.add_argument("--seed", type=int, default=0, help="of the order and of random weights (0)")
+    train.add_argument("--checkpoint-steps", type=int, default=500, metavar="N", help="steps between checkpoints (500)")
+
+    compare = add("compare", _run_compare, "Time every way of loading, side by side, and write a receipt.")
+    add_coco(compare)
+    compare.add_argument("--strategies", metavar="A,B,C", help="names, separated by commas (all)")
+    compare.add_argument("--drive-profile", default="typical", metavar="NAME", help="speed of the slowed Drive folder")
+    compare.add_argument("--report", metavar="DIR", required=True, help="folder for the receipt")
+
+    demo = add("demo", _run_demo, "Run the five notebooks, headless, and leave their pages.")
+    demo.add_argument("--output", metavar="DIR", default="runs/demo", help="folder for the pages (runs/demo)")
+    add_coco(demo, required=False)
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+    return value
+
+
+def _workers(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _batch_size(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _share(text: str) -> float:
+    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, or a percentage such as 5%, found {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The slowed folder: reads files at the speed that people measured on a mounted Google Drive."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, sleep
+from types import TracebackType
+
+from colab_utils.errors import ColabUtilsError
+
+__all__ = [
+    "DRIVE_PROFILES",
+    "DriveFile",
+    "DriveLostError",
+    "DriveProfile",
+    "get_profile",
+    "guard_drive",
+    "read_file",
+]
+
+
+class DriveLostError(ColabUtilsError):
+    """Drive went away in the middle of a read; what was finished before is safe."""
+
+
+@dataclass(frozen=True)
+class DriveProfile:
+    """How slow a cold read is: ``open_s`` to reach a place in a file, then ``bytes_per_s`` for each stream.
+
+    ``source`` says where the figures come from.
+    """
+
+    name: str
+    open_s: float
+    bytes_per_s: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not (self.open_s >= 0 and self.bytes_per_s > 0):
+            raise ColabUtilsError(
+                f"expected open_s >= 0 and bytes_per_s > 0 in Drive profile {self.name!r}, found "
+                f"open_s={self.open_s} and bytes_per_s={self.bytes_per_s}: correct the profile"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
+
+
+_COLD = "Models cold reads, without Drive's cache: a second read of the same file waits as long as the first."
+DRIVE_PROFILES: dict[str, DriveProfile] = {
+    "fast": DriveProfile(
+        "fast",
+        open_s=0.015,
+        bytes_per_s=130e6,
+        source="130 MB/s: the best figure reported for one large file (newbe.dev, 'Google Colab is very slow "
+        "compared to my PC'). 15 ms per file: assumed, a quarter of 'typical'; nobody published so good a "
+        f"figure. {_COLD}",
+    ),
+    "typical": DriveProfile(
+        "typical",
+        open_s=0.059,
+        bytes_per_s=65e6,
+        source="59 ms per file: cold image files opened one by one (GrinkoL/skillbox_thesis_project, "
+        "data_strategy.ipynb). 65 MB/s: upper bound, a 39 GB copy took over 10 minutes (newbe.dev). "
+        f"Both change a lot between sessions (googlecolab/colabtools#4869). {_COLD}",
+    ),
+    "bad": DriveProfile(
+        "bad",
+        open_s=0.606,
+        bytes_per_s=65e6,
+        source="606 ms per file: 1.65 images/s (googlecolab/colabtools#3651). 65 MB/s as in 'typical': "
+        f"nobody published a bad session's speed for one large file. {_COLD}",
+    ),
+}
+
+
+def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
+    """The profile of that name; ``None`` or ``"none"`` mean full speed, your own profile is passed through.
+
+    Raises:
+        ColabUtilsError: no profile has that name; the message lists those there are.
+
+    Example:
+        >>> print(get_profile("typical"))
+        typical: 59 ms per file, 65 MB/s
+    """
+    if name is None or isinstance(name, DriveProfile):
+        return name
+    if name == "none":
+        return None
+    if name not in DRIVE_PROFILES:
+        names = ", ".join([*DRIVE_PROFILES, "none"])
+        raise ColabUtilsError(f"expected a Drive profile, one of {names}; found {name!r}: choose one of them")
+    return DRIVE_PROFILES[name]
+
+
+def read_file(path: str | Path, profile: DriveProfile | None = None) -> bytes:
+    """Read a whole file, no faster than ``profile`` allows; ``None`` reads at full speed.
+
+    Raises:
+        DriveLostError: Drive got disconnected (errno 107) or its storage failed (errno 5).
+        OSError: anything else, a missing file included, as Python raised it.
+
+    Example:
+        >>> len(read_file(__file__)) > 1000
+        True
+    """
+    started = perf_counter()
+    with guard_drive(path), open(path, "rb") as file:
+        content = file.read()
+    if profile is not None:
+        _wait(profile.open_s + len(content) / profile.bytes_per_s, started)
+    return content
+
+
+class DriveFile:
+    """A file read in pieces, no faster than ``profile`` allows.
+
+    Opening waits ``open_s`` (it covers the first read, wherever that is); each later read that does not
+    start where the last one ended waits it again; every byte costs ``1 / bytes_per_s``. Close it when you
+    are done, or use it as a context manager. Raises what `read_file` raises.
+
+    Example:
+        >>> with DriveFile(__file__, get_profile("none")) as file:
+        ...     file.pread(3, 0) == read_file(__file__)[:3]
+        True
+    """
+
+    def __init__(self, path: str | Path, profile: DriveProfile | None = None) -> None:
+        self._descriptor = -1
+        self.path = Path(path)
+        self.profile = profile
+        started = perf_counter()
+        with guard_drive(path):
+            self._descriptor = os.open(path, os.O_RDONLY)
+            self.size = os.fstat(self._descriptor).st_size
+        self._next: int | None = None  # where a contiguous read would start
+        if profile is not None:
+            _wait(profile.open_s, started)
+
+    def pread(self, n: int, offset: int) -> bytes:
+        """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
+        started = perf_counter()
+        content = self._pread(n, offset)
+        if self.profile is not None:
+            jump_s = 0.0 if self._next in (None, offset) else self.profile.open_s
+            _wait(jump_s + len(content) / self.profile.bytes_per_s, started)
+        self._next = offset + len(content)
+        return content
+
+    def _pread(self, n: int, offset: int) -> bytes:
+        with guard_drive(self.path):
+            content = os.pread(self._descriptor, n, offset)
+            if len(content) == n:
+                return content
+            pieces = [content]  # a network file may hand over less than was asked for
+            got = len(content)
+            while got < n and pieces[-1]:
+                pieces.append(os.pread(self._descriptor, n - got, offset + got))
+                got += len(pieces[-1])
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Close the file; closing twice is fine."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> DriveFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()  # os.open has no owner that would do it
+
+
+@contextmanager
+def guard_drive(path: str | Path) -> Iterator[None]:
+    """Turn the two errors of a Drive that went away (errno 107 and 5) into a `DriveLostError` with a cure.
+
+    Example:
+        >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
+        ...     raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        Traceback (most recent call last):
+        colab_utils.drive.DriveLostError: expected to read /content/drive/MyDrive/a.jpg, found ...
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOTCONN, errno.EIO):
+            raise
+        why = "" if error.errno == errno.ENOTCONN else " or refuses (its quota, or too many files in one folder)"
+        raise DriveLostError(
+            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): "
+            "remount it with drive.mount('/content/drive', force_remount=True) from google.colab, "
+            "or restart the session, then run this again"
+        ) from error
+
+
+def _wait(asked_s: float, started: float) -> None:
+    """Sleep for what the real work, begun at ``started``, did not take of the time the profile asks."""
+    rest_s = asked_s - (perf_counter() - started)
+    if rest_s > 0:
+        sleep(rest_s)

@@ -1,0 +1,143 @@
+"""Where am I: cores, memory, disks, GPU, Colab or not; and the one progress bar everything uses."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Machine", "count_cores", "describe_machine", "format_bytes", "is_colab", "show_progress"]
+
+
+def count_cores() -> int:
+    """Cores this process may use: its affinity mask, cut to the container's CPU quota where there is one.
+
+    Example:
+        >>> count_cores() >= 1
+        True
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here: the affinity mask is all there is to know
+    return cores
+
+
+def is_colab() -> bool:
+    """Whether this runs on a hosted Colab virtual machine."""
+    return "google.colab" in sys.modules or Path("/var/colab/hostname").exists()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a measurement was made on; sizes in bytes."""
+
+    cpu: str
+    cores: int
+    ram_bytes: int
+    shm_bytes: int
+    disk_free_bytes: int
+    gpu: str | None
+    python: str
+    torch: str | None
+    torchvision: str | None
+    colab: bool
+
+    def __str__(self) -> str:
+        gpu = self.gpu or "no GPU"
+        return (
+            f"{self.cores} cores ({self.cpu}), {format_bytes(self.ram_bytes)} RAM, {gpu}, "
+            f"{format_bytes(self.disk_free_bytes)} free disk, torch {self.torch}"
+            + (", Colab" if self.colab else "")
+        )
+
+
+def describe_machine(folder: str | Path = ".") -> Machine:
+    """Describe this machine; ``folder`` names the disk whose free space counts.
+
+    Example:
+        >>> describe_machine().cores == count_cores()
+        True
+    """
+    import psutil
+
+    return Machine(
+        cpu=_read_cpu_name(),
+        cores=count_cores(),
+        ram_bytes=psutil.virtual_memory().total,
+        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
+        disk_free_bytes=shutil.disk_usage(folder).free,
+        gpu=_find_gpu(),
+        python=platform.python_version(),
+        torch=_find_version("torch"),
+        torchvision=_find_version("torchvision"),
+        colab=is_colab(),
+    )
+
+
+def show_progress(label: str, *, total: int | None, unit: str = "it", scale: bool = False) -> Any:
+    """A tqdm bar on a terminal or in a notebook, silent elsewhere; ``scale=True`` counts bytes.
+
+    Example:
+        >>> with show_progress("copying", total=2) as bar:
+        ...     _ = bar.update(2)
+    """
+    from tqdm import tqdm
+
+    visible = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return tqdm(
+        total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=not visible,
+        dynamic_ncols=True, mininterval=0.3,
+    )  # fmt: skip
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as people read them.
+
+    Example:
+        >>> format_bytes(13_300_000_000)
+        '13.3 GB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+@cache
+def _read_cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux: platform knows a name too
+    return platform.processor() or platform.machine()
+
+
+def _find_gpu() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return f"{torch.cuda.get_device_name(0)} ({format_bytes(memory)})"
+
+
+def _find_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

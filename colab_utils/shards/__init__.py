@@ -1,0 +1,1 @@
+"""Shards: few big files instead of many small ones; written, verified, copied."""

@@ -1,0 +1,194 @@
+"""The flat arrays beside a shard's tar: what a loader needs to know without parsing any JSON.
+
+``shard-000000.arrays`` holds numpy arrays saved one after another (``numpy.save``): a head in JSON, the
+arrays of :class:`ShardArrays`, and last the bits of all masks, which are mapped and not read. They hold what
+torchvision's references train on: crowds and boxes without area are left out (both stay in the tar's JSON).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colab_utils.data.masks import PackedMasks, pack_masks
+from colab_utils.errors import ColabUtilsError
+
+__all__ = ["ArraysBuilder", "ShardArrays", "load_arrays", "read_head", "rebuild_arrays"]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardArrays:
+    """One shard's samples in flat arrays: I images, N objects in all."""
+
+    image_ids: NDArray[np.int64]
+    """int64 [I]."""
+    sizes: NDArray[np.int32]
+    """int32 [I, 2]: height and width as stored, in pixels."""
+    image_spans: NDArray[np.int64]
+    """int64 [I, 2]: where the image's bytes start in the tar, and how many they are."""
+    record_spans: NDArray[np.int64]
+    """int64 [I, 2]: the same for the record's JSON."""
+    counts: NDArray[np.int64]
+    """int64 [I]: objects of each image."""
+    boxes: NDArray[np.float32]
+    """float32 [N, 4]: x0, y0, x1, y1 in pixels."""
+    labels: NDArray[np.int64]
+    """int64 [N]: COCO category ids."""
+    areas: NDArray[np.float32]
+    """float32 [N], in square pixels."""
+    crops: NDArray[np.int32]
+    """int32 [N, 4]: each mask's tight box, see ``PackedMasks``."""
+    mask_ends: NDArray[np.int64]
+    """int64 [N + 1]: offsets into ``bits``."""
+    bits: NDArray[np.uint8]
+    """uint8: all masks, one bit a pixel."""
+
+
+class ArraysBuilder:
+    """Collect records one by one, then save their arrays."""
+
+    def __init__(self) -> None:
+        self._images: list[tuple[int, int, int, int, int, int, int, int]] = []
+        self._boxes: list[NDArray[np.float32]] = []
+        self._objects: list[tuple[int, float]] = []
+        self._masks: list[PackedMasks] = []
+
+    def add(self, record: dict[str, Any], image_span: tuple[int, int], record_span: tuple[int, int]) -> None:
+        """Add one record (the content of ``KEY.json``) and where it lies in the tar."""
+        height, width = record["height"], record["width"]
+        annotations = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
+        boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], height, width)
+        kept = [annotation for annotation, kept in zip(annotations, keep.tolist(), strict=True) if kept]
+        self._images.append((record["image_id"], height, width, len(kept), *image_span, *record_span))
+        self._boxes.append(boxes[keep])
+        self._objects += [(annotation["category_id"], annotation["area"]) for annotation in kept]
+        self._masks.append(pack_masks([decode_counts(annotation["segmentation"]) for annotation in kept]))
+
+    def build(self) -> ShardArrays:
+        """The arrays of all records added so far."""
+        images = np.array(self._images, np.int64).reshape(-1, 8)
+        sizes = np.concatenate([np.diff(masks.offsets) for masks in self._masks] or [np.zeros(0, np.int64)])
+        return ShardArrays(
+            image_ids=images[:, 0].copy(),
+            sizes=images[:, 1:3].astype(np.int32),
+            image_spans=images[:, 4:6].copy(),
+            record_spans=images[:, 6:8].copy(),
+            counts=images[:, 3].copy(),
+            boxes=np.concatenate(self._boxes or [np.zeros((0, 4), np.float32)]),
+            labels=np.array([category for category, _ in self._objects], np.int64),
+            areas=np.array([area for _, area in self._objects], np.float32),
+            crops=np.concatenate([masks.crops for masks in self._masks] or [np.zeros((0, 4), np.int32)]),
+            mask_ends=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)]),
+            bits=np.concatenate([masks.bits for masks in self._masks] or [np.zeros(0, np.uint8)]),
+        )
+
+
+def convert_boxes(
+    boxes: Sequence[Sequence[float]], height: int, width: int
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """COCO boxes (x, y, width, height) as torchvision's references take them.
+
+    Source: ``ConvertCocoPolysToMask`` in pytorch/vision ``references/detection/coco_utils.py``: corners in
+    float32, clipped to the image; a box without width or height is not kept.
+
+    Returns:
+        float32 [N, 4] corners x0, y0, x1, y1 in pixels, and bool [N] which to keep.
+    """
+    corners = np.array(boxes, np.float32).reshape(-1, 4)
+    corners[:, 2:] += corners[:, :2]
+    corners[:, 0::2] = corners[:, 0::2].clip(0, width)
+    corners[:, 1::2] = corners[:, 1::2].clip(0, height)
+    return corners, (corners[:, 3] > corners[:, 1]) & (corners[:, 2] > corners[:, 0])
+
+
+def decode_counts(rle: dict[str, Any]) -> dict[str, Any]:
+    """RLE from JSON (counts as text) as pycocotools takes it (counts as bytes)."""
+    return {"size": rle["size"], "counts": rle["counts"].encode()}
+
+
+def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
+    """The content of an arrays file; ``head`` is kept as JSON in front."""
+    file = io.BytesIO()
+    np.save(file, np.frombuffer(json.dumps(head).encode(), np.uint8), allow_pickle=False)
+    for field in fields(arrays):
+        np.save(file, getattr(arrays, field.name), allow_pickle=False)
+    return file.getvalue()
+
+
+def read_head(path: Path) -> dict[str, Any]:
+    """The head of an arrays file.
+
+    Raises:
+        ColabUtilsError: if the file is damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            head: dict[str, Any] = json.loads(np.load(file, allow_pickle=False).tobytes())
+            return head
+    except (ValueError, EOFError) as error:
+        raise ColabUtilsError(
+            f"expected arrays in {path}, found a damaged file ({error}). Delete it: it is made again."
+        ) from None
+
+
+def load_arrays(path: Path) -> ShardArrays:
+    """The arrays of one shard; ``bits`` stays on disk and is mapped.
+
+    Raises:
+        ColabUtilsError: if the file is damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            np.load(file, allow_pickle=False)
+            *names, last = [field.name for field in fields(ShardArrays)]
+            values = {name: np.load(file, allow_pickle=False) for name in names}
+            start = file.tell()
+            version = np.lib.format.read_magic(file)
+            if version != (1, 0):
+                raise ValueError(f"numpy format {version}")
+            shape, _, _ = np.lib.format.read_array_header_1_0(file)
+            offset = file.tell()
+            file.seek(0, io.SEEK_END)
+            if file.tell() - offset != shape[0] or start == offset:
+                raise ValueError("cut short")
+        # numpy cannot map nothing
+        values[last] = np.memmap(path, np.uint8, "r", offset, shape) if shape[0] else np.zeros(0, np.uint8)
+    except (ValueError, EOFError) as error:
+        raise ColabUtilsError(
+            f"expected arrays in {path}, found a damaged file ({error}). Delete it: it is made again from the tar."
+        ) from None
+    return ShardArrays(**values)
+
+
+def rebuild_arrays(tar_path: Path) -> ShardArrays:
+    """Make the arrays of one shard again from its tar.
+
+    Raises:
+        ColabUtilsError: if the tar is damaged.
+    """
+    builder = ArraysBuilder()
+    try:
+        with tarfile.open(tar_path, "r:") as tar:
+            image = next(tar, None)
+            while image is not None:
+                member = next(tar, None)
+                if member is None:
+                    raise tarfile.ReadError("an image without a record")
+                with open(tar_path, "rb") as file:
+                    file.seek(member.offset_data)
+                    record = json.loads(file.read(member.size))
+                builder.add(record, (image.offset_data, image.size), (member.offset_data, member.size))
+                image = next(tar, None)
+    except (tarfile.TarError, ValueError, KeyError) as error:
+        raise ColabUtilsError(
+            f"expected a shard in {tar_path}, found a damaged file ({error}). Copy it again, or run preprocess again."
+        ) from None
+    return builder.build()

@@ -1,0 +1,295 @@
+"""Copy shards from Drive to this machine's disk: a few big reads, checked on the way, index last."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from time import perf_counter
+
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, get_profile, guard_drive
+from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import format_bytes, show_progress
+from colab_utils.shards.format import (
+    INDEX_NAME,
+    UNFINISHED_NAME,
+    ShardIndex,
+    ShardInfo,
+    hash_file,
+    read_index,
+    write_index,
+)
+
+__all__ = ["CopyReport", "copy_shards"]
+
+PIECE_BYTES = 8 << 20
+HEADER_BYTES = 4096
+DISK_MARGIN = 1.02
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What a copy did: ``shards`` now lie in the target, ``skipped_shards`` of them lay there before.
+
+    ``bytes`` were copied now, in ``seconds``; ``left_out_shards`` are beyond ``limit_gb``.
+    """
+
+    shards: int
+    bytes: int
+    seconds: float
+    skipped_shards: int
+    left_out_shards: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.shards} shards in place: {format_bytes(self.bytes)} copied in {self.seconds:.1f} s"
+        if self.skipped_shards:
+            text += f", {self.skipped_shards} were there already"
+        if self.left_out_shards:
+            text += f", {self.left_out_shards} left out by the limit"
+        return text
+
+
+def copy_shards(
+    source: str | Path,
+    target: str | Path,
+    *,
+    workers: int = 4,
+    profile: str | DriveProfile | None = None,
+    limit_gb: float | None = None,
+) -> CopyReport:
+    """Copy a folder of shards, file by file, and check each against its checksum while it is copied.
+
+    What already lies in ``target`` and is whole is not copied again, so an interrupted copy continues. Each
+    file appears under its name only when it is complete; the index comes last.
+
+    Args:
+        source: folder of shards, usually on Drive.
+        target: folder to copy into, usually on the SSD; it is made where it is not.
+        workers: files copied at the same time (threads).
+        profile: the speed at which ``source`` is read (see `colab_utils.drive`); ``None`` is full speed.
+        limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in ``target``
+            then lists only those and is marked ``partial``; a later copy without a limit completes it.
+
+    Raises:
+        ColabUtilsError: no shards in ``source``, too little free disk, other shards in ``target``, or a file
+            whose checksum is wrong twice.
+        DriveLostError: Drive went away; what was copied stays, and the same call continues.
+
+    Example:
+        >>> copy_shards("no/such/folder", "ssd")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
+    """
+    source, target, speed = Path(source), Path(target), get_profile(profile)
+    if workers < 1:
+        raise ColabUtilsError(f"expected workers of 1 or more, found {workers}: leave it out for 4")
+    with guard_drive(source / INDEX_NAME):
+        index = read_index(source)
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
+    previous = _read_target(target, index)
+    chosen = _choose_shards(index, limit_gb)
+    files = [file for shard in chosen for file in shard.files()]
+    _check_space(target, files)
+    with _explain(source, target):
+        target.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+    started = perf_counter()
+    job = _Copy(source, target, speed, overwrite=previous is not None)
+    try:
+        job.run(files, workers)
+    except DriveLostError as error:
+        raise DriveLostError(
+            f"{error}; {job.finished} of {len(files)} files are safe in {target}, the copy continues there"
+        ) from error
+    merged = _merge(index, previous, chosen, target)
+    with _explain(source, target):
+        write_index(target, merged)
+    return CopyReport(
+        shards=len(merged.shards),
+        bytes=sum(size for name, size, _ in files if name in job.copied),
+        seconds=perf_counter() - started,
+        skipped_shards=sum(job.copied.isdisjoint((shard.name, shard.arrays_name)) for shard in chosen),
+        left_out_shards=len(index.shards) - len(chosen),
+    )
+
+
+class _Copy:
+    """One copy under way; ``overwrite`` allows to replace damaged files, which are known to be ours."""
+
+    def __init__(self, source: Path, target: Path, profile: DriveProfile | None, *, overwrite: bool) -> None:
+        self.source, self.target, self.profile, self.overwrite = source, target, profile, overwrite
+        self.copied: set[str] = set()
+        self.finished = 0
+        self._stop = threading.Event()
+        self._progress: SimpleQueue[int] = SimpleQueue()
+
+    def run(self, files: list[tuple[str, int, str]], workers: int) -> None:
+        """Copy what is not there yet. The bar moves in this thread: a notebook shows nothing from others."""
+        total = sum(size for _, size, _ in files)
+        with (
+            show_progress("copying shards", total=total, unit="B", scale=True) as bar,
+            ThreadPoolExecutor(workers, thread_name_prefix="copy") as pool,
+        ):
+            pending = {pool.submit(self._copy_file, *file): file[0] for file in files}
+            try:
+                while pending:
+                    for future in wait(pending, timeout=0.2, return_when=FIRST_COMPLETED).done:
+                        name = pending.pop(future)
+                        if future.result():
+                            self.copied.add(name)
+                        self.finished += 1
+                    while not self._progress.empty():
+                        bar.update(self._progress.get())
+            finally:
+                self._stop.set()  # on an error or Ctrl-C the other threads end at their next piece
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _copy_file(self, name: str, size: int, checksum: str) -> bool:
+        """Copy one file unless it is there; says whether it was copied."""
+        path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
+        with _explain(self.source, self.target):
+            if _has_size(path, size) and hash_file(path) == checksum:
+                self._progress.put(size)
+                return False
+            if path.exists() and not self.overwrite:
+                self._refuse_foreign(path)
+            try:
+                if self._transfer(name, temporary) != (size, checksum):
+                    self._progress.put(-size)
+                    if self._transfer(name, temporary) != (size, checksum):
+                        raise ColabUtilsError(
+                            f"expected {name} in {self.source} to match its checksum in {INDEX_NAME}, found another "
+                            "one twice: the source is damaged. Run verify on it, then preprocess again what it names"
+                        )
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return True
+
+    def _transfer(self, name: str, temporary: Path) -> tuple[int, str]:
+        """Copy the bytes under a temporary name; returns their number and their checksum."""
+        import xxhash
+
+        state, offset = xxhash.xxh3_64(), 0
+        with self._open(name) as file, open(temporary, "wb") as out:
+            while piece := file.pread(PIECE_BYTES, offset):
+                if self._stop.is_set():
+                    raise CancelledError
+                out.write(piece)
+                state.update(piece)
+                offset += len(piece)
+                self._progress.put(len(piece))
+        return offset, state.hexdigest()
+
+    def _open(self, name: str) -> DriveFile:
+        try:
+            return DriveFile(self.source / name, self.profile)
+        except OSError as error:
+            raise ColabUtilsError(
+                f"expected to read {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. "
+                "Run verify on the source, then preprocess again what it names"
+            ) from error
+
+    def _refuse_foreign(self, path: Path) -> None:
+        """Without an index in the target, replace only what begins like ours: a copy that was cut short."""
+        with self._open(path.name) as theirs, DriveFile(path) as ours:
+            start = ours.pread(HEADER_BYTES, 0)
+            if theirs.pread(len(start), 0) != start:
+                raise ColabUtilsError(
+                    f"expected no other data in {self.target}, found another {path.name}: name another folder, or "
+                    "move that file away"
+                )
+
+
+def _read_target(target: Path, index: ShardIndex) -> ShardIndex | None:
+    """The index in the target, if there is one; it must be of the same shards."""
+    if (target / UNFINISHED_NAME).exists():
+        raise ColabUtilsError(
+            f"expected a folder to copy into, found an unfinished preprocess in {target}: name another folder"
+        )
+    if not (target / INDEX_NAME).exists():
+        return None
+    previous = read_index(target)
+    known = {shard.name: shard for shard in index.shards}
+    if (previous.fingerprint, previous.recipe) != (index.fingerprint, index.recipe) or any(
+        known.get(shard.name, shard) != shard for shard in previous.shards
+    ):
+        raise ColabUtilsError(
+            f"expected an empty folder or a copy of the same shards in {target}, found other shards: name another "
+            "folder, or delete that one if you no longer need it"
+        )
+    return previous
+
+
+def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo, ...]:
+    """The first shards that fit into the limit; all of them without one."""
+    if limit_gb is None:
+        return index.shards
+    chosen: list[ShardInfo] = []
+    left = limit_gb * 1e9
+    for shard in index.shards:
+        left -= shard.bytes + shard.arrays_bytes
+        if not left >= 0:
+            break
+        chosen.append(shard)
+    if not chosen and index.shards:
+        least = (index.shards[0].bytes + index.shards[0].arrays_bytes) / 1e9
+        raise ColabUtilsError(
+            f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one takes {least:.3g} GB"
+        )
+    return tuple(chosen)
+
+
+def _check_space(target: Path, files: list[tuple[str, int, str]]) -> None:
+    existing = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
+    needed = sum(size for name, size, _ in files if not _has_size(target / name, size)) * DISK_MARGIN
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ColabUtilsError(
+            f"expected {format_bytes(needed)} of free disk for {target}, found {format_bytes(free)}: free some, name "
+            "a folder on a bigger disk, or copy a part of the shards with limit_gb (--limit-gb)"
+        )
+
+
+def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path) -> ShardIndex:
+    """The target's new index: what was copied, and what lay there before and was not asked for now."""
+    listed = {shard.name: shard for shard in chosen}
+    for shard in previous.shards if previous else ():
+        if all(_has_size(target / name, size) for name, size, _ in shard.files()):
+            listed[shard.name] = shard
+    whole = previous if previous and not previous.partial else index
+    shards = tuple(listed[name] for name in sorted(listed))
+    return replace(whole, shards=shards, partial=whole.partial or len(shards) < len(whole.shards))
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove temporary files of copies that were killed: their process is gone."""
+    import psutil
+
+    for path in target.glob(".shard-*.part"):
+        pid = re.search(r"\.(\d+)\.part$", path.name)
+        if pid and not psutil.pid_exists(int(pid[1])):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _explain(source: Path, target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ColabUtilsError(
+            f"expected to copy from {source} to {target}, found: {error.strerror} ({error.filename}). Free some disk "
+            "or make the folder writable, then copy again: what was copied stays"
+        ) from error

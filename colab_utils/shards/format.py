@@ -1,0 +1,208 @@
+"""The shard format: tar members, the index, checksums, and the flat arrays that lie beside each tar.
+
+A folder of shards holds, for each shard, ``shard-000000.tar`` (what WebDataset reads) and
+``shard-000000.arrays`` (what our loader reads; it can be rebuilt from the tar), and ``index.json``,
+written last. There is no pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from colab_utils.errors import ColabUtilsError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "INDEX_NAME",
+    "ShardIndex",
+    "ShardInfo",
+    "SkippedImage",
+    "hash_bytes",
+    "hash_file",
+    "pad_member",
+    "read_index",
+    "write_file",
+    "write_index",
+]
+
+FORMAT_NAME = "colab_utils shards"
+FORMAT_VERSION = 1
+INDEX_NAME = "index.json"
+UNFINISHED_NAME = "unfinished.json"
+BLOCK_BYTES = 512
+
+
+@dataclass(frozen=True)
+class SkippedImage:
+    """An image that was left out, and why."""
+
+    file_name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard as the index lists it; sizes in bytes, checksums as XXH3-64 in hexadecimal."""
+
+    name: str
+    images: int
+    annotations: int
+    bytes: int
+    xxh3_64: str
+    arrays_name: str
+    arrays_bytes: int
+    arrays_xxh3_64: str
+
+    def files(self) -> tuple[tuple[str, int, str], ...]:
+        """(file name, bytes, checksum) of the tar and of the arrays beside it."""
+        return (
+            (self.name, self.bytes, self.xxh3_64),
+            (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64),
+        )
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """What a folder of shards holds. ``partial`` marks a copy that lists only some of the source's shards."""
+
+    fingerprint: str
+    """XXH3-128 of the annotations file that the shards were made from."""
+    recipe: dict[str, Any]
+    """How the images were stored: ``min_size``, ``max_size`` (pixels), ``jpeg_quality``, ``images_per_shard``."""
+    categories: tuple[dict[str, Any], ...]
+    shards: tuple[ShardInfo, ...]
+    skipped: tuple[SkippedImage, ...] = ()
+    partial: bool = False
+
+    @property
+    def images(self) -> int:
+        """Images in all shards."""
+        return sum(shard.images for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files but the index."""
+        return sum(shard.bytes + shard.arrays_bytes for shard in self.shards)
+
+    def files(self) -> Iterator[tuple[str, int, str]]:
+        """(file name, bytes, checksum) of every data file, shard by shard."""
+        for shard in self.shards:
+            yield from shard.files()
+
+
+def read_index(folder: str | Path) -> ShardIndex:
+    """Read ``index.json`` of a folder of shards.
+
+    Raises:
+        ColabUtilsError: if there is no folder or no index, the index is damaged, or a newer version wrote it.
+    """
+    folder = Path(folder)
+    path = folder / INDEX_NAME
+    if not folder.is_dir():
+        raise ColabUtilsError(f"expected a folder of shards, found nothing at {folder}. Run preprocess first.")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        cure = (
+            "preprocess was interrupted here: run the same command again, it continues where it stopped."
+            if (folder / UNFINISHED_NAME).exists()
+            else "Run preprocess (or copy) into this folder, or name another one."
+        )
+        raise ColabUtilsError(f"expected {INDEX_NAME} in {folder}, found none. {cure}") from None
+    except ValueError as error:
+        raise ColabUtilsError(
+            f"expected JSON in {path}, found: {error}. Copy the file again, or delete it and run preprocess again."
+        ) from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
+        raise ColabUtilsError(
+            f"expected an index of {FORMAT_NAME} in {path}, found something else. Name another folder."
+        )
+    version = raw.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise ColabUtilsError(
+            f"expected shards of format version {FORMAT_VERSION} or older in {folder}, found version {version}. "
+            "Update colab_utils."
+        )
+    try:
+        return ShardIndex(
+            fingerprint=raw["fingerprint"],
+            recipe=raw["recipe"],
+            categories=tuple(raw["categories"]),
+            shards=tuple(ShardInfo(**shard) for shard in raw["shards"]),
+            skipped=tuple(SkippedImage(**image) for image in raw["skipped"]),
+            partial=raw["partial"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ColabUtilsError(
+            f"expected a complete index in {path}, found one that lacks or adds {error}. Copy the file again."
+        ) from None
+
+
+def write_index(folder: Path, index: ShardIndex) -> None:
+    """Write ``index.json``: under a temporary name first, so that a half-written one is never seen."""
+    content = {
+        "format": FORMAT_NAME,
+        "format_version": FORMAT_VERSION,
+        "images": index.images,
+        "bytes": index.bytes,
+        **asdict(index),
+    }
+    write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
+
+
+def write_file(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a whole file under a temporary name, then rename it; a failure leaves nothing behind."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def hash_bytes(*parts: bytes | memoryview) -> str:
+    """XXH3-64 of the parts one after another, in hexadecimal.
+
+    Example:
+        >>> hash_bytes(b"ab", b"c") == hash_bytes(b"abc")
+        True
+    """
+    import xxhash
+
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def hash_file(path: str | Path, *, chunk_bytes: int = 8 << 20) -> str:
+    """XXH3-64 of a file, in hexadecimal."""
+    import xxhash
+
+    state = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while chunk := file.read(chunk_bytes):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def pad_member(name: str, data: bytes) -> bytes:
+    """One tar member, header and padding included; the same name and data always give the same bytes.
+
+    Example:
+        >>> len(pad_member("000000000001.json", b"{}"))
+        1024
+    """
+    header = tarfile.TarInfo(name)
+    header.size = len(data)
+    return header.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK_BYTES)

@@ -1,0 +1,151 @@
+"""One image on its way into a shard: checked, kept as it is where possible, shrunk once where it is too large."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from colab_utils.data.masks import encode_segmentation, resize_rle
+from colab_utils.errors import ColabUtilsError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["StoredImage", "make_record", "plan_size", "store_image"]
+
+JPEG_QUALITY = 95
+_KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
+_ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image as it goes into a shard; sizes in pixels."""
+
+    extension: str
+    data: bytes
+    height: int
+    width: int
+    original_height: int
+    original_width: int
+
+
+def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
+    """The size an image is stored at: what torchvision's Mask R-CNN would shrink it to, never larger than it is.
+
+    Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: the scale in float32,
+    each side rounded down.
+
+    Example:
+        >>> plan_size(3000, 4000, min_size=800, max_size=1333), plan_size(480, 640, min_size=800, max_size=1333)
+        ((800, 1066), (480, 640))
+    """
+    short, long = np.float32(min(height, width)), np.float32(max(height, width))
+    scale = float(min(np.float32(min_size) / short, np.float32(max_size) / long))
+    if scale >= 1:
+        return height, width
+    return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
+
+
+def store_image(data: bytes, size: tuple[int, int], *, min_size: int, max_size: int) -> StoredImage:
+    """Decode an image once to be sure it is whole, then keep its bytes or shrink it.
+
+    JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become PNG without loss; what is larger than
+    training needs is shrunk with an antialiased filter (JPEG at quality 95, or PNG if it was PNG).
+
+    Args:
+        data: the file's bytes.
+        size: height and width that the annotations give; 0 where they give none.
+        min_size: shorter side that training needs, in pixels.
+        max_size: longer side that training needs, in pixels.
+
+    Raises:
+        ColabUtilsError: if the data is not a whole image, or its size is not what the annotations say.
+    """
+    from PIL import Image
+
+    if not data:
+        raise ColabUtilsError("the file is empty")
+    try:
+        image = Image.open(io.BytesIO(data))
+        kind, mode = image.format or "", image.mode
+        image.load()
+    except Image.UnidentifiedImageError:
+        raise ColabUtilsError("not an image") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ColabUtilsError(f"not a whole image: {error}") from None
+    upright = _turn_upright(image, size)
+    kept = upright is image and mode in _KEPT_MODES.get(kind, ())
+    width, height = upright.size
+    stored = plan_size(height, width, min_size=min_size, max_size=max_size)
+    if stored != (height, width):
+        small = upright.convert("RGB").resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
+        lossy = kind in ("JPEG", "MPO", "WEBP")
+        return StoredImage(*_encode(small, lossy=lossy), *stored, height, width)
+    if kept:
+        return StoredImage("png" if kind == "PNG" else "jpg", data, height, width, height, width)
+    return StoredImage(*_encode(upright.convert("RGB"), lossy=False), height, width, height, width)
+
+
+def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage) -> dict[str, Any]:
+    """The content of ``KEY.json``: COCO form at the stored size, each mask as compressed RLE.
+
+    Masks are rasterised at the original size and then resized, as torchvision's transform does.
+
+    Raises:
+        ColabUtilsError: if an annotation has no usable mask.
+    """
+    height, width = stored.height, stored.width
+    original = stored.original_height, stored.original_width
+    scale_y, scale_x = height / original[0], width / original[1]
+    converted = []
+    for annotation in annotations:
+        try:
+            rle = encode_segmentation(annotation["segmentation"], *original)
+        except ColabUtilsError as error:
+            raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
+        box, area = annotation["bbox"], annotation["area"]
+        if original != (height, width):
+            rle = resize_rle(rle, height, width)
+            box = [box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y]
+            area *= scale_x * scale_y
+        counts = rle["counts"].decode()
+        converted.append(
+            {**annotation, "bbox": box, "area": area, "segmentation": {"size": [height, width], "counts": counts}}
+        )
+    return {
+        "image_id": image["id"],
+        "file_name": image["file_name"],
+        "width": width,
+        "height": height,
+        "original_width": stored.original_width,
+        "original_height": stored.original_height,
+        "annotations": converted,
+    }
+
+
+def _turn_upright(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The image at the size the annotations give, turned by its EXIF orientation only where that explains it."""
+    from PIL import ImageOps
+
+    height, width = size
+    if not height or not width or image.size == (width, height):
+        return image
+    if image.getexif().get(_ORIENTATION, 1) > 4 and image.size == (height, width):
+        return ImageOps.exif_transpose(image)
+    raise ColabUtilsError(
+        f"the annotations say {width} x {height} pixels, the file has {image.size[0]} x {image.size[1]}"
+    )
+
+
+def _encode(image: Image.Image, *, lossy: bool) -> tuple[str, bytes]:
+    file = io.BytesIO()
+    if lossy:
+        image.save(file, "JPEG", quality=JPEG_QUALITY)
+        return "jpg", file.getvalue()
+    image.save(file, "PNG", compress_level=1)
+    return "png", file.getvalue()

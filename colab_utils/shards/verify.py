@@ -1,0 +1,69 @@
+"""Is every shard whole: sizes and checksums of all files against the index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from colab_utils.drive import guard_drive
+from colab_utils.runtime import show_progress
+from colab_utils.shards.format import ShardInfo, hash_file, read_index
+
+__all__ = ["BadShard", "VerifyReport", "verify_shards"]
+
+
+@dataclass(frozen=True)
+class BadShard:
+    """A shard that is not what the index says, and why."""
+
+    shard: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify_shards` found; all is well when ``bad`` is empty."""
+
+    shards: int
+    images: int
+    bad: tuple[BadShard, ...]
+
+    def __str__(self) -> str:
+        state = f"{len(self.bad)} bad" if self.bad else "all whole"
+        return f"{self.shards} shards, {self.images:,} images: {state}"
+
+
+def verify_shards(folder: str | Path) -> VerifyReport:
+    """Read every file of a folder of shards and compare its size and checksum with the index.
+
+    Raises:
+        ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
+
+    Example:
+        >>> verify_shards("no/such/folder")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
+    """
+    folder = Path(folder)
+    with guard_drive(folder):
+        index = read_index(folder)
+        with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
+            bad = []
+            for shard in index.shards:
+                reason = _check_shard(folder, shard)
+                if reason:
+                    bad.append(BadShard(shard.name, reason))
+                bar.update(shard.bytes + shard.arrays_bytes)
+    return VerifyReport(len(index.shards), index.images, tuple(bad))
+
+
+def _check_shard(folder: Path, shard: ShardInfo) -> str:
+    for name, size, checksum in shard.files():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes where {size:,} were written: it was cut short or changed"
+        if hash_file(path) != checksum:
+            return f"{name} has another checksum than when it was written: its content changed"
+    return ""

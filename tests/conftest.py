@@ -1,0 +1,51 @@
+"""Data that the tests share: made by code, or the real images where they are at hand."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from colab_utils.data.builtin import BuiltinDataset, make_dataset
+from colab_utils.shards.write import write_shards
+
+SHARED = Path(os.environ.get("COLAB_UTILS_SHARED", Path(__file__).parents[2] / "shared"))
+
+
+@dataclass(frozen=True)
+class CocoMini:
+    images: Path
+    annotations: Path
+
+
+@pytest.fixture(scope="session")
+def coco_mini() -> CocoMini:
+    """80 real COCO images of train2017 with their annotations."""
+    folder = SHARED / "data" / "coco-mini"
+    if not folder.is_dir():
+        pytest.skip(f"the real images are not at {folder} (set COLAB_UTILS_SHARED)")
+    return CocoMini(folder / "train2017", folder / "annotations" / "instances_train2017.json")
+
+
+@pytest.fixture(scope="session")
+def coco_mini_val(coco_mini: CocoMini) -> CocoMini:
+    """79 real COCO images of val2017 with their annotations."""
+    folder = coco_mini.images.parent
+    return CocoMini(folder / "val2017", folder / "annotations" / "instances_val2017.json")
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tmp_path_factory: pytest.TempPathFactory) -> BuiltinDataset:
+    """12 small built-in images: read it, never change it."""
+    return make_dataset(tmp_path_factory.mktemp("tiny"), n=12, width=160, height=128, objects=(1, 4), workers=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_shards(tiny_dataset: BuiltinDataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards of the tiny dataset, 3 or more: read them, never change them."""
+    folder = tmp_path_factory.mktemp("drive") / "shards"
+    shard_mb = tiny_dataset.bytes / 1e6 / 4
+    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=shard_mb, workers=1)
+    return folder

@@ -1,0 +1,383 @@
+"""Copying shards: what arrives, what is not copied twice, and what stays behind when it goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile
+from colab_utils.errors import ColabUtilsError
+from colab_utils.shards import copy as module
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.format import (
+    INDEX_NAME,
+    UNFINISHED_NAME,
+    ShardIndex,
+    ShardInfo,
+    hash_file,
+    read_index,
+    write_index,
+)
+
+RECIPE = {"min_size": 800, "max_size": 1333, "jpeg_quality": 95, "images_per_shard": 2}
+
+
+def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
+    """A folder of shards as the index sees it; a copy does not look inside the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, infos = random.Random(seed), []
+    for i in range(shards):
+        names = f"shard-{i:06d}.tar", f"shard-{i:06d}.arrays"
+        for name, size in zip(names, (tar_bytes + i, arrays_bytes), strict=True):
+            (folder / name).write_bytes(rng.randbytes(size))
+        tar, arrays = (hash_file(folder / name) for name in names)
+        infos.append(ShardInfo(names[0], 2, 5, tar_bytes + i, tar, names[1], arrays_bytes, arrays))
+    index = ShardIndex(f"dataset-{seed}", RECIPE, ({"id": 1, "name": "leaf"},), tuple(infos))
+    write_index(folder, index)
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path):
+    return make_source(tmp_path / "drive")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """How often each file of the source was opened."""
+    counts = Counter()
+
+    class CountingFile(DriveFile):
+        def __init__(self, path, profile=None):
+            counts[Path(path).name] += 1
+            super().__init__(path, profile)
+
+    monkeypatch.setattr(module, "DriveFile", CountingFile)
+    return counts
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_same(source, target):
+    assert names(source) == names(target)
+    for name in names(source):
+        assert (source / name).read_bytes() == (target / name).read_bytes(), name
+
+
+def test_everything_arrives_and_the_report_says_so(source, tmp_path):
+    report = copy_shards(source, tmp_path / "ssd" / "shards")
+    assert_same(source, tmp_path / "ssd" / "shards")
+    assert (report.shards, report.skipped_shards, report.left_out_shards) == (4, 0, 0)
+    assert report.bytes == read_index(source).bytes
+    assert report.seconds > 0
+    assert str(report).startswith("4 shards in place: 16.0 kB copied in")
+
+
+def test_real_shards_arrive(tiny_shards, tmp_path):
+    copy_shards(tiny_shards, tmp_path / "ssd", workers=2)
+    assert read_index(tmp_path / "ssd") == read_index(tiny_shards)
+    for name, size, checksum in read_index(tiny_shards).files():
+        assert (tmp_path / "ssd" / name).stat().st_size == size
+        assert hash_file(tmp_path / "ssd" / name) == checksum
+
+
+def test_files_larger_than_a_piece_arrive_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PIECE_BYTES", 700)
+    source = make_source(tmp_path / "drive")
+    copy_shards(source, tmp_path / "ssd")
+    assert_same(source, tmp_path / "ssd")
+
+
+def test_a_second_copy_opens_nothing_in_the_source(source, tmp_path, opened):
+    copy_shards(source, tmp_path / "ssd")
+    opened.clear()
+    report = copy_shards(source, tmp_path / "ssd")
+    assert not opened
+    assert (report.shards, report.bytes, report.skipped_shards) == (4, 0, 4)
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "flipped"])
+@pytest.mark.parametrize("index", ["finished", "interrupted"])  # with and without index.json in the target
+def test_only_what_is_damaged_is_copied_again(source, tmp_path, opened, monkeypatch, damage, index):
+    monkeypatch.setattr(module, "HEADER_BYTES", 512)  # what begins like our shard is our shard
+    target = tmp_path / "ssd"
+    copy_shards(source, target)
+    opened.clear()
+    victim = target / "shard-000002.tar"
+    if damage == "deleted":
+        victim.unlink()
+    elif damage == "truncated":
+        victim.write_bytes(victim.read_bytes()[:1000])
+    else:
+        content = bytearray(victim.read_bytes())
+        content[-1] ^= 1
+        victim.write_bytes(content)
+    if index == "interrupted":
+        (target / INDEX_NAME).unlink()
+    report = copy_shards(source, target)
+    assert_same(source, target)
+    assert set(opened) == {"shard-000002.tar"}
+    assert report.skipped_shards == 3
+
+
+def test_profile_slows_every_stream(source, tmp_path, monkeypatch):
+    seen = []
+
+    class SpyingFile(DriveFile):
+        def __init__(self, path, profile=None):
+            seen.append(profile)
+            super().__init__(path, None)
+
+    monkeypatch.setattr(module, "DriveFile", SpyingFile)
+    copy_shards(source, tmp_path / "ssd", profile="bad")
+    assert {profile.name for profile in seen} == {"bad"}
+    with pytest.raises(ColabUtilsError, match="'slug'"):
+        copy_shards(source, tmp_path / "ssd", profile="slug")
+
+
+def test_a_limit_copies_whole_shards_and_a_later_copy_completes_it(source, tmp_path):
+    target = tmp_path / "ssd"
+    report = copy_shards(source, target, limit_gb=8.5e-6)  # two shards of about 4 kB
+    assert (report.shards, report.left_out_shards) == (2, 2)
+    assert "2 left out" in str(report)
+    index = read_index(target)
+    assert index.partial
+    assert [shard.name for shard in index.shards] == ["shard-000000.tar", "shard-000001.tar"]
+    assert index.images == 4
+    assert len(names(target)) == 5
+    report = copy_shards(source, target)
+    assert (report.shards, report.skipped_shards) == (4, 2)
+    assert_same(source, target)  # the index too: partial no longer
+
+
+def test_a_limit_takes_nothing_away(source, tmp_path):
+    target = tmp_path / "ssd"
+    copy_shards(source, target)
+    report = copy_shards(source, target, limit_gb=8.5e-6)
+    assert report.shards == 4
+    assert_same(source, target)
+    (target / "shard-000003.tar").unlink()
+    copy_shards(source, target, limit_gb=8.5e-6)  # but what is gone is not listed
+    assert [shard.name[6:12] for shard in read_index(target).shards] == ["000000", "000001", "000002"]
+    assert read_index(target).partial
+
+
+def test_a_copy_of_a_part_is_a_part_until_the_whole_is_copied(source, tmp_path):
+    copy_shards(source, tmp_path / "part", limit_gb=8.5e-6)
+    copy_shards(tmp_path / "part", tmp_path / "ssd")
+    assert read_index(tmp_path / "ssd").partial
+    copy_shards(source, tmp_path / "ssd")
+    copy_shards(tmp_path / "part", tmp_path / "ssd")  # a part on top of the whole changes nothing
+    assert_same(source, tmp_path / "ssd")
+
+
+@pytest.mark.parametrize(
+    "limit_gb",
+    [
+        1e-9,  # less than one shard
+        0,  # nothing
+        -1,  # less than nothing
+        float("nan"),  # compares false with everything
+    ],
+)
+def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
+    with pytest.raises(ColabUtilsError, match=r"the first one takes 4e-06 GB"):
+        copy_shards(source, tmp_path / "ssd", limit_gb=limit_gb)
+    assert not (tmp_path / "ssd").exists()
+
+
+def test_too_little_disk_is_said_before_the_first_byte(source, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))  # 16,006 bytes + 2 % do not fit
+    with pytest.raises(ColabUtilsError, match=r"16\.3 kB of free disk.*found 16\.1 kB.*--limit-gb"):
+        copy_shards(source, tmp_path / "ssd")
+    assert not (tmp_path / "ssd").exists()
+    copy_shards(source, tmp_path / "ssd", limit_gb=8.5e-6)
+    copy_shards(source, tmp_path / "ssd")  # what is there already needs no room
+
+
+def test_a_damaged_source_is_named_after_a_second_try(source, tmp_path, opened):
+    (source / "shard-000001.tar").write_bytes(b"?" * 3001)
+    with pytest.raises(ColabUtilsError, match=r"shard-000001\.tar.*the source is damaged.*verify"):
+        copy_shards(source, tmp_path / "ssd")
+    assert opened["shard-000001.tar"] == 2
+    assert not {INDEX_NAME, "shard-000001.tar"} & set(names(tmp_path / "ssd"))
+    assert not [name for name in names(tmp_path / "ssd") if name.endswith(".part")]
+
+
+def test_a_read_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch):
+    bad = ["shard-000001.tar"]
+
+    class FlakyFile(DriveFile):
+        def pread(self, n, offset):
+            content = super().pread(n, offset)
+            if content and self.path.name in bad:
+                bad.remove(self.path.name)
+                return b"?" * len(content)
+            return content
+
+    monkeypatch.setattr(module, "DriveFile", FlakyFile)
+    copy_shards(source, tmp_path / "ssd")
+    assert bad == []
+    assert_same(source, tmp_path / "ssd")
+
+
+def test_a_shard_that_is_missing_in_the_source_is_named(source, tmp_path):
+    (source / "shard-000003.arrays").unlink()
+    with pytest.raises(ColabUtilsError, match=r"shard-000003\.arrays.*No such file.*verify"):
+        copy_shards(source, tmp_path / "ssd")
+    assert INDEX_NAME not in names(tmp_path / "ssd")
+
+
+def test_a_drive_that_vanishes_leaves_what_is_whole(source, tmp_path, monkeypatch):
+    class VanishingFile(DriveFile):
+        def _pread(self, n, offset):
+            if self.path.name >= "shard-000002":
+                monkeypatch.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTCONN, "gone")))
+            return super()._pread(n, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "DriveFile", VanishingFile)
+        with pytest.raises(
+            DriveLostError, match=r"disconnected.*force_remount.*; 4 of 8 files are safe in .*continues"
+        ):
+            copy_shards(source, tmp_path / "ssd", workers=1)
+        left = names(tmp_path / "ssd")
+        assert left == ["shard-000000.arrays", "shard-000000.tar", "shard-000001.arrays", "shard-000001.tar"]
+    monkeypatch.undo()
+    assert copy_shards(source, tmp_path / "ssd").skipped_shards == 2
+    assert_same(source, tmp_path / "ssd")
+
+
+def test_a_drive_that_is_gone_at_the_start_is_said(source, tmp_path, monkeypatch):
+    def vanish(_):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(module, "read_index", vanish)
+    with pytest.raises(DriveLostError, match=r"force_remount"):
+        copy_shards(source, tmp_path / "ssd")
+
+
+def test_a_full_disk_is_said(source, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ColabUtilsError, match=r"No space left on device.*copy again"):
+        copy_shards(source, tmp_path / "ssd")
+    assert names(tmp_path / "ssd") == []
+
+
+def test_other_shards_in_the_target_are_left_alone(source, tmp_path):
+    other = make_source(tmp_path / "other", seed=1)
+    before = {name: (other / name).read_bytes() for name in names(other)}
+    with pytest.raises(ColabUtilsError, match=r"found other shards: name another folder"):
+        copy_shards(source, other)
+    write_index(other, replace(read_index(source), recipe={**RECIPE, "max_size": 640}))
+    before[INDEX_NAME] = (other / INDEX_NAME).read_bytes()
+    with pytest.raises(ColabUtilsError, match=r"found other shards"):  # the same dataset, stored in another size
+        copy_shards(source, other)
+    (other / INDEX_NAME).unlink()
+    with pytest.raises(ColabUtilsError, match=r"found another shard-\d+\.(tar|arrays): name another folder"):
+        copy_shards(source, other)
+    for name in before.keys() - {INDEX_NAME}:
+        assert (other / name).read_bytes() == before[name]
+    assert INDEX_NAME not in names(other)
+
+
+def test_an_unfinished_preprocess_in_the_target_is_left_alone(source, tmp_path):
+    (tmp_path / "ssd").mkdir()
+    (tmp_path / "ssd" / UNFINISHED_NAME).write_text("{}")
+    with pytest.raises(ColabUtilsError, match=r"unfinished preprocess"):
+        copy_shards(source, tmp_path / "ssd")
+
+
+def test_mistakes_are_named(source, tmp_path):
+    with pytest.raises(ColabUtilsError, match=r"expected a folder of shards, found nothing"):
+        copy_shards(tmp_path / "nowhere", tmp_path / "ssd")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ColabUtilsError, match=r"expected index.json"):
+        copy_shards(tmp_path / "empty", tmp_path / "ssd")
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(ColabUtilsError, match=r"expected two folders"):
+        copy_shards(source, tmp_path / "link")
+    with pytest.raises(ColabUtilsError, match=r"workers of 1 or more, found 0"):
+        copy_shards(source, tmp_path / "ssd", workers=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(ColabUtilsError, match=r"File exists"):
+        copy_shards(source, tmp_path / "file")
+    raw = json.loads((source / INDEX_NAME).read_text())
+    (source / INDEX_NAME).write_text(json.dumps({**raw, "format_version": 99}))
+    with pytest.raises(ColabUtilsError, match=r"found version 99"):
+        copy_shards(source, tmp_path / "ssd")
+    assert not (tmp_path / "ssd").exists()
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A copy in another process, stopped by a signal once one file has arrived and another is under way."""
+    source = make_source(tmp_path / "drive", tar_bytes=200_000)
+
+    def stop(number):
+        script = (
+            "import sys; from colab_utils.drive import DriveProfile; from colab_utils.shards import copy\n"
+            "copy.PIECE_BYTES = 2000\n"
+            "copy.copy_shards(*sys.argv[1:], workers=2, profile=DriveProfile('test', 0.001, 4e5, ''))"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(source), str(tmp_path / "ssd")],
+            env={**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2])},
+            stderr=subprocess.PIPE,
+        )
+        deadline = time.monotonic() + 60
+        while not (list(tmp_path.glob("ssd/*.arrays")) and list(tmp_path.glob("ssd/.*.part"))):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode != 0
+        return source, tmp_path / "ssd"
+
+    return stop
+
+
+def test_ctrl_c_leaves_finished_files_and_no_index(running):
+    source, target = running(signal.SIGINT)
+    left = names(target)
+    assert left
+    assert INDEX_NAME not in left
+    assert not [name for name in left if name.endswith(".part")]
+    for name in left:
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+    copy_shards(source, target)
+    assert_same(source, target)
+
+
+def test_after_a_kill_the_next_copy_sweeps_and_continues(running):
+    source, target = running(signal.SIGKILL)
+    assert list(target.glob(".*.part"))
+    alive = target / f".shard-000000.tar.{os.getppid()}.part"  # a copy that still runs elsewhere
+    alive.touch()
+    copy_shards(source, target)
+    alive.unlink()
+    assert_same(source, target)
+
+
+def test_the_profile_may_be_of_your_own(source, tmp_path):
+    copy_shards(source, tmp_path / "ssd", profile=DriveProfile("mine", open_s=0.0, bytes_per_s=1e9, source=""))
+    assert_same(source, tmp_path / "ssd")

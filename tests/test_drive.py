@@ -1,0 +1,163 @@
+"""The slowed folder: what it returns, how long it asks to wait, and what it says when Drive goes away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+
+import pytest
+
+from colab_utils import drive
+from colab_utils.drive import DRIVE_PROFILES, DriveFile, DriveLostError, DriveProfile, get_profile, read_file
+from colab_utils.errors import ColabUtilsError
+
+SLOW = DriveProfile("slow", open_s=10.0, bytes_per_s=100.0, source="a test")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only sleeping and the real reads move; ``clock.slept`` lists the waits in seconds."""
+
+    class Clock:
+        def __init__(self):
+            self.now, self.slept = 0.0, []
+
+        def sleep(self, seconds):
+            self.slept.append(seconds)
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(drive, "sleep", clock.sleep)
+    monkeypatch.setattr(drive, "perf_counter", lambda: clock.now)
+    return clock
+
+
+@pytest.fixture
+def photo(tmp_path):
+    path = tmp_path / "photo.jpg"
+    path.write_bytes(bytes(range(200)) * 5)
+    return path
+
+
+def test_read_file_waits_for_opening_and_for_every_byte(photo, clock):
+    assert read_file(photo, SLOW) == photo.read_bytes()
+    assert clock.slept == [pytest.approx(10.0 + 1000 / 100)]
+
+
+def test_without_a_profile_nothing_waits(photo, clock):
+    assert read_file(photo) == photo.read_bytes()
+    with DriveFile(photo) as file:
+        assert file.pread(10, 500) == photo.read_bytes()[500:510]
+    assert clock.slept == []
+
+
+def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch):
+    def slow_pread(descriptor, n, offset):
+        clock.now += 3.0
+        return b"x" * n
+
+    with DriveFile(photo, SLOW) as file:
+        clock.slept.clear()
+        monkeypatch.setattr(os, "pread", slow_pread)
+        file.pread(400, 0)
+        assert clock.slept == [pytest.approx(1.0)]  # 4 s asked, 3 s spent
+        clock.slept.clear()
+        file.pread(100, 400)
+        assert clock.slept == []  # the real read was slower than the profile
+
+
+def test_contiguous_reads_pay_the_opening_once_and_jumps_pay_it_again(photo, clock):
+    with DriveFile(photo, SLOW) as file:
+        for offset in (300, 400, 500, 200, 300):  # one jump: back to 200
+            file.pread(100, offset)
+    assert clock.slept == pytest.approx([10, 1, 1, 1, 11, 1])
+
+
+def test_pread_gives_the_bytes_and_stops_at_the_end(photo):
+    content = photo.read_bytes()
+    with DriveFile(photo) as file:
+        assert file.size == 1000
+        assert file.pread(50, 10) == content[10:60]
+        assert file.pread(500, 900) == content[900:]
+        assert file.pread(10, 5000) == b""
+
+
+def test_short_reads_are_completed(photo, monkeypatch):
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, n, offset: real(descriptor, min(n, 7), offset))
+    with DriveFile(photo) as file:
+        assert file.pread(100, 50) == photo.read_bytes()[50:150]
+
+
+def test_a_closed_file_frees_its_descriptor(photo):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        file = DriveFile(photo)
+        file.close()
+        file.close()
+    for _ in range(20):
+        DriveFile(photo)  # forgotten: collected with the object
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        errno.ENOTCONN,  # the mount died
+        errno.EIO,  # quota, or a folder with too many files
+    ],
+)
+def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
+    def vanish(*_):
+        raise OSError(number, os.strerror(number))
+
+    with DriveFile(photo) as file:
+        monkeypatch.setattr(os, "pread", vanish)
+        with pytest.raises(DriveLostError, match=rf"photo\.jpg.*disconnected.*errno {number}.*force_remount") as caught:
+            file.pread(1, 0)
+    assert isinstance(caught.value, ColabUtilsError)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr("builtins.open", vanish)
+    with pytest.raises(DriveLostError, match="disconnected"):
+        read_file(photo)
+
+
+def test_a_missing_file_stays_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "none.jpg", SLOW)
+    with pytest.raises(FileNotFoundError):
+        DriveFile(tmp_path / "none.jpg", SLOW)
+
+
+def test_get_profile_knows_names_profiles_and_none():
+    assert get_profile("bad") is DRIVE_PROFILES["bad"]
+    assert get_profile(SLOW) is SLOW
+    assert get_profile(None) is None
+    assert get_profile("none") is None
+    with pytest.raises(ColabUtilsError, match=r"fast, typical, bad, none.*'slowish'"):
+        get_profile("slowish")
+
+
+def test_profiles_say_where_they_come_from_and_travel_to_workers():
+    assert list(DRIVE_PROFILES) == ["fast", "typical", "bad"]
+    opens = [profile.open_s for profile in DRIVE_PROFILES.values()]
+    assert opens == sorted(opens)
+    for name, profile in DRIVE_PROFILES.items():
+        assert profile.name == name
+        assert "cold reads" in profile.source
+        assert pickle.loads(pickle.dumps(profile)) == profile
+    assert 1 / DRIVE_PROFILES["bad"].open_s == pytest.approx(1.65, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("open_s", "bytes_per_s"),
+    [
+        (-1.0, 1e6),  # negative wait
+        (0.1, 0.0),  # would divide by zero
+        (float("nan"), 1e6),  # compares false with everything
+    ],
+)
+def test_impossible_profiles_are_refused(open_s, bytes_per_s):
+    with pytest.raises(ColabUtilsError, match="mine"):
+        DriveProfile("mine", open_s=open_s, bytes_per_s=bytes_per_s, source="")

@@ -1,0 +1,245 @@
+"""Where things lie: plain folders outside Colab, Google Drive on it, its stand-in when the mount fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import types
+import warnings
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+
+from colab_utils import workspace as module
+from colab_utils.drive import DRIVE_PROFILES
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.workspace import Workspace
+
+
+class MessageError(Exception):
+    """As google.colab raises it when the sign-in is declined."""
+
+
+class FakeColabDrive:
+    """google.colab.drive with its real rules on mount points; ``failure`` stands for the sign-in."""
+
+    def __init__(self, name="MyDrive"):
+        self.name, self.failure, self.calls, self.empty = name, None, [], False
+
+    def mount(self, mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
+        assert isinstance(mountpoint, str)
+        assert isinstance(timeout_ms, int)
+        if " " in mountpoint:
+            raise ValueError("Mountpoint must not contain a space.")
+        if os.path.isdir(os.path.join(mountpoint, "My Drive")) and not force_remount:
+            return
+        if os.path.islink(mountpoint):
+            raise ValueError("Mountpoint must not be a symlink")
+        if os.path.isdir(mountpoint) and os.listdir(mountpoint):
+            raise ValueError("Mountpoint must not already contain files")
+        if not os.path.isdir(mountpoint) and os.path.exists(mountpoint):
+            raise ValueError("Mountpoint must either be a directory or not exist")
+        if not os.path.exists(os.path.dirname(mountpoint)):
+            raise ValueError("Mountpoint must be in a directory that exists")
+        self.calls.append({"force_remount": force_remount, "timeout_ms": timeout_ms})
+        if self.failure:
+            raise self.failure
+        if not self.empty:
+            os.makedirs(os.path.join(mountpoint, self.name))
+
+
+@pytest.fixture
+def colab(tmp_path, monkeypatch):
+    """Colab with its /content in a temporary folder."""
+    content = tmp_path / "content"
+    content.mkdir()
+    monkeypatch.setattr(module, "COLAB_ROOT", content)
+    google_drive = FakeColabDrive()
+    package = types.ModuleType("google.colab")
+    package.drive = google_drive
+    monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
+    monkeypatch.setitem(sys.modules, "google.colab", package)
+    google_drive.content = content
+    return google_drive
+
+
+def test_outside_colab_two_folders_are_made_under_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    workspace = Workspace.open()
+    assert workspace.drive == tmp_path / "runs" / "drive"
+    assert workspace.ssd == tmp_path / "runs" / "ssd"
+    assert workspace.drive.is_dir()
+    assert workspace.ssd.is_dir()
+    assert workspace.profile is DRIVE_PROFILES["typical"]
+    assert Workspace.open() == workspace
+
+
+def test_importing_makes_no_folder(tmp_path, monkeypatch):
+    root = str(Path(module.__file__).parents[1])
+    command = [sys.executable, "-c", "import colab_utils.workspace"]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_properties_name_what_lies_where(tmp_path):
+    workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
+    assert workspace.dataset == tmp_path / "d" / "dataset"
+    assert workspace.shards_on_drive == tmp_path / "d" / "shards"
+    assert workspace.runs == tmp_path / "d" / "runs"
+    assert workspace.shards_on_ssd == tmp_path / "s" / "shards"
+    with pytest.raises(FrozenInstanceError):
+        workspace.drive = tmp_path
+
+
+def test_relative_paths_stay_valid_after_a_change_of_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    workspace = Workspace.open("d", ssd="s")
+    monkeypatch.chdir("/")
+    assert workspace.drive.is_dir()
+    assert workspace.ssd.is_dir()
+
+
+def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
+    text = str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", profile="bad"))
+    assert f"Drive: {tmp_path / 'd'} (slowed folder, bad: 606 ms per file" in text
+    assert f"SSD: {tmp_path / 's'}" in text
+    assert "full speed" in str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", profile="none"))
+    assert "(Google Drive)" in str(Workspace.open(ssd=tmp_path / "s"))
+
+
+def test_on_colab_google_drive_is_mounted(colab):
+    workspace = Workspace.open(timeout_s=7)
+    assert workspace.drive == colab.content / "drive" / "MyDrive" / "colab_utils"
+    assert workspace.ssd == colab.content / "colab_utils"
+    assert workspace.drive.is_dir()
+    assert workspace.ssd.is_dir()
+    assert workspace.profile is None
+    assert colab.calls == [{"force_remount": False, "timeout_ms": 7000}]
+    assert Workspace.open() == workspace  # mounted already: nobody is asked again
+    assert len(colab.calls) == 1
+
+
+def test_an_older_mount_calls_it_my_drive(colab):
+    colab.name = "My Drive"
+    assert Workspace.open().drive == colab.content / "drive" / "My Drive" / "colab_utils"
+    assert Workspace.open().drive == colab.content / "drive" / "My Drive" / "colab_utils"
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (
+            MessageError("Error: credential propagation was unsuccessful"),
+            "credential propagation",
+        ),  # declined
+        (ValueError("mount failed"), "mount failed"),  # also what a timeout raises
+        (NotImplementedError(), "NotImplementedError"),  # Enterprise
+        (
+            AttributeError("'NoneType' object has no attribute 'kernel'"),
+            "AttributeError",
+        ),  # a terminal on Colab
+        (ValueError("several\nlines"), "several lines"),  # the note stays one line
+    ],
+)
+def test_a_failed_mount_is_replaced_and_said(colab, failure, words):
+    colab.failure = failure
+    with pytest.warns(ColabUtilsWarning, match="Google Drive is not mounted") as caught:
+        workspace = Workspace.open(profile="fast")
+    assert Path(caught[0].filename) == Path(__file__)
+    assert workspace.drive == colab.content / "slow_drive"
+    assert workspace.drive.is_dir()
+    assert workspace.profile is DRIVE_PROFILES["fast"]
+    assert words in workspace.note
+    assert "\n" not in workspace.note
+    assert workspace.note in str(workspace)
+
+
+@pytest.mark.parametrize("cause", ["files", "symlink", "nothing"])
+def test_a_mount_point_that_cannot_be_used_is_said(colab, tmp_path, cause):
+    mount_point = colab.content / "drive"
+    if cause == "files":  # somebody wrote there before mounting
+        (mount_point / "photos").mkdir(parents=True)
+    elif cause == "symlink":
+        mount_point.symlink_to(tmp_path)
+    else:  # mount came back, but the folder stayed empty
+        colab.empty = True
+    with pytest.warns(ColabUtilsWarning, match=r"must not already contain|must not be a symlink|no MyDrive appeared"):
+        assert Workspace.open().drive == colab.content / "slow_drive"
+
+
+def test_without_google_drive_nobody_is_asked_and_nothing_warns(colab):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        workspace = Workspace.open(use_google_drive=False)
+    assert colab.calls == []
+    assert workspace.drive == colab.content / "slow_drive"
+    assert workspace.profile is DRIVE_PROFILES["typical"]
+    Workspace.open()  # a Drive that is mounted already is left alone as well
+    assert Workspace.open(use_google_drive=False) == workspace
+
+
+def test_a_dead_mount_is_replaced(colab, monkeypatch):
+    real = os.stat
+
+    def stat(path, *args, **kwargs):
+        if Path(path) == colab.content / "drive" and not colab.calls:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert module._mount_google_drive(120) == ""
+    assert colab.calls == [{"force_remount": True, "timeout_ms": 120000}]
+
+
+def test_a_folder_named_in_google_drive_mounts_it(colab):
+    workspace = Workspace.open(colab.content / "drive" / "MyDrive" / "mine")
+    assert workspace.drive == colab.content / "drive" / "MyDrive" / "mine"
+    assert workspace.profile is None
+    assert len(colab.calls) == 1
+
+
+def test_a_folder_named_in_google_drive_is_never_replaced(colab):
+    colab.failure = ValueError("mount failed")
+    wanted = colab.content / "drive" / "MyDrive" / "mine"
+    with pytest.raises(ColabUtilsError, match=r"Drive not mounted \(ValueError: mount failed\).*sign in"):
+        Workspace.open(wanted)
+    with pytest.raises(ColabUtilsError, match=r"Drive not mounted \(use_google_drive is False\)"):
+        Workspace.open(wanted, use_google_drive=False)
+    assert not (colab.content / "drive").exists()
+    assert not (colab.content / "slow_drive").exists()
+
+
+def test_a_folder_elsewhere_on_colab_is_slowed_and_nobody_is_asked(colab, tmp_path):
+    workspace = Workspace.open(tmp_path / "bucket", profile="bad")
+    assert workspace.drive == tmp_path / "bucket"
+    assert workspace.profile is DRIVE_PROFILES["bad"]
+    assert colab.calls == []
+
+
+def test_mistakes_are_named(tmp_path, colab):
+    (tmp_path / "file").touch()
+    drive, ssd = tmp_path / "d", tmp_path / "s"
+    with pytest.raises(ColabUtilsError, match=r"expected the folder .*nowhere.*make it first"):
+        Workspace.open(tmp_path / "nowhere" / "d", ssd=ssd)
+    with pytest.raises(ColabUtilsError, match="a file in its place"):
+        Workspace.open(tmp_path / "file", ssd=ssd)
+    with pytest.raises(ColabUtilsError, match="a file in its place"):
+        Workspace.open(drive, ssd=tmp_path / "file" / "ssd")
+    with pytest.raises(ColabUtilsError, match="'slowly'"):
+        Workspace.open(drive, ssd=ssd, profile="slowly")
+    with pytest.raises(ColabUtilsError, match="the drive folder"):
+        Workspace.open(drive, ssd=tmp_path / "x" / ".." / "d")
+    with pytest.raises(ColabUtilsError, match=r"own disk.*Google Drive"):
+        Workspace.open(ssd=colab.content / "drive" / "MyDrive" / "ssd")
+
+
+def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ColabUtilsError, match=r"Permission denied.*may write to"):
+        Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
