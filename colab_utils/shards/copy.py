@@ -290,6 +290,6 @@ def _explain(source: Path, target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ColabUtilsError(
-            f"expected to copy from {source} to {target}, found: {error.strerror} ({error.filename}). Free some disk "
+            f"expected to copy from {source} to {target}, found: {error.strerror}. Free some disk "
             "or make the folder writable, then copy again: what was copied stays"
         ) from error

@@ -1,0 +1,233 @@
+"""What holds for the repository as a whole: floors, size, light imports, public names, badges, make."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import colab_utils
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "colab_utils"
+FLOORS = (
+    "errors", "runtime", "data", "drive", "workspace", "shards", "ensure", "loading", "diagnosis", "show",
+    "training", "demo", "__main__",
+)  # fmt: skip
+LIGHT = FLOORS[: FLOORS.index("loading")]
+NOTEBOOKS = (
+    "01_detect_bottleneck", "02_preprocess_to_shards", "03_copy_to_local_ssd", "04_train_mask_rcnn",
+    "05_compare_timings",
+)  # fmt: skip
+
+
+def list_modules(package):
+    """{dotted name: path} of every module but the package's own ``__init__``, which imports by name only."""
+    modules = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name != package.name:
+            modules[name] = path
+    return modules
+
+
+def find_imports(path, modules):
+    """The package's own modules that a module imports, inside functions and under TYPE_CHECKING too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write the import out, without dots"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                lazy = node.module == "colab_utils" and colab_utils._MODULE_OF.get(alias.name)
+                found.add(f"colab_utils.{lazy}" if lazy else whole if whole in modules else node.module)
+    return {name for name in found if name in modules}
+
+
+def find_faults(package):
+    """Imports that go up, and circles, in words."""
+    modules = list_modules(package)
+    graph = {name: find_imports(path, modules) for name, path in modules.items()}
+    faults = []
+    for name, imported in graph.items():
+        floor = name.split(".")[1]
+        assert floor in FLOORS, f"give {name} a floor in {Path(__file__).name}"
+        faults += [
+            f"{name} imports {other}, which lies above it"
+            for other in sorted(imported)
+            if FLOORS.index(other.split(".")[1]) > FLOORS.index(floor)
+        ]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        faults.append("circle: " + " > ".join(error.args[1]))
+    return faults
+
+
+def test_modules_import_from_lower_floors_only():
+    assert find_faults(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "fault"),
+    [
+        ("data/coco", "from colab_utils.shards.copy import copy_shards", "lies above it"),  # plain
+        ("data/coco", "def f():\n    import colab_utils.shards.copy", "lies above it"),  # inside a function
+        ("data/coco", "from colab_utils.shards import copy", "lies above it"),  # a module taken from its package
+        ("data/coco", "from colab_utils import copy_shards", "lies above it"),  # through a name at the top
+        ("loading/loader", "from colab_utils.show.plots import draw", "lies above it"),  # show from below
+        ("shards/copy", "from colab_utils.shards.write import w", "circle"),  # on one floor, round in a circle
+    ],
+)
+def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
+    package = tmp_path / "colab_utils"
+    for name in ("data/coco", "shards/copy", "shards/write", "loading/loader", "show/plots"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / f"{name}.py").touch()
+    (package / "shards" / "write.py").write_text("import colab_utils.shards.copy")
+    assert find_faults(package) == []
+    (package / f"{module}.py").write_text(text)
+    assert any(fault in line for line in find_faults(package))
+
+
+def test_the_package_stays_small():
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py"))
+    assert 0 < lines < 5000
+
+
+def test_light_modules_load_nothing_heavy_and_touch_nothing(tmp_path):
+    modules = [name for name in list_modules(PACKAGE) if name.split(".")[1] in LIGHT]
+    assert len(modules) > 10
+    script = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", script, "colab_utils", *modules],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True,
+    ).stdout.split()  # fmt: skip
+    assert "colab_utils.shards.copy" in loaded
+    heavy = {"torch", "torchvision", "matplotlib", "google.colab", "ipywidgets", "IPython", "dask"}
+    assert heavy & set(loaded) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_public_name_exists_and_is_explained():
+    assert len(colab_utils.__all__) <= 15
+    assert set(colab_utils.__all__) <= set(dir(colab_utils))
+    for name in colab_utils.__all__:
+        assert getattr(colab_utils, name) is not None
+    for module_name in list_modules(PACKAGE):
+        module = importlib.import_module(module_name)
+        assert module.__doc__, f"{module_name} does not say what it is for"
+        for name in getattr(module, "__all__", []):
+            assert hasattr(module, name), f"{module_name} lists {name} in __all__ and has none"
+            value = getattr(module, name)
+            if callable(value) and getattr(value, "__module__", "").startswith("colab_utils"):
+                assert value.__doc__, f"{module_name}.{name} has no docstring"
+
+
+def test_public_modules_list_their_names():
+    for name, path in list_modules(PACKAGE).items():
+        text = path.read_text(encoding="utf-8")
+        if path.name not in ("__init__.py", "__main__.py"):
+            assert "__all__ = [" in text or "__all__: list[str] = [" in text, f"{name} has no __all__"
+
+
+def test_the_five_notebooks_carry_no_outputs():
+    paths = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    assert tuple(path.stem for path in paths) == NOTEBOOKS
+    for path in paths:
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                assert cell["outputs"] == [], f"{path.name}: clear the outputs"
+                assert cell["execution_count"] is None, f"{path.name}: clear the outputs"
+
+
+@pytest.fixture(scope="module")
+def badges():
+    spec = importlib.util.spec_from_file_location("set_badges", ROOT / "tools" / "set_badges.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_badges_and_install_lines_name_one_repository(badges):
+    slugs = {path.name: badges.find_slugs(path.read_text(encoding="utf-8")) for path in badges.list_files(ROOT)}
+    for name in ("README.md", *(f"{stem}.ipynb" for stem in NOTEBOOKS)):
+        assert len(slugs[name]) == 1, f"{name} names {slugs[name] or 'no repository'}"
+    assert len(set().union(*slugs.values())) == 1, slugs
+
+
+def test_set_badges_changes_ours_and_leaves_others(badges, tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    notebook, readme = tmp_path / "notebooks" / "01_a.ipynb", tmp_path / "README.md"
+    notebook.write_text(
+        '{"source": ["<a href=\\"https://colab.research.google.com/github/OWNER/REPO/blob/main/notebooks/01_a.ipynb\\">",'
+        ' "%pip install -q --no-deps git+https://github.com/OWNER/REPO"]}'
+    )
+    readme.write_text(
+        "[open](https://colab.research.google.com/github/OWNER/REPO/blob/main/a.ipynb) git clone "
+        "https://github.com/OWNER/REPO.git, https://github.com/OWNER/REPO-old, https://github.com/googlecolab/colabtools"
+    )
+    assert badges.set_badges(tmp_path, "me-2/fast.data") == [notebook, readme]
+    assert notebook.read_text().count("me-2/fast.data") == 2
+    assert "OWNER" not in notebook.read_text()
+    json.loads(notebook.read_text())
+    assert readme.read_text() == (
+        "[open](https://colab.research.google.com/github/me-2/fast.data/blob/main/a.ipynb) git clone "
+        "https://github.com/me-2/fast.data.git, https://github.com/OWNER/REPO-old, https://github.com/googlecolab/colabtools"
+    )
+    assert badges.set_badges(tmp_path, "me-2/fast.data") == []
+    badges.set_badges(tmp_path, "you/next")
+    assert badges.find_slugs(notebook.read_text()) == badges.find_slugs(readme.read_text()) == {"you/next"}
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["01_a.ipynb", "README.md", "notebooks"]
+
+
+@pytest.mark.parametrize(
+    "slug",
+    [
+        "",  # REPO forgotten
+        "fast",  # no owner
+        "https://github.com/me/fast",  # an address
+        "me/fast.git",  # the clone address's ending
+        "-me/fast",  # GitHub's owners start with a letter or digit
+        "me/..",  # a path
+        "me/fa st",  # a space
+        "me/fast\\1",  # what a regular expression would replace
+    ],
+)
+def test_a_slug_that_is_none_is_refused(badges, tmp_path, slug):
+    with pytest.raises(ValueError, match=r"expected REPO=owner/name"):
+        badges.set_badges(tmp_path, slug)
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["demo"], "-m colab_utils demo --output runs/demo"),
+        (["demo", "IMAGES=my photos", "ANNOTATIONS=a.json"], '--images "my photos" --annotations "a.json"'),
+        (["test"], "-m pytest"),
+        (["setup", "-B"], "pip install -r requirements.txt -e '.[dev]'"),
+        (["badges", "REPO=me/fast"], 'tools/set_badges.py "me/fast"'),
+    ],
+)
+def test_make_runs_what_the_readme_says(arguments, command):
+    done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert command in done.stdout
+
+
+def test_continuous_integration_runs_make_test():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text(encoding="utf-8")
