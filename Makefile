@@ -1,10 +1,10 @@
-# make setup | demo | test | lint | badges
+# make setup | demo | test | lint | stress | badges
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test lint badges
+.PHONY: setup demo test lint stress badges
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -28,6 +28,10 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+# Slow: a COCO JSON of train2017's size, with limits on time and memory
+stress: setup
+	$(RUN) tests/stress/read_large_coco.py
 
 # After a fork or a rename: make badges REPO=owner/name
 badges:

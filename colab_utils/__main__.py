@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +20,8 @@ from colab_utils.shards.format import write_file
 
 __all__ = ["main"]
 
+_JSON_START = b'{\n "command": '
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 on bad input, 130 on Ctrl-C."""
@@ -25,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
-            return _finish(options.run(options), options)
+            _check_json(options.json)
+            with redirect_stdout(sys.stderr):  # torch announces a download there; standard output is the result's
+                report = options.run(options)
+            return _finish(report, options)
         except ColabUtilsError as error:
             return _fail(str(error))
         except KeyboardInterrupt:
@@ -33,41 +41,77 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         except OSError as error:
             return _fail(f"expected to read and write files, found: {error}. Check the disk, or mount Drive again.")
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):  # torch says so wherever the program is
+                raise
+            from colab_utils.loading.workers import explain_death
+
+            return _fail(str(explain_death(str(error))))
 
 
 def _finish(report: Any, options: argparse.Namespace) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
-    content = (json.dumps(dataclasses.asdict(report), indent=1, default=_to_plain) + "\n").encode()
+    content = {"command": options.command, **_to_plain(dataclasses.asdict(report))}
+    text = json.dumps(content, indent=1) + "\n"
     if options.json == "-":
-        sys.stdout.write(content.decode())
+        _print(text)
     else:
-        print(report)
         if options.json:
-            _write_json(Path(options.json), content)
+            write_file(Path(options.json), text.encode())
+        _print(f"{report}\n")
     bad = getattr(report, "bad", ())
     if bad:
         more = f" ({len(bad)} bad shards in all)" if len(bad) > 1 else ""
         return _fail(
-            f"expected whole shards, found {bad[0].reason}{more}. Copy the named shards again, or run preprocess "
-            "again on this folder: it makes them anew."
+            f"expected whole shards, found {bad[0].reason}{more}. Copy the named file again from a good folder, or delete it "
+            "and run preprocess again: it makes what is missing."
         )
     if getattr(report, "ok", True) is False:
-        first = next(problem for problem in report.problems if not problem.effect.startswith("note"))
+        first = next((problem for problem in report.problems if not problem.effect.startswith("note")), None)
+        found = f"{first.count:,} x {first.kind} ({first.examples[0]})" if first else "no image"
         return _fail(
-            f"expected a dataset without defects, found {first.count:,} x {first.kind} ({first.examples[0]}). "
+            f"expected a dataset without defects, found {found}. "
             "Write a repaired annotations file with --repair OUT.json, or mend the files."
         )
     return 0
 
 
-def _write_json(path: Path, content: bytes) -> None:
-    if not path.parent.is_dir():
-        raise ColabUtilsError(f"expected a folder for --json, found nothing at {path.parent}. Make it first.")
-    write_file(path, content)
+def _check_json(target: str | None) -> None:
+    """Before the work: can the JSON be written where it is to go, and is it no file of somebody's?"""
+    if not target or target == "-":
+        return
+    path = Path(target)
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ColabUtilsError(f"expected a folder to write to for --json, found none at {path.parent}. Make it first.")
+    if path.exists() and not (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START)):
+        raise ColabUtilsError(
+            f"expected a new file for --json or an earlier result, found something else at {path}. Name another: "
+            "nothing of yours is overwritten."
+        )
 
 
 def _to_plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else str(value)
+    """What JSON knows: nothing for a number that is none, and text for whatever else."""
+    if isinstance(value, dict):
+        return {str(key): _to_plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(part) for part in value]
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def _print(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        # nobody reads on, or the disk is full: Python would try once more at exit, with noise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 def _fail(message: str) -> int:
@@ -82,7 +126,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}. See {self.prog} --help.\n")
+        self.exit(2, f"error: {' '.join(message.split())}. See {self.prog} --help.\n")
 
 
 def _run_check(options: argparse.Namespace) -> Any:
@@ -96,7 +140,8 @@ def _run_check(options: argparse.Namespace) -> Any:
 def _run_diagnose(options: argparse.Namespace) -> Any:
     from colab_utils.diagnosis.clocks import EmulatedStep
     from colab_utils.diagnosis.layers import diagnose
-    from colab_utils.loading.dataset import CocoFolder, ShardDataset
+    from colab_utils.loading.dataset import ShardDataset
+    from colab_utils.loading.folder import CocoFolder
     from colab_utils.loading.loader import make_loader
 
     if options.shards and not (options.images or options.annotations):
@@ -156,7 +201,7 @@ def _run_train(options: argparse.Namespace) -> Any:
         resume=options.resume,
         seed=options.seed,
         checkpoint_steps=options.checkpoint_steps,
-        log=lambda line: print(line, file=sys.stderr),
+        log=None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr),
     )
 
 
@@ -168,7 +213,7 @@ def _run_compare(options: argparse.Namespace) -> Any:
         options.images,
         options.annotations,
         folder=Path(options.report) / "work",
-        strategies=options.strategies.split(",") if options.strategies else None,
+        strategies=[name.strip() for name in options.strategies.split(",")] if options.strategies else None,
         drive_profile=options.drive_profile,
     )
     page = write_receipt(report, Path(options.report))
@@ -206,7 +251,7 @@ def _make_parser() -> argparse.ArgumentParser:
     diagnose.add_argument("--shards", metavar="DIR", help="folder of shards, in place of images and annotations")
     diagnose.add_argument("--step-ms", type=_positive, default=100, help="emulated step, in ms a batch (100)")
     diagnose.add_argument("--batch-size", type=int, default=4, help="images in a batch (4)")
-    diagnose.add_argument("--workers", type=_workers, default="auto", help="worker processes (auto)")
+    diagnose.add_argument("--workers", type=_number_or_auto, default="auto", help="worker processes (auto)")
     diagnose.add_argument("--verify", action="store_true", help="apply the fixes that can be applied here, and measure")
 
     preprocess = add("preprocess", _run_preprocess, "Write a COCO dataset as shards.")
@@ -214,8 +259,10 @@ def _make_parser() -> argparse.ArgumentParser:
     preprocess.add_argument("--shards", metavar="DIR", required=True, help="folder to write to")
     preprocess.add_argument("--min-size", type=int, default=800, help="shorter side that training needs, px (800)")
     preprocess.add_argument("--max-size", type=int, default=1333, help="longer side that training needs, px (1333)")
-    preprocess.add_argument("--shard-mb", type=float, default=128, help="size of a shard to aim at, MB (128)")
-    preprocess.add_argument("--workers", type=_workers, default="auto", help="processes (auto: one for each core)")
+    preprocess.add_argument("--shard-mb", type=_number, default=128, help="size of a shard to aim at, MB (128)")
+    preprocess.add_argument(
+        "--workers", type=_number_or_auto, default="auto", help="processes (auto: one for each core)"
+    )
     preprocess.add_argument("--max-bad", type=_share, default=0.01, help="share of bad images to allow: 0.01 or 1%%")
 
     verify = add("verify", _run_verify, "Check every shard against its checksum.")
@@ -234,10 +281,12 @@ def _make_parser() -> argparse.ArgumentParser:
     length.add_argument("--steps", type=int, metavar="N", help="train for N steps in all")
     length.add_argument("--epochs", type=int, metavar="N", help="train for N epochs in all (1)")
     train.add_argument("--model", metavar="NAME", help="model by torchvision's name (depends on the device)")
-    train.add_argument("--batch-size", type=_batch_size, default="auto", metavar="B", help="images in a batch (auto)")
+    train.add_argument(
+        "--batch-size", type=_number_or_auto, default="auto", metavar="B", help="images in a batch (auto)"
+    )
     train.add_argument("--resume", choices=("auto", "never"), default="auto", help="continue a run, or begin anew")
-    train.add_argument("--seed", type=int, default=0, help="of the order and of random weights (0)")
-    train.add_argument("--checkpoint-steps", type=int, default=500, metavar="N", help="steps between checkpoints (500)")
+    train.add_argument("--seed", type=_seed, default=0, help="of the order and of random weights (0)")
+    train.add_argument("--checkpoint-steps", type=int, metavar="N", help="steps between checkpoints (every minute)")
 
     compare = add("compare", _run_compare, "Time every way of loading, side by side, and write a receipt.")
     add_coco(compare)
@@ -252,25 +301,37 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
+    value = _number(text)
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
     return value
 
 
-def _workers(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _number_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number or auto, found {text!r}") from None
 
 
-def _batch_size(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number of 0 or more, found {text!r}")
+    return int(text)
 
 
 def _share(text: str) -> float:
-    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    value = _number(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, or a percentage such as 5%, found {text}")
     return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, found {text!r}") from None
 
 
 if __name__ == "__main__":

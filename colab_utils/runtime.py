@@ -56,8 +56,7 @@ class Machine:
         gpu = self.gpu or "no GPU"
         return (
             f"{self.cores} cores ({self.cpu}), {format_bytes(self.ram_bytes)} RAM, {gpu}, "
-            f"{format_bytes(self.disk_free_bytes)} free disk, torch {self.torch}"
-            + (", Colab" if self.colab else "")
+            f"{format_bytes(self.disk_free_bytes)} free disk, torch {self.torch}" + (", Colab" if self.colab else "")
         )
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from colab_utils.data.coco import CocoDataset, is_safe_name, read_coco
+from colab_utils.data.coco import CocoDataset, is_safe_name, is_sound_box, read_coco
 from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.parsing import decode_text, read_bytes
+from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import show_progress
 
@@ -20,9 +22,11 @@ __all__ = ["DatasetReport", "Problem", "check_dataset", "repair_annotations"]
 
 EXAMPLES = 5
 THREADS = 8
+ORIENTATION = 0x0112  # of EXIF
 
 # what each kind of defect does to preprocessing and training; "note" costs nothing
 EFFECTS = {
+    "no images": "stops preprocess",
     "unsafe file_name": "stops preprocess",
     "unknown image": "stops preprocess",
     "unknown category": "stops preprocess",
@@ -30,8 +34,10 @@ EFFECTS = {
     "bad image": "image is skipped",
     "size mismatch": "image is skipped",
     "bad mask": "image is skipped",
+    "bad box": "image is skipped",
     "box without area": "note: object is left out, as torchvision does",
     "image without objects": "note: kept, left out of training",
+    "repeated file_name": "note: kept, the same picture counts twice",
 }
 
 
@@ -82,16 +88,18 @@ def check_dataset(images: str | Path, annotations: str | Path) -> DatasetReport:
         True
     """
     dataset = _open(images, annotations)
-    found: dict[str, list[str]] = {}
+    counts: Counter[str] = Counter()
+    examples: dict[str, list[str]] = {kind: [] for kind in EFFECTS}
     for kind, example, _, _ in _find_problems(Path(images), dataset):
-        found.setdefault(kind, []).append(example)
+        counts[kind] += 1
+        examples[kind] += [example] if counts[kind] <= EXAMPLES else []
+    if not len(dataset):
+        counts["no images"], examples["no images"] = 1, [f"the list of images in {annotations} is empty"]
     problems = tuple(
-        Problem(kind, len(found[kind]), tuple(found[kind][:EXAMPLES]), effect)
-        for kind, effect in EFFECTS.items()
-        if kind in found
+        Problem(kind, counts[kind], tuple(examples[kind]), effect) for kind, effect in EFFECTS.items() if counts[kind]
     )
     total = len(dataset.ids) + len(dataset.unknown_images) + len(dataset.unknown_categories)
-    ok = all(problem.effect.startswith("note") for problem in problems) and len(dataset) > 0
+    ok = all(problem.effect.startswith("note") for problem in problems)
     return DatasetReport(len(dataset), total, ok, problems)
 
 
@@ -101,29 +109,39 @@ def repair_annotations(images: str | Path, annotations: str | Path, *, output: s
     Images with a bad file are left out with their annotations; single bad annotations are left out alone.
     Nothing else changes, and neither does the original.
 
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        output: the file to write, which must not exist.
+
+    Returns:
+        what :func:`check_dataset` finds with the new file.
+
     Raises:
         ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists.
     """
     output = Path(output)
     if output.exists():
-        raise ColabUtilsError(
-            f"expected a new file to write, found {output}. Name another: nothing is overwritten."
-        )
+        raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
     dataset = _open(images, annotations)
-    bad_images, bad_annotations = set[int](), set[int]()
+    bad_images, bad_annotations = set[int](), set[tuple[int, int]]()
     for kind, _, image_id, annotation_id in _find_problems(Path(images), dataset):
         if EFFECTS[kind].startswith("note"):
             continue
         if annotation_id is None:
             bad_images.add(image_id)
         else:
-            bad_annotations.add(annotation_id)
-    raw = json.loads(Path(annotations).read_text(encoding="utf-8-sig"))
+            bad_annotations.add((image_id, annotation_id))
+    raw = json.loads(decode_text(read_bytes(Path(annotations)), Path(annotations)))
     raw["images"] = [image for image in raw["images"] if image["id"] not in bad_images]
+    known_images = {image["id"] for image in raw["images"]}
+    known_categories = {category["id"] for category in dataset.categories}
     raw["annotations"] = [
         annotation
-        for annotation in raw["annotations"]
-        if annotation["image_id"] not in bad_images and annotation["id"] not in bad_annotations
+        for row, annotation in enumerate(raw["annotations"], 1)
+        if annotation["image_id"] in known_images
+        and annotation["category_id"] in known_categories
+        and (annotation["image_id"], annotation.get("id", row)) not in bad_annotations
     ]
     temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
@@ -138,7 +156,7 @@ def repair_annotations(images: str | Path, annotations: str | Path, *, output: s
 
 def _open(images: str | Path, annotations: str | Path) -> CocoDataset:
     if not Path(images).is_dir():
-        raise ColabUtilsError(f"expected an image folder, found nothing at {images}. On Colab, mount Drive first.")
+        raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
     return read_coco(annotations)
 
 
@@ -147,42 +165,54 @@ def _find_problems(images: Path, dataset: CocoDataset) -> Iterator[tuple[str, st
     for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
         for number in ids.tolist():
             yield kind, f"annotation {number}", -1, number
+    names: set[str] = set()
     with (
         show_progress("check", total=len(dataset), unit="image") as bar,
         ThreadPoolExecutor(THREADS) as pool,  # on Drive each file costs its latency: wait for several at once
     ):
-        for i, (file_kind, reason) in enumerate(pool.map(partial(_check_file, images, dataset), range(len(dataset)))):
-            image = dataset.image(i)
-            if file_kind:
-                yield file_kind, f"{image['file_name']}: {reason}", image["id"], None
-            yield from _check_annotations(dataset, i, image)
+        for i, checked in enumerate(pool.map(partial(_check_file, images, dataset), range(len(dataset)))):
+            image, (kind, reason, size) = dataset.image(i), checked
+            name = image["file_name"]
+            if kind:
+                yield kind, f"{name}: {reason}", image["id"], None
+            if name in names:
+                yield "repeated file_name", name, image["id"], None
+            names.add(name)
+            yield from _check_annotations(dataset, i, size)
             bar.update()
 
 
-def _check_file(images: Path, dataset: CocoDataset, i: int) -> tuple[str, str]:
-    """The kind of defect of an image file, and what was found; two empty strings if there is none."""
+def _check_file(images: Path, dataset: CocoDataset, i: int) -> tuple[str, str, tuple[int, int]]:
+    """The kind of defect of an image file (or ""), what was found, and the masks' height and width, if known."""
     from PIL import Image
 
     image = dataset.image(i)
+    size = image["height"], image["width"]
     if not is_safe_name(image["file_name"]):
-        return "unsafe file_name", "leaves the image folder"
+        return "unsafe file_name", "leaves the image folder", size
     path = images / image["file_name"]
     try:
-        if not path.stat().st_size:
-            return "bad image", "the file is empty"
-        with Image.open(path) as opened:
-            width, height = opened.size
-            if opened.format == "JPEG" and not _ends_as_jpeg(path):
-                return "bad image", "the JPEG has no end: it was cut short"
-            turned = opened.getexif().get(0x0112, 1) > 4
+        with guard_drive(path):
+            if not path.stat().st_size:
+                return "bad image", "the file is empty", size
+            with Image.open(path) as opened:
+                width, height = opened.size
+                turned = (width, height) == size and opened.getexif().get(ORIENTATION, 1) > 4
+                if opened.format == "JPEG" and not _ends_as_jpeg(path):
+                    opened.load()  # cut short, unless there is more than a few KB of something else after its end
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return "missing image", f"not in {images}"
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        return "bad image", "not an image" if isinstance(error, Image.UnidentifiedImageError) else str(error)
-    sizes = [(height, width), (width, height)] if turned else [(height, width)]
-    if image["width"] and image["height"] and (image["height"], image["width"]) not in sizes:
-        return "size mismatch", f"annotations say {image['width']} x {image['height']}, the file has {width} x {height}"
-    return "", ""
+        return "missing image", f"not in {images}", size
+    except ColabUtilsError:
+        raise  # Drive went away
+    except Image.UnidentifiedImageError:
+        return "bad image", "not an image", size
+    except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
+        return "bad image", str(error), size
+    if not all(size):
+        return "", "", (height, width)
+    if (height, width) != size and not turned:
+        return "size mismatch", f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}", (0, 0)
+    return "", "", size
 
 
 def _ends_as_jpeg(path: Path) -> bool:
@@ -194,20 +224,22 @@ def _ends_as_jpeg(path: Path) -> bool:
 
 
 def _check_annotations(
-    dataset: CocoDataset, i: int, image: dict[str, Any]
+    dataset: CocoDataset, i: int, size: tuple[int, int]
 ) -> Iterator[tuple[str, str, int, int | None]]:
-    annotations = dataset.annotations(i)
-    name = image["file_name"]
+    annotations, image_id = dataset.annotations(i), int(dataset.image_ids[i])
+    name = dataset.file_name(i)
     if not annotations:
-        yield "image without objects", name, image["id"], None
+        yield "image without objects", name, image_id, None
     for annotation in annotations:
         number = annotation["id"]
+        where = f"{name}: annotation {number}"
         _, _, width, height = annotation["bbox"]
-        if not (width > 0 and height > 0) and not annotation["iscrowd"]:
-            yield "box without area", f"{name}: annotation {number}", image["id"], number
-        size = image["height"], image["width"]
+        if not is_sound_box(annotation):
+            yield "bad box", f"{where}: bbox {annotation['bbox']}, area {annotation['area']}", image_id, number
+        elif not (width > 0 and height > 0) and not annotation["iscrowd"]:
+            yield "box without area", where, image_id, number
         if all(size):
             try:
                 encode_segmentation(annotation["segmentation"], *size)
             except ColabUtilsError as error:
-                yield "bad mask", f"{name}: annotation {number}: {error}", image["id"], number
+                yield "bad mask", f"{where}: {error}", image_id, number

@@ -6,23 +6,23 @@ objects, 0.45 GB of JSON) needs little more memory than its text.
 
 from __future__ import annotations
 
-import json
-import re
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from colab_utils.data.columns import AnnotationColumns, ImageColumns, order_categories
+from colab_utils.data.parsing import decode_text, iterate_coco, read_bytes
+from colab_utils.data.segmentations import unpack_segmentation
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["CocoDataset", "is_safe_name", "iterate_coco", "read_coco"]
+__all__ = ["CocoDataset", "is_safe_name", "is_sound_box", "read_coco"]
 
-POLYGONS, RLE, COMPRESSED_RLE, OTHER = range(4)
-_SPACE = re.compile(r"[ \t\n\r]*")
+GATHER_ROWS = 1 << 16
+LARGEST_NUMBER = 1e15
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +55,8 @@ class CocoDataset:
     """float64 [A], in square pixels."""
     crowds: NDArray[np.bool_]
     """bool [A]."""
-    heads: tuple[bytes, NDArray[np.int64]]
-    """Each segmentation's kind, polygon lengths or RLE, one after another, and int64 [A + 1] offsets into them."""
-    numbers: tuple[NDArray[Any], NDArray[np.int64]]
-    """Each segmentation's polygon coordinates (float32 or float64) and int64 [A + 1] offsets into them."""
+    segmentations: tuple[NDArray[np.uint8], NDArray[np.int64]]
+    """Each segmentation's bytes (see `colab_utils.data.segmentations`), and int64 [A + 1] offsets into them."""
     unknown_images: NDArray[np.int64]
     unknown_categories: NDArray[np.int64]
 
@@ -85,7 +83,7 @@ class CocoDataset:
 
     def annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, made when you ask; polygons and RLE as in the file."""
-        (heads, head_ends), (numbers, number_ends) = self.heads, self.numbers
+        blob, ends = self.segmentations
         rows = range(self.first[index], self.first[index + 1])
         return [
             {
@@ -95,10 +93,7 @@ class CocoDataset:
                 "bbox": self.boxes[row].tolist(),
                 "area": float(self.areas[row]),
                 "iscrowd": int(self.crowds[row]),
-                "segmentation": _unpack_segmentation(
-                    heads[head_ends[row] : head_ends[row + 1]],
-                    numbers[number_ends[row] : number_ends[row + 1]],
-                ),
+                "segmentation": unpack_segmentation(blob[ends[row] : ends[row + 1]].tobytes()),
             }
             for row in rows
         ]
@@ -117,8 +112,7 @@ class CocoDataset:
             boxes=self.boxes[a:b],
             areas=self.areas[a:b],
             crowds=self.crowds[a:b],
-            heads=_cut_blob(self.heads, a, b),
-            numbers=_cut_blob(self.numbers, a, b),
+            segmentations=_cut_blob(self.segmentations, a, b),
         )
 
 
@@ -148,223 +142,50 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     import xxhash
 
     path = Path(annotations)
-    data = _read_bytes(path)
+    data = read_bytes(path)
     fingerprint = xxhash.xxh3_128_hexdigest(data)
-    text = _decode_text(data, path)
+    text = decode_text(data, path)
     del data
-    images, rows = _Images(), _Annotations()
+    images, rows = ImageColumns(), AnnotationColumns()
     categories: list[dict[str, Any]] = []
     add = {"images": images.add, "annotations": rows.add, "categories": categories.append}
-    for section, item in iterate_coco(text, path):
+    for section, entry in iterate_coco(text, path):
         try:
-            add[section](item)
+            add[section](entry)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            name = item.get("id", "?") if isinstance(item, dict) else item
+            name = entry.get("id", "?") if isinstance(entry, dict) else entry
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ColabUtilsError(
-                f"expected COCO instance JSON in {path}, found an entry of '{section}' (id {name}) with {reason}. "
-                "Export the dataset again as COCO instances."
+                f"expected COCO instance JSON in {path}, found an entry of '{section}' (id {name!r:.40}) with "
+                f"{reason:.120}. Export the dataset again as COCO instances."
             ) from None
     del text
-    return _group(images, rows, _check_categories(categories, path), fingerprint, path)
-
-
-def iterate_coco(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield ("images" | "annotations" | "categories", item) one at a time from the text of a COCO JSON.
-
-    Raises:
-        ColabUtilsError: if the text is not JSON, or lacks one of the three lists.
-    """
-    decode = json.JSONDecoder().raw_decode
-    found: set[str] = set()
-    try:
-        position = _skip(text, 0, "{")
-        while text[position] != "}":
-            key, position = decode(text, position)
-            position = _skip(text, position, ":")
-            if key not in ("images", "annotations", "categories") or text[position] != "[":
-                _, position = decode(text, position)
-            else:
-                found.add(key)
-                position = _skip(text, position, "[")
-                while text[position] != "]":
-                    item, position = decode(text, position)
-                    yield key, item
-                    position = _next_item(text, position, "]")
-                position = _skip(text, position, "]")
-            position = _next_item(text, position, "}")
-    except (json.JSONDecodeError, IndexError) as error:
-        where = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
-        raise ColabUtilsError(
-            f"expected COCO instance JSON in {path}, found text that is not JSON at character {where:,} of "
-            f"{len(text):,}. The file may be cut short or be something else: export or copy it again."
-        ) from None
-    missing = [key for key in ("images", "annotations", "categories") if key not in found]
-    if missing:
-        raise ColabUtilsError(
-            f"expected COCO instance JSON in {path}, found no list of {' and '.join(missing)}. "
-            "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
-        )
+    return _group(images, rows, order_categories(categories, path), fingerprint, path)
 
 
 def is_safe_name(file_name: str) -> bool:
-    """Whether a ``file_name`` stays inside the image folder.
+    """Whether a ``file_name`` stays inside the image folder, on any system.
 
     Example:
         >>> [is_safe_name(name) for name in ("a/b.jpg", "../b.jpg", "/b.jpg", "C:/b.jpg")]
         [True, False, False, False]
     """
-    path = PurePosixPath(file_name)
-    return not (path.is_absolute() or ".." in path.parts or PureWindowsPath(file_name).drive or not path.parts)
+    path = PureWindowsPath(file_name)  # knows both kinds of slash, and drives
+    return bool(path.parts) and not path.anchor and ".." not in path.parts and "\0" not in file_name
 
 
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise ColabUtilsError(
-            f"expected an annotations file, found nothing at {path}. Check the name; on Colab, mount Drive first."
-        ) from None
-    except IsADirectoryError:
-        raise ColabUtilsError(f"expected an annotations file, found a folder: {path}. Name the JSON in it.") from None
-    except OSError as error:
-        raise ColabUtilsError(
-            f"expected to read {path}, found: {error.strerror}. If it is on Drive, mount it again."
-        ) from None
+def is_sound_box(annotation: dict[str, Any]) -> bool:
+    """Whether an annotation's ``bbox`` and ``area`` are finite numbers that a float32 holds.
 
-
-def _decode_text(data: bytes, path: Path) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise ColabUtilsError(
-            f"expected COCO instance JSON in {path}, found bytes that are not text. Is it a zip? Unpack it first."
-        ) from None
-
-
-def _skip(text: str, position: int, expected: str) -> int:
-    """The position of the next token after ``expected``, with the space around it passed over."""
-    position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
-    if text[position] != expected:
-        raise json.JSONDecodeError(f"expected {expected}", text[:0], position)
-    return _SPACE.match(text, position + 1).end()  # type: ignore[union-attr]
-
-
-def _next_item(text: str, position: int, end: str) -> int:
-    position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
-    return position if text[position] == end else _skip(text, position, ",")
-
-
-class _Images:
-    def __init__(self) -> None:
-        self.ids, self.sizes, self.names, self.ends = array("q"), array("i"), bytearray(), array("q", [0])
-
-    def add(self, image: dict[str, Any]) -> None:
-        name = image["file_name"]
-        if not isinstance(name, str):
-            raise TypeError(f"a file_name that is not text: {name!r}")
-        self.ids.append(_integer(image["id"], "id"))
-        self.sizes.extend((_integer(image.get("height") or 0, "height"), _integer(image.get("width") or 0, "width")))
-        self.names += name.encode()
-        self.ends.append(len(self.names))
-
-
-class _Annotations:
-    def __init__(self) -> None:
-        self.ids, self.images, self.categories = array("q"), array("q"), array("q")
-        self.boxes, self.areas, self.crowds = array("d"), array("d"), array("b")
-        self.heads, self.head_ends = bytearray(), array("q", [0])
-        self.numbers, self.number_ends = array("d"), array("q", [0])
-
-    def add(self, annotation: dict[str, Any]) -> None:
-        box = annotation["bbox"]
-        if not isinstance(box, list) or len(box) != 4:
-            raise ValueError(f"a bbox that is not [x, y, width, height]: {box!r}")
-        area = annotation.get("area")
-        self.boxes.extend(box)
-        self.areas.append(box[2] * box[3] if area is None else area)
-        self.ids.append(_integer(annotation.get("id", len(self.ids) + 1), "id"))
-        self.images.append(_integer(annotation["image_id"], "image_id"))
-        self.categories.append(_integer(annotation["category_id"], "category_id"))
-        self.crowds.append(1 if annotation.get("iscrowd") else 0)
-        self.heads += self._add_polygons(annotation.get("segmentation"))
-        self.head_ends.append(len(self.heads))
-        self.number_ends.append(len(self.numbers))
-
-    def _add_polygons(self, segmentation: Any) -> bytes:
-        if isinstance(segmentation, list) and segmentation:
-            try:
-                for polygon in segmentation:
-                    self.numbers.extend(polygon)
-                return bytes([POLYGONS]) + array("i", [len(polygon) for polygon in segmentation]).tobytes()
-            except TypeError:
-                del self.numbers[self.number_ends[-1] :]
-        return _pack_rle(segmentation)
-
-
-def _integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ValueError(f"{name} {value!r} where COCO has a whole number")
-    return int(value)
-
-
-def _pack_rle(segmentation: Any) -> bytes:
-    """RLE as its kind, its size and its counts; whatever is neither polygons nor RLE as JSON, for the checks."""
-    if isinstance(segmentation, dict):
-        size, counts = segmentation.get("size"), segmentation.get("counts")
-        if isinstance(size, list) and len(size) == 2 and all(_is_count(number) for number in size):
-            shape = array("i", size).tobytes()
-            if isinstance(counts, str) and counts.isascii():
-                return bytes([COMPRESSED_RLE]) + shape + counts.encode()
-            if isinstance(counts, list) and all(_is_count(number) for number in counts):
-                return bytes([RLE]) + shape + array("i", counts).tobytes()
-    return bytes([OTHER]) + json.dumps(segmentation).encode()
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int) and 0 <= number < 2**31
-
-
-def _unpack_segmentation(head: bytes, numbers: NDArray[Any]) -> Any:
-    kind, body = head[0], head[1:]
-    if kind == OTHER:
-        return json.loads(body)
-    if kind == POLYGONS:
-        if numbers.dtype == np.float32:
-            numbers = np.round(numbers.astype(np.float64), 2)
-        ends = np.cumsum(np.frombuffer(body, np.int32))
-        return [polygon.tolist() for polygon in np.split(numbers, ends[:-1])]
-    size = np.frombuffer(body, np.int32, 2).tolist()
-    return {
-        "size": size,
-        "counts": body[8:].decode() if kind == COMPRESSED_RLE else np.frombuffer(body[8:], np.int32).tolist(),
-    }
-
-
-def _shrink(numbers: array[float]) -> NDArray[Any]:
-    """Coordinates as float32 where rounding to two decimals (COCO's own have two) gives each back exactly."""
-    exact = _as_array(numbers, np.float64)
-    small = exact.astype(np.float32)
-    chunk = 1 << 20
-    parts = range(0, len(exact), chunk)
-    fits = all(
-        np.array_equal(np.round(small[i : i + chunk].astype(np.float64), 2), exact[i : i + chunk]) for i in parts
-    )
-    return small if fits else exact
-
-
-def _check_categories(categories: list[dict[str, Any]], path: Path) -> tuple[dict[str, Any], ...]:
-    try:
-        pairs = [(_integer(category["id"], "id"), str(category["name"])) for category in categories]
-    except (KeyError, TypeError, ValueError):
-        raise ColabUtilsError(
-            f"expected an id and a name for each category in {path}, found one without. Export the dataset again."
-        ) from None
-    return tuple({"id": number, "name": name} for number, name in sorted(dict(pairs).items()))
+    Example:
+        >>> is_sound_box({"bbox": [0, 0, 4, 4], "area": 16}), is_sound_box({"bbox": [0, 0, 4, 4], "area": float("nan")})
+        (True, False)
+    """
+    return all(abs(number) < LARGEST_NUMBER for number in (*annotation["bbox"], annotation["area"]))
 
 
 def _group(
-    images: _Images, rows: _Annotations, categories: tuple[dict[str, Any], ...], fingerprint: str, path: Path
+    images: ImageColumns, rows: AnnotationColumns, categories: tuple[dict[str, Any], ...], fingerprint: str, path: Path
 ) -> CocoDataset:
     """Sort the annotations by image and set aside those whose image or category is unknown."""
     image_ids = np.frombuffer(images.ids, np.int64) if images.ids else np.zeros(0, np.int64)
@@ -398,8 +219,7 @@ def _group(
         boxes=_as_array(rows.boxes, np.float64).reshape(-1, 4)[by_image],
         areas=_as_array(rows.areas, np.float64)[by_image],
         crowds=_as_array(rows.crowds, np.int8)[by_image].astype(bool),
-        heads=_gather_blob(bytes(rows.heads), _as_array(rows.head_ends, np.int64), by_image),
-        numbers=_gather_blob(_shrink(rows.numbers), _as_array(rows.number_ends, np.int64), by_image),
+        segmentations=_gather_blob(*rows.segmentations.build(), by_image),
         unknown_images=ids[~known_image],
         unknown_categories=ids[known_image & ~known_category],
     )
@@ -414,12 +234,15 @@ def _cut_blob(blob: tuple[Any, NDArray[np.int64]], start: int, stop: int) -> tup
     return data[offsets[start] : offsets[stop]], offsets[start : stop + 1] - offsets[start]
 
 
-def _gather_blob(data: Any, ends: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[Any, NDArray[np.int64]]:
-    """The given rows' parts of ``data`` (bytes, or an array) one after another, and the offsets into them."""
+def _gather_blob(
+    data: bytearray, ends: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The given rows' parts of ``data`` one after another, and the offsets into them."""
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(ends[rows + 1] - ends[rows], out=offsets[1:])
-    view = memoryview(data)
-    gathered = b"".join(
-        [view[start:end] for start, end in zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)]
-    )
-    return (gathered if isinstance(data, bytes) else np.frombuffer(gathered, data.dtype)), offsets
+    gathered, view = np.empty(offsets[-1], np.uint8), memoryview(data)
+    for start in range(0, len(rows), GATHER_ROWS):
+        some = rows[start : start + GATHER_ROWS]
+        parts = [view[a:b] for a, b in zip(ends[some].tolist(), ends[some + 1].tolist(), strict=True)]
+        gathered[offsets[start] : offsets[start + len(some)]] = np.frombuffer(b"".join(parts), np.uint8)
+    return gathered, offsets

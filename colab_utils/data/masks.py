@@ -15,6 +15,11 @@ from colab_utils.errors import ColabUtilsError
 
 __all__ = ["PackedMasks", "encode_segmentation", "pack_masks", "resize_rle", "unpack_masks"]
 
+# beyond these a polygon is damage: no mask has such an outline, and drawing it would take gigabytes
+FARTHEST_PIXEL = 10_000_000
+LONGEST_OUTLINE = 4_000_000
+LAST_SHIFT = 25  # of a run in compressed RLE: six characters, which pycocotools' 32 bits hold
+
 
 class PackedMasks(NamedTuple):
     """N masks of one image, each cropped to its tight box, one bit a pixel.
@@ -50,14 +55,11 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
     from pycocotools import mask as coco_mask
 
     if isinstance(segmentation, dict):
-        rle = _check_rle(segmentation, height, width)
-        return coco_mask.frPyObjects(rle, height, width) if isinstance(rle["counts"], list) else rle
+        return _encode_rle(segmentation, height, width)
     if not isinstance(segmentation, list) or not segmentation:
         raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
     for polygon in segmentation:
-        if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
-            size = len(polygon) if isinstance(polygon, list) else type(polygon).__name__
-            raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found one of {size} numbers")
+        _check_polygon(polygon)
     try:
         rles = coco_mask.frPyObjects(segmentation, height, width)
     except (TypeError, ValueError, OverflowError):
@@ -65,48 +67,64 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
     return coco_mask.merge(rles) if len(rles) > 1 else rles[0]
 
 
-def _check_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+def _check_polygon(polygon: Any) -> None:
+    """Refuse what pycocotools would take wrongly: it walks every pixel of an edge, however far that goes."""
+    if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
+        found = f"one of {len(polygon)} numbers" if isinstance(polygon, list) else "something else"
+        raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found {found}")
+    try:
+        points = np.asarray(polygon, np.float64).reshape(-1, 2)
+    except (TypeError, ValueError, OverflowError):
+        raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
+    with np.errstate(over="ignore", invalid="ignore"):
+        farthest = np.abs(points).max()
+        outline = np.abs(np.diff(points, axis=0, append=points[:1])).sum()
+    if not (farthest < FARTHEST_PIXEL and outline < LONGEST_OUTLINE):
+        raise ColabUtilsError(f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}")
+
+
+def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+    from pycocotools import mask as coco_mask
+
     counts, size = rle.get("counts"), rle.get("size")
     if not isinstance(counts, list | str | bytes):
         raise ColabUtilsError("expected RLE with counts and size, found one without counts")
-    if size is None or list(size) != [height, width]:
+    if not isinstance(size, list | tuple) or list(size) != [height, width]:
         raise ColabUtilsError(f"expected RLE of size [{height}, {width}], the image's, found {size}")
-    if isinstance(counts, list) and (
-        sum(counts) != height * width or any(not isinstance(c, int) or c < 0 for c in counts)
-    ):
-        raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found {sum(counts)}")
-    if not isinstance(counts, list) and _sum_counts(counts) != height * width:
-        raise ColabUtilsError(f"expected compressed RLE of {height} x {width} pixels, found a damaged one")
+    runs = counts if isinstance(counts, list) else _read_counts(counts)
+    if not all(isinstance(run, int) and run >= 0 for run in runs) or sum(runs) != height * width:
+        raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")
+    if 0 in runs[1:]:  # an empty run makes pycocotools' toBbox wrong: encode the mask afresh
+        dense = coco_mask.decode(coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width))
+        return coco_mask.encode(np.asfortranarray(dense))
+    if isinstance(counts, list):
+        return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
     return {"size": [height, width], "counts": counts.encode() if isinstance(counts, str) else counts}
 
 
-def _sum_counts(counts: str | bytes) -> int:
-    """Pixels that compressed RLE counts describe: pycocotools reads past its memory when they are damaged.
+def _read_counts(counts: str | bytes) -> list[int]:
+    """The runs of compressed RLE, none if it is damaged: pycocotools reads past its memory then.
 
     The code is that of ``rleFrString`` in cocoapi's maskApi.c: 5 bits a character, the sixth says that
-    more follow, the fifth is the sign, and from the third run on a run is the difference to the last but one.
+    more follow, the fifth is the sign, and from the fourth run on a run is the difference to the last but one.
     """
     text = counts.encode("ascii", "replace") if isinstance(counts, str) else counts
     runs: list[int] = []
-    position = 0
-    while position < len(text):
-        value, shift, more = 0, 0, True
-        while more:
-            if position >= len(text) or not 48 <= text[position] < 112:
-                return -1
-            character = text[position] - 48
-            value |= (character & 0x1F) << shift
-            more = bool(character & 0x20)
-            position += 1
-            shift += 5
-            if not more and character & 0x10:
-                value |= -1 << shift
+    value = shift = 0
+    for code in text:
+        if not 48 <= code < 112 or shift > LAST_SHIFT:
+            return []
+        value |= (code - 48 & 0x1F) << shift
+        shift += 5
+        if code - 48 & 0x20:
+            continue
+        if code - 48 & 0x10:
+            value -= 1 << shift
         if len(runs) > 2:
             value += runs[-2]
-        if value < 0:
-            return -1
         runs.append(value)
-    return sum(runs)
+        value = shift = 0
+    return runs if not shift else []
 
 
 def resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:

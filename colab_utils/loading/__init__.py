@@ -1,1 +1,8 @@
 """From samples to batches on the device."""
+
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.loader import Loader, make_loader
+
+__all__ = ["CocoFolder", "Loader", "PackedBatch", "ShardDataset", "make_loader"]

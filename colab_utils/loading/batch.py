@@ -1,9 +1,11 @@
-"""Batches: a few flat uint8 and bit tensors between processes, float images and dense masks on the device."""
+"""Batches: one flat buffer between processes, float images and dense masks on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,28 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import PackedMasks, pack_masks
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.sample import PackedSample, Target, pack_target
+from colab_utils.runtime import format_bytes
 
-__all__ = ["MaskBits", "PackedBatch", "PackedSample", "Target", "collate_packed", "pack_target"]
-
-Target = dict[str, Any]
-"""torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks uint8 [N, H, W],
-image_id int, area float32 [N], iscrowd int64 [N]."""
-
-
-class PackedSample(NamedTuple):
-    """One image and its objects as they cross to the training process; N objects."""
-
-    image: Tensor
-    """uint8 [3, H, W]."""
-    image_id: int
-    boxes: NDArray[np.float32]
-    """float32 [N, 4]: x0, y0, x1, y1 in pixels."""
-    labels: NDArray[np.int64]
-    """int64 [N]."""
-    areas: NDArray[np.float32]
-    """float32 [N], in square pixels."""
-    masks: PackedMasks
+__all__ = [
+    "MaskBits",
+    "PackedBatch",
+    "PackedSample",
+    "Parcel",
+    "Target",
+    "collate_packed",
+    "pack_parcel",
+    "pack_target",
+]
 
 
 class MaskBits(NamedTuple):
@@ -48,7 +42,11 @@ class MaskBits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """A batch of B images with T objects in all, in flat tensors; the device work is not yet done."""
+    """A batch of B images with T objects in all, in flat tensors; the device work is not yet done.
+
+    ``sizes``, ``image_ids``, ``counts``, ``masks.crops`` and ``masks.offsets`` stay on the CPU, whatever the device:
+    code reads them, and reading them from a GPU would make it wait.
+    """
 
     images: Tensor
     """uint8 [B, 3, H, W]: each image in the top left corner, zeros around."""
@@ -64,98 +62,137 @@ class PackedBatch:
     """int64 [T]."""
     areas: Tensor
     """float32 [T], in square pixels."""
+    iscrowd: Tensor
+    """int64 [T]."""
     masks: MaskBits
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The batch on a device."""
-        moved = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "masks"}
-        masks = MaskBits(*(part.to(device, non_blocking=True) for part in self.masks))
-        return PackedBatch(masks=masks, **{k: part.to(device, non_blocking=True) for k, part in moved.items()})
+        """The batch with its pixels, objects and mask bits on a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("images", "boxes", "labels", "areas", "iscrowd")}
+        return replace(self, masks=self.masks._replace(bits=self.masks.bits.to(device)), **moved)
 
     def to_images(self, device: torch.device | str) -> list[Tensor]:
         """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device."""
-        pixels = self.images.to(device, non_blocking=True).float().div_(255)
-        return [image[:, :h, :w] for image, (h, w) in zip(pixels, self.sizes.tolist(), strict=True)]
+        pixels = self.images.to(device)
+        return [image[:, :h, :w].float().div_(255) for image, (h, w) in zip(pixels, self.sizes.tolist(), strict=True)]
 
     def to_targets(self, device: torch.device | str) -> list[Target]:
         """The targets as torchvision models take them, with dense masks, on the device."""
-        moved = self.to(device)
-        dense = expand_masks(moved.masks, self.sizes.repeat_interleave(self.counts.to(self.sizes.device), 0).tolist())
-        targets = []
-        start = 0
-        for i, (count, image_id) in enumerate(zip(self.counts.tolist(), self.image_ids.tolist(), strict=True)):
-            rows = slice(start, start + count)
-            height, width = self.sizes[i].tolist()
-            masks = dense[rows]
-            targets.append(
-                {
-                    "boxes": moved.boxes[rows],
-                    "labels": moved.labels[rows],
-                    "masks": torch.stack(masks) if masks else moved.images.new_zeros((0, height, width)),
-                    "image_id": image_id,
-                    "area": moved.areas[rows],
-                    "iscrowd": torch.zeros_like(moved.labels[rows]),
-                }
-            )
-            start += count
-        return targets
+        counts: list[int] = self.counts.tolist()
+        masks = expand_masks(self.masks._replace(bits=self.masks.bits.to(device)), self.sizes.tolist(), counts)
+        # copies: a box that you keep must not keep the whole batch in shared memory
+        objects = [
+            part.to(device, copy=True).split(counts) for part in (self.boxes, self.labels, self.areas, self.iscrowd)
+        ]
+        keys = ("boxes", "labels", "area", "iscrowd", "masks", "image_id")
+        rows = zip(*objects, masks, self.image_ids.tolist(), strict=True)
+        return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def expand_masks(masks: MaskBits, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Dense uint8 [height, width] masks of T objects, on the device that the bits are on.
+class Parcel(NamedTuple):
+    """A packed batch as it crosses between processes: one buffer, because each tensor costs a hand-over."""
 
-    Args:
-        masks: the packed masks.
-        sizes: height and width of each object's image, T pairs.
-    """
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=masks.bits.device)
-    pixels = (masks.bits[:, None] >> shifts & 1).flatten()
-    starts = (masks.offsets * 8).tolist()
-    dense = []
-    for (x0, y0, x1, y1), start, (height, width) in zip(masks.crops.tolist(), starts[:-1], sizes, strict=True):
-        mask = pixels.new_zeros((height, width))
-        mask[y0:y1, x0:x1] = pixels[start : start + (y1 - y0) * (x1 - x0)].view(y1 - y0, x1 - x0)
-        dense.append(mask)
-    return dense
+    buffer: Tensor
+    """uint8 [bytes]."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shape of each part, in the order of ``_DTYPES``."""
+
+    def open(self) -> PackedBatch:
+        """The batch; its tensors are views of the buffer."""
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, _DTYPES.values(), strict=True)]
+        starts = accumulate((_align(size) for size in sizes), initial=0)
+        parts = {
+            name: self.buffer[start : start + size].view(dtype).view(shape)
+            for (name, dtype), start, size, shape in zip(_DTYPES.items(), starts, sizes, self.shapes, strict=False)
+        }
+        masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
+        return PackedBatch(masks=masks, **parts)
+
+
+_DTYPES = {
+    "images": torch.uint8,
+    "sizes": torch.int32,
+    "image_ids": torch.int64,
+    "counts": torch.int64,
+    "boxes": torch.float32,
+    "labels": torch.int64,
+    "areas": torch.float32,
+    "iscrowd": torch.int64,
+    "bits": torch.uint8,
+    "crops": torch.int32,
+    "offsets": torch.int64,
+}
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:
-    """Put samples into one packed batch; runs in the loader's workers."""
-    sizes = [tuple(sample.image.shape[-2:]) for sample in samples]
-    images = torch.zeros((len(samples), 3, max(h for h, _ in sizes), max(w for _, w in sizes)), dtype=torch.uint8)
-    for row, (sample, (h, w)) in enumerate(zip(samples, sizes, strict=True)):
-        images[row, :, :h, :w] = sample.image
+    """Put samples into one packed batch."""
+    return pack_parcel(samples, shared=False).open()
+
+
+def pack_parcel(samples: Sequence[PackedSample], *, shared: bool) -> Parcel:
+    """Put samples into one buffer, in shared memory where another process is to have it."""
+    sizes = np.array([sample.image.shape[-2:] for sample in samples], np.int32)
     lengths = np.concatenate([np.diff(sample.masks.offsets) for sample in samples])
-    masks = MaskBits(
-        bits=torch.from_numpy(np.concatenate([sample.masks.bits for sample in samples])),
-        crops=torch.from_numpy(np.concatenate([sample.masks.crops for sample in samples])),
-        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)),
-    )
-    return PackedBatch(
-        images=images,
-        sizes=torch.tensor(sizes, dtype=torch.int32),
-        image_ids=torch.tensor([sample.image_id for sample in samples], dtype=torch.int64),
-        counts=torch.tensor([len(sample.labels) for sample in samples], dtype=torch.int64),
-        boxes=torch.from_numpy(np.concatenate([sample.boxes for sample in samples])),
-        labels=torch.from_numpy(np.concatenate([sample.labels for sample in samples])),
-        areas=torch.from_numpy(np.concatenate([sample.areas for sample in samples])),
-        masks=masks,
-    )
+    tables: list[NDArray[Any]] = [
+        sizes,
+        np.array([sample.image_id for sample in samples], np.int64),
+        np.array([len(sample.labels) for sample in samples], np.int64),
+        np.concatenate([sample.boxes for sample in samples]),
+        np.concatenate([sample.labels for sample in samples]),
+        np.concatenate([sample.areas for sample in samples]),
+        np.concatenate([sample.iscrowd for sample in samples]),
+        np.concatenate([sample.masks.bits for sample in samples]),
+        np.concatenate([sample.masks.crops for sample in samples]),
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+    ]
+    shapes = ((len(samples), 3, *sizes.max(0).tolist()), *(table.shape for table in tables))
+    total = sum(_align(prod(shape) * dtype.itemsize) for shape, dtype in zip(shapes, _DTYPES.values(), strict=True))
+    parcel = Parcel(_make_zeros(total, shared=shared), shapes)
+    batch = parcel.open()
+    for row, sample, (height, width) in zip(batch.images, samples, sizes.tolist(), strict=True):
+        row[:, :height, :width] = sample.image
+    parts = {**vars(batch), **batch.masks._asdict()}
+    for name, table in zip(list(_DTYPES)[1:], tables, strict=True):
+        parts[name].copy_(torch.from_numpy(table))
+    return parcel
 
 
-def pack_target(image: Tensor, target: Target) -> PackedSample:
-    """A sample of any dataset with torchvision's target contract as a packed one."""
-    from pycocotools import mask as coco_mask
+def _align(size: int) -> int:
+    return -(-size // 8) * 8
 
-    dense = np.asfortranarray(target["masks"].numpy().transpose(1, 2, 0))
-    return PackedSample(
-        image=image,
-        image_id=int(target["image_id"]),
-        boxes=target["boxes"].numpy(),
-        labels=target["labels"].numpy(),
-        areas=target["area"].numpy(),
-        masks=pack_masks(coco_mask.encode(dense) if dense.shape[2] else []),
-    )
+
+def _make_zeros(size: int, *, shared: bool) -> Tensor:
+    if not shared:
+        return torch.zeros(size, dtype=torch.uint8)
+    try:
+        # new shared memory is zeros; torch's own collate function makes it the same way
+        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    except RuntimeError as error:
+        raise ColabUtilsError(
+            f"expected {format_bytes(size)} of shared memory (/dev/shm) for a batch, found too little "
+            f"({str(error).splitlines()[0]}). Use fewer workers, a smaller prefetch or a smaller batch."
+        ) from None
+
+
+def expand_masks(masks: MaskBits, sizes: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
+    """Dense masks of each image, uint8 [N, height, width], on the device that the bits are on.
+
+    Args:
+        masks: the packed masks of all images.
+        sizes: height and width of each image in pixels.
+        counts: objects of each image.
+    """
+    powers = 128 >> torch.arange(8, dtype=torch.uint8, device=masks.bits.device)
+    pixels = (masks.bits[:, None] & powers).ne_(0).flatten()
+    objects = iter(zip(masks.crops.tolist(), (masks.offsets[:-1] * 8).tolist(), strict=True))
+    dense = []
+    for (height, width), count in zip(sizes, counts, strict=True):
+        image = pixels.new_zeros((count, height, width))
+        for mask in image:
+            (x0, y0, x1, y1), start = next(objects)
+            mask[y0:y1, x0:x1] = pixels[start : start + (y1 - y0) * (x1 - x0)].view(y1 - y0, x1 - x0)
+        dense.append(image)
+    return dense

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from itertools import chain, zip_longest
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, PackedSample, Target, collate_packed, pack_target
+from colab_utils.loading.batch import PackedBatch, Parcel, collate_packed
+from colab_utils.loading.order import BatchOrder
+from colab_utils.loading.sample import PackedSample, Target
+from colab_utils.loading.workers import PackedView, explain_death, pass_on, start_worker
 from colab_utils.runtime import count_cores
 
 __all__ = ["Loader", "make_loader"]
@@ -46,7 +49,8 @@ def make_loader(
         prefetch: batches that each worker prepares ahead.
 
     Raises:
-        ColabUtilsError: if the dataset is empty, or an argument is out of range.
+        ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or the device is not
+            there; and, while you iterate, if a sample is damaged or a worker process dies.
 
     Example:
         >>> import torch
@@ -63,15 +67,19 @@ def make_loader(
         2 torch.float32 torch.Size([1, 8, 8])
         1 torch.float32 torch.Size([1, 8, 8])
     """
-    if not len(dataset):  # type: ignore[arg-type]
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ColabUtilsError(f"expected a dataset with a length and indices, found {type(dataset).__name__}")
+    if not len(dataset):
         raise ColabUtilsError("expected a dataset with images, found an empty one")
     if deliver not in ("dense", "packed"):
         raise ColabUtilsError(f"expected deliver='dense' or 'packed', found {deliver!r}")
-    if batch_size < 1 or prefetch < 1 or (workers != "auto" and workers < 0):
-        raise ColabUtilsError(f"expected positive numbers, found {batch_size=}, {prefetch=}, {workers=}")
     count = min(4, count_cores()) if workers == "auto" else workers
+    numbers = (("batch_size", batch_size, 1), ("workers", count, 0), ("prefetch", prefetch, 1), ("seed", seed, 0))
+    for name, number, least in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
+            raise ColabUtilsError(f"expected {name} as a whole number of {least} or more, found {number!r}")
     return Loader(
-        dataset, batch_size, torch.device(device), count, deliver, shuffle=shuffle, seed=seed, prefetch=prefetch
+        dataset, batch_size, _find_device(device), count, deliver, shuffle=shuffle, seed=seed, prefetch=prefetch
     )
 
 
@@ -98,36 +106,74 @@ class Loader:
         """The epoch that the next pass runs, or that the pass under way is in."""
         self._delivered = 0
         self._resumed = False
-        self._order = _Order(dataset, batch_size, max(1, workers), seed if shuffle else None)
+        self._passes = 0
+        self._order = BatchOrder(dataset, batch_size, max(1, workers), seed if shuffle else None, split=True)
         options: dict[str, Any] = (
-            {"prefetch_factor": prefetch, "persistent_workers": True, "worker_init_fn": _start_worker}
-            if workers
-            else {}
+            {"prefetch_factor": prefetch, "persistent_workers": True, "worker_init_fn": start_worker} if workers else {}
         )
-        self._loader = DataLoader(
-            _PackedView(dataset), batch_sampler=self._order, num_workers=workers, collate_fn=collate_packed, **options
-        )
+        with _quiet_start():
+            self._loader: DataLoader[Any] = DataLoader(
+                PackedView(dataset, batch_size),
+                batch_sampler=self._order,
+                num_workers=workers,
+                collate_fn=pass_on,
+                **options,
+            )
 
     def __len__(self) -> int:
-        size = len(self.dataset)  # type: ignore[arg-type]
-        return -(-size // self.batch_size)
+        return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
         if self._delivered and not self._resumed:  # the last pass was broken off
             self.epoch, self._delivered = self.epoch + 1, 0
         self._resumed = False
+        self._passes += 1
+        this_pass = self._passes
         self._order.epoch, self._order.start = self.epoch, self._delivered
-        with warnings.catch_warnings():
-            # Python 3.12 warns that a process with threads forks; torch's own loader does, by design
-            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-            # one worker for each core is meant, where torch counts fewer of them
-            warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-            batches = iter(self._loader)
-        for batch in batches:
+        for batch in self._join(self._receive()):
+            if this_pass != self._passes:
+                raise ColabUtilsError(
+                    "expected one pass over a loader at a time, found a second one. Make two loaders."
+                )
             self._delivered += 1
             if self._delivered == len(self):
                 self.epoch, self._delivered = self.epoch + 1, 0
             yield self._place(batch)
+
+    def _join(self, results: Iterator[Any]) -> Iterator[PackedBatch]:
+        """Batches from what the workers give: whole ones, or samples of one that is to be put together here."""
+        samples: list[PackedSample] = []
+        size = len(self.dataset) - self._delivered * self.batch_size  # type: ignore[arg-type]
+        for result in results:
+            if isinstance(result, Parcel):
+                size -= self.batch_size
+                yield result.open()
+                continue
+            samples += result
+            if len(samples) == min(size, self.batch_size) and samples:
+                size -= len(samples)
+                batch, samples = collate_packed(samples), []
+                yield batch
+
+    def _receive(self) -> Iterator[Any]:
+        """What the workers give, in order; ends them where something goes wrong."""
+        try:
+            with _quiet_start():
+                results = iter(self._loader)
+            for result in results:
+                if isinstance(result, ColabUtilsError):
+                    raise result
+                yield result
+        except GeneratorExit:
+            raise  # the pass is broken off: the workers wait for the next one
+        except RuntimeError as error:
+            self.close()
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise explain_death(f"{error} {error.__cause__}") from None  # the cause names the signal
+        except BaseException:
+            self.close()
+            raise
 
     def _place(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
         if self.deliver == "packed":
@@ -136,79 +182,55 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """Where the order stands after the batches delivered so far: plain whole numbers."""
-        return {"seed": self.seed, "epoch": self.epoch, "batch": self._delivered, "batch_size": self.batch_size}
+        return {**self._describe_order(), "epoch": self.epoch, "batch": self._delivered, "streams": self._order.streams}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the batch that a state was taken at.
 
         Raises:
-            ColabUtilsError: if the state is of another order (seed or batch size).
+            ColabUtilsError: if the state is of another order (seed, batch size, shuffle or number of images).
         """
-        here = {"seed": self.seed, "batch_size": self.batch_size}
-        there = {key: state[key] for key in here}
+        here = self._describe_order()
+        there = {key: state.get(key, value) for key, value in here.items()}
         if there != here:
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
         self.epoch, self._delivered, self._resumed = state["epoch"], state["batch"], True
+        self._order.streams = state.get("streams", self._order.streams)
+
+    def _describe_order(self) -> dict[str, int]:
+        return {
+            "seed": int(self.seed),
+            "batch_size": int(self.batch_size),
+            "shuffle": int(self.shuffle),
+            "images": len(self.dataset),  # type: ignore[arg-type]
+        }
 
     def close(self) -> None:
-        """End the worker processes."""
-        iterator = getattr(self._loader, "_iterator", None)
+        """End the worker processes; the next pass starts new ones."""
+        iterator: Any = self._loader._iterator
+        self._loader._iterator = None
         if iterator is not None:
             iterator._shutdown_workers()
-            self._loader._iterator = None
 
 
-class _PackedView(Dataset[PackedSample]):
-    """Any dataset as one of packed samples."""
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self._dataset = dataset
-        self._read = getattr(dataset, "read_packed", None)
-
-    def __getitem__(self, index: int) -> PackedSample:
-        if self._read is not None:
-            sample: PackedSample = self._read(index)
-            return sample
-        return pack_target(*self._dataset[index])
+@contextmanager
+def _quiet_start() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Python 3.12 warns that a process with threads forks; torch's own loader does, by design
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        # the number of workers is yours to choose; torch warns of more than it counts cores
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        yield
 
 
-class _Order:
-    """The batches of an epoch as lists of indices; the same for the same seed and epoch.
-
-    Where whole shards are read, each worker walks through shards of its own (torch hands batches to its workers
-    in turn), so that no shard is read twice in an epoch; the shards and the images in each are shuffled.
-    """
-
-    def __init__(self, dataset: Dataset[Any], batch_size: int, streams: int, seed: int | None) -> None:
-        self._size = len(dataset)  # type: ignore[arg-type]
-        self._shard_of = dataset.shard_of if getattr(dataset, "whole_shards", False) else None  # type: ignore[attr-defined]
-        self._batch_size, self._streams, self._seed = batch_size, streams, seed
-        self.epoch = self.start = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._make_batches()[self.start :])
-
-    def __len__(self) -> int:
-        return -(-self._size // self._batch_size)
-
-    def _make_batches(self) -> list[list[int]]:
-        if self._seed is None:
-            return self._cut(np.arange(self._size))
-        shuffled = np.random.default_rng((self._seed, self.epoch)).permutation(self._size)
-        if self._shard_of is None:
-            return self._cut(shuffled)
-        place = np.random.default_rng((self._seed, self.epoch, 1)).permutation(self._shard_of.max() + 1)
-        ranks = place[self._shard_of[shuffled]]
-        streams = [shuffled[ranks % self._streams == stream] for stream in range(self._streams)]
-        by_shard = [s[np.argsort(place[self._shard_of[s]], kind="stable")] for s in streams]
-        full = [self._cut(s[: len(s) // self._batch_size * self._batch_size]) for s in by_shard]
-        rest = np.concatenate([s[len(s) // self._batch_size * self._batch_size :] for s in by_shard])
-        turns = chain.from_iterable(zip_longest(*full))
-        return [batch for batch in turns if batch is not None] + self._cut(rest)
-
-    def _cut(self, indices: Any) -> list[list[int]]:
-        return [indices[i : i + self._batch_size].tolist() for i in range(0, len(indices), self._batch_size)]
-
-
-def _start_worker(_: int) -> None:
-    torch.set_num_threads(1)
+def _find_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ColabUtilsError(f"expected a device such as 'cpu' or 'cuda', found {device!r}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ColabUtilsError(
+            f"expected a GPU for device {device!r}, found none. On Colab, choose Runtime > Change runtime type; or use "
+            "device='cpu'."
+        )
+    return found

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.masks import PackedMasks, pack_masks
+from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["ArraysBuilder", "ShardArrays", "load_arrays", "read_head", "rebuild_arrays"]
+__all__ = [
+    "ArraysBuilder",
+    "ShardArrays",
+    "convert_boxes",
+    "dump_arrays",
+    "load_arrays",
+    "read_head",
+    "rebuild_arrays",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,14 +140,11 @@ def read_head(path: Path) -> dict[str, Any]:
     Raises:
         ColabUtilsError: if the file is damaged.
     """
-    try:
-        with open(path, "rb") as file:
-            head: dict[str, Any] = json.loads(np.load(file, allow_pickle=False).tobytes())
-            return head
-    except (ValueError, EOFError) as error:
-        raise ColabUtilsError(
-            f"expected arrays in {path}, found a damaged file ({error}). Delete it: it is made again."
-        ) from None
+    with _explain_damage(path), open(path, "rb") as file:
+        head = json.loads(_read_array(file).tobytes())
+        if not isinstance(head, dict):
+            raise ValueError("no head")
+        return head
 
 
 def load_arrays(path: Path) -> ShardArrays:
@@ -145,27 +153,47 @@ def load_arrays(path: Path) -> ShardArrays:
     Raises:
         ColabUtilsError: if the file is damaged.
     """
-    try:
-        with open(path, "rb") as file:
-            np.load(file, allow_pickle=False)
-            *names, last = [field.name for field in fields(ShardArrays)]
-            values = {name: np.load(file, allow_pickle=False) for name in names}
-            start = file.tell()
-            version = np.lib.format.read_magic(file)
-            if version != (1, 0):
-                raise ValueError(f"numpy format {version}")
-            shape, _, _ = np.lib.format.read_array_header_1_0(file)
-            offset = file.tell()
-            file.seek(0, io.SEEK_END)
-            if file.tell() - offset != shape[0] or start == offset:
-                raise ValueError("cut short")
+    with _explain_damage(path), open(path, "rb") as file:
+        _read_array(file)
+        *names, last = [field.name for field in fields(ShardArrays)]
+        values = {name: _read_array(file) for name in names}
+        shape, _, dtype = _read_header(file)
+        offset = file.tell()
+        if dtype != np.uint8 or (os.fstat(file.fileno()).st_size - offset,) != shape:
+            raise ValueError("cut short")
         # numpy cannot map nothing
         values[last] = np.memmap(path, np.uint8, "r", offset, shape) if shape[0] else np.zeros(0, np.uint8)
-    except (ValueError, EOFError) as error:
+    return ShardArrays(**values)
+
+
+def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(file)
+    if version != (1, 0):
+        raise ValueError(f"numpy format {version}")
+    try:
+        header: tuple[tuple[int, ...], bool, np.dtype[Any]] = np.lib.format.read_array_header_1_0(file)
+    except Exception:  # numpy reads the header as Python, and raises whatever that raises
+        raise ValueError("a header that is not numpy's") from None
+    return header
+
+
+def _read_array(file: BinaryIO) -> NDArray[Any]:
+    """One array that ``numpy.save`` wrote; a damaged header never makes it allocate more than the file holds."""
+    shape, _, dtype = _read_header(file)
+    size = math.prod(shape) * dtype.itemsize
+    if size < 0 or size > os.fstat(file.fileno()).st_size or dtype.hasobject:
+        raise ValueError("cut short")
+    return np.frombuffer(file.read(size), dtype).reshape(shape).copy()
+
+
+@contextmanager
+def _explain_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError) as error:
         raise ColabUtilsError(
             f"expected arrays in {path}, found a damaged file ({error}). Delete it: it is made again from the tar."
         ) from None
-    return ShardArrays(**values)
 
 
 def rebuild_arrays(tar_path: Path) -> ShardArrays:
@@ -173,21 +201,23 @@ def rebuild_arrays(tar_path: Path) -> ShardArrays:
 
     Raises:
         ColabUtilsError: if the tar is damaged.
+
+    Example:
+        >>> rebuild_arrays(Path(__file__))
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a shard in ...
     """
     builder = ArraysBuilder()
     try:
-        with tarfile.open(tar_path, "r:") as tar:
-            image = next(tar, None)
-            while image is not None:
-                member = next(tar, None)
-                if member is None:
-                    raise tarfile.ReadError("an image without a record")
-                with open(tar_path, "rb") as file:
-                    file.seek(member.offset_data)
-                    record = json.loads(file.read(member.size))
+        with open(tar_path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            members = tar.getmembers()
+            for image, member in zip(members[::2], members[1::2], strict=True):
+                file.seek(member.offset_data)
+                record = json.loads(file.read(member.size))
+                for annotation in record["annotations"]:  # pycocotools would read past damaged counts
+                    encode_segmentation(annotation["segmentation"], record["height"], record["width"])
                 builder.add(record, (image.offset_data, image.size), (member.offset_data, member.size))
-                image = next(tar, None)
-    except (tarfile.TarError, ValueError, KeyError) as error:
+    except (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, ColabUtilsError) as error:
         raise ColabUtilsError(
             f"expected a shard in {tar_path}, found a damaged file ({error}). Copy it again, or run preprocess again."
         ) from None

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,8 +19,10 @@ from colab_utils.shards.format import (
     UNFINISHED_NAME,
     ShardIndex,
     ShardInfo,
+    explain_write,
     hash_file,
     read_index,
+    remove_leftovers,
     write_index,
 )
 
@@ -98,9 +97,9 @@ def copy_shards(
     chosen = _choose_shards(index, limit_gb)
     files = [file for shard in chosen for file in shard.files()]
     _check_space(target, files)
-    with _explain(source, target):
+    with explain_write(target):
         target.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
+        remove_leftovers(target)
     started = perf_counter()
     job = _Copy(source, target, speed, overwrite=previous is not None)
     try:
@@ -110,7 +109,7 @@ def copy_shards(
             f"{error}; {job.finished} of {len(files)} files are safe in {target}, the copy continues there"
         ) from error
     merged = _merge(index, previous, chosen, target)
-    with _explain(source, target):
+    with explain_write(target):
         write_index(target, merged)
     return CopyReport(
         shards=len(merged.shards),
@@ -155,7 +154,7 @@ class _Copy:
     def _copy_file(self, name: str, size: int, checksum: str) -> bool:
         """Copy one file unless it is there; says whether it was copied."""
         path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
-        with _explain(self.source, self.target):
+        with explain_write(self.target):
             if _has_size(path, size) and hash_file(path) == checksum:
                 self._progress.put(size)
                 return False
@@ -272,24 +271,3 @@ def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardIn
 
 def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove temporary files of copies that were killed: their process is gone."""
-    import psutil
-
-    for path in target.glob(".shard-*.part"):
-        pid = re.search(r"\.(\d+)\.part$", path.name)
-        if pid and not psutil.pid_exists(int(pid[1])):
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _explain(source: Path, target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ColabUtilsError(
-            f"expected to copy from {source} to {target}, found: {error.strerror}. Free some disk "
-            "or make the folder writable, then copy again: what was copied stays"
-        ) from error

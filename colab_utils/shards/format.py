@@ -7,14 +7,18 @@ written last. There is no pickle anywhere.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
 
 __all__ = [
@@ -23,10 +27,12 @@ __all__ = [
     "ShardIndex",
     "ShardInfo",
     "SkippedImage",
+    "explain_write",
     "hash_bytes",
     "hash_file",
     "pad_member",
     "read_index",
+    "remove_leftovers",
     "write_file",
     "write_index",
 ]
@@ -36,6 +42,7 @@ FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
 UNFINISHED_NAME = "unfinished.json"
 BLOCK_BYTES = 512
+_LEFTOVER = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|unfinished\.json)\.(\d+)\.part")
 
 
 @dataclass(frozen=True)
@@ -104,10 +111,11 @@ def read_index(folder: str | Path) -> ShardIndex:
     """
     folder = Path(folder)
     path = folder / INDEX_NAME
-    if not folder.is_dir():
-        raise ColabUtilsError(f"expected a folder of shards, found nothing at {folder}. Run preprocess first.")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        with guard_drive(folder):
+            if not folder.is_dir():
+                raise ColabUtilsError(f"expected a folder of shards, found nothing at {folder}. Run preprocess first.")
+            raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         cure = (
             "preprocess was interrupted here: run the same command again, it continues where it stopped."
@@ -115,7 +123,11 @@ def read_index(folder: str | Path) -> ShardIndex:
             else "Run preprocess (or copy) into this folder, or name another one."
         )
         raise ColabUtilsError(f"expected {INDEX_NAME} in {folder}, found none. {cure}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise ColabUtilsError(
+            f"expected to read {path}, found: {error.strerror}. Name another folder, or make the file readable."
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise ColabUtilsError(
             f"expected JSON in {path}, found: {error}. Copy the file again, or delete it and run preprocess again."
         ) from None
@@ -130,18 +142,23 @@ def read_index(folder: str | Path) -> ShardIndex:
             "Update colab_utils."
         )
     try:
-        return ShardIndex(
+        shards = tuple(ShardInfo(**shard) for shard in raw["shards"])
+        index = ShardIndex(
             fingerprint=raw["fingerprint"],
             recipe=raw["recipe"],
             categories=tuple(raw["categories"]),
-            shards=tuple(ShardInfo(**shard) for shard in raw["shards"]),
+            shards=shards,
             skipped=tuple(SkippedImage(**image) for image in raw["skipped"]),
             partial=raw["partial"],
         )
-    except (KeyError, TypeError) as error:
+        for name, size, _ in index.files():
+            if Path(name).name != name or size < 0:
+                raise ValueError(f"a file {name!r} of {size} bytes")
+    except (KeyError, TypeError, ValueError) as error:
         raise ColabUtilsError(
             f"expected a complete index in {path}, found one that lacks or adds {error}. Copy the file again."
         ) from None
+    return index
 
 
 def write_index(folder: Path, index: ShardIndex) -> None:
@@ -156,13 +173,12 @@ def write_index(folder: Path, index: ShardIndex) -> None:
     write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
 
 
-def write_file(path: Path, *parts: bytes | memoryview) -> None:
+def write_file(path: Path, data: bytes | bytearray) -> None:
     """Write a whole file under a temporary name, then rename it; a failure leaves nothing behind."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:
-            for part in parts:
-                file.write(part)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -170,19 +186,61 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def hash_bytes(*parts: bytes | memoryview) -> str:
-    """XXH3-64 of the parts one after another, in hexadecimal.
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
+    for path in folder.glob(".*.part"):
+        match = _LEFTOVER.fullmatch(path.name)
+        with suppress(FileNotFoundError):  # its process finished it meanwhile
+            if match and not _is_running(int(match[1]), path.stat().st_mtime):
+                path.unlink()
+
+
+def _is_running(pid: int, since: float) -> bool:
+    """Whether the process with this id runs, and did so at the time ``since``: ids are used again."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def explain_write(folder: Path) -> Iterator[None]:
+    """Turn an error of writing into ``folder`` into one line with its cure.
 
     Example:
-        >>> hash_bytes(b"ab", b"c") == hash_bytes(b"abc")
-        True
+        >>> with explain_write(Path("shards")):
+        ...     raise OSError(errno.ENOSPC, "No space left on device")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected room for the next file in shards, found the disk full. ...
+    """
+    try:
+        with guard_drive(folder):
+            yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ColabUtilsError(
+                f"expected room for the next file in {folder}, found the disk full. What is finished is safe: free "
+                "some space and run the same command, it continues there."
+            ) from None
+        raise ColabUtilsError(
+            f"expected to write into {folder}, found: {error.strerror}. What is finished is safe: name a folder that "
+            "you may write to, or make this one so, and run the same command."
+        ) from None
+
+
+def hash_bytes(data: bytes | bytearray) -> str:
+    """XXH3-64 in hexadecimal.
+
+    Example:
+        >>> hash_bytes(b"")
+        '2d06800538d394c2'
     """
     import xxhash
 
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
+    return str(xxhash.xxh3_64_hexdigest(data))
 
 
 def hash_file(path: str | Path, *, chunk_bytes: int = 8 << 20) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from colab_utils.data.coco import is_sound_box
 from colab_utils.data.masks import encode_segmentation, resize_rle
 from colab_utils.errors import ColabUtilsError
 
@@ -20,6 +21,7 @@ __all__ = ["StoredImage", "make_record", "plan_size", "store_image"]
 JPEG_QUALITY = 95
 _KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
 _ORIENTATION = 0x0112
+_PNG_DEPTH = 24  # the byte of a PNG that holds its bits per channel
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,14 @@ class StoredImage:
 def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
     """The size an image is stored at: what torchvision's Mask R-CNN would shrink it to, never larger than it is.
 
-    Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: the scale in float32,
-    each side rounded down.
+    Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: each side times one
+    scale, rounded down.
 
     Example:
         >>> plan_size(3000, 4000, min_size=800, max_size=1333), plan_size(480, 640, min_size=800, max_size=1333)
         ((800, 1066), (480, 640))
     """
-    short, long = np.float32(min(height, width)), np.float32(max(height, width))
-    scale = float(min(np.float32(min_size) / short, np.float32(max_size) / long))
+    scale = min(min_size / min(height, width), max_size / max(height, width))
     if scale >= 1:
         return height, width
     return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
@@ -54,7 +55,7 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple
 def store_image(data: bytes, size: tuple[int, int], *, min_size: int, max_size: int) -> StoredImage:
     """Decode an image once to be sure it is whole, then keep its bytes or shrink it.
 
-    JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become PNG without loss; what is larger than
+    JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become 8-bit RGB PNG; what is larger than
     training needs is shrunk with an antialiased filter (JPEG at quality 95, or PNG if it was PNG).
 
     Args:
@@ -74,21 +75,22 @@ def store_image(data: bytes, size: tuple[int, int], *, min_size: int, max_size: 
         image = Image.open(io.BytesIO(data))
         kind, mode = image.format or "", image.mode
         image.load()
+        turned = image.getexif().get(_ORIENTATION, 1) > 4
     except Image.UnidentifiedImageError:
         raise ColabUtilsError("not an image") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
         raise ColabUtilsError(f"not a whole image: {error}") from None
-    upright = _turn_upright(image, size)
-    kept = upright is image and mode in _KEPT_MODES.get(kind, ())
+    upright = _turn_upright(image, size, turned=turned)
+    kept = upright is image and mode in _KEPT_MODES.get(kind, ()) and not _is_deep_png(kind, data)
     width, height = upright.size
     stored = plan_size(height, width, min_size=min_size, max_size=max_size)
     if stored != (height, width):
-        small = upright.convert("RGB").resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
+        small = _to_rgb(upright).resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
         lossy = kind in ("JPEG", "MPO", "WEBP")
         return StoredImage(*_encode(small, lossy=lossy), *stored, height, width)
     if kept:
         return StoredImage("png" if kind == "PNG" else "jpg", data, height, width, height, width)
-    return StoredImage(*_encode(upright.convert("RGB"), lossy=False), height, width, height, width)
+    return StoredImage(*_encode(_to_rgb(upright), lossy=False), height, width, height, width)
 
 
 def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
     Masks are rasterised at the original size and then resized, as torchvision's transform does.
 
     Raises:
-        ColabUtilsError: if an annotation has no usable mask.
+        ColabUtilsError: if an annotation has no usable mask or box.
     """
     height, width = stored.height, stored.width
     original = stored.original_height, stored.original_width
@@ -109,6 +111,10 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
         except ColabUtilsError as error:
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
         box, area = annotation["bbox"], annotation["area"]
+        if not is_sound_box(annotation):
+            raise ColabUtilsError(
+                f"annotation {annotation['id']}: expected finite numbers, found bbox {box}, area {area}"
+            )
         if original != (height, width):
             rle = resize_rle(rle, height, width)
             box = [box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y]
@@ -128,18 +134,34 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
     }
 
 
-def _turn_upright(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def _turn_upright(image: Image.Image, size: tuple[int, int], *, turned: bool) -> Image.Image:
     """The image at the size the annotations give, turned by its EXIF orientation only where that explains it."""
     from PIL import ImageOps
 
     height, width = size
     if not height or not width or image.size == (width, height):
         return image
-    if image.getexif().get(_ORIENTATION, 1) > 4 and image.size == (height, width):
+    if turned and image.size == (height, width):
         return ImageOps.exif_transpose(image)
     raise ColabUtilsError(
         f"the annotations say {width} x {height} pixels, the file has {image.size[0]} x {image.size[1]}"
     )
+
+
+def _is_deep_png(kind: str, data: bytes) -> bool:
+    """Whether a PNG has 16 bits a channel: Pillow reads it as 8, torchvision does not."""
+    return kind == "PNG" and data[_PNG_DEPTH] == 16
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of it white."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # straight to RGB would warn
+    return image.convert("RGB")
 
 
 def _encode(image: Image.Image, *, lossy: bool) -> tuple[str, bytes]:

@@ -60,10 +60,14 @@ def verify_shards(folder: str | Path) -> VerifyReport:
 def _check_shard(folder: Path, shard: ShardInfo) -> str:
     for name, size, checksum in shard.files():
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes where {size:,} were written: it was cut short or changed"
-        if hash_file(path) != checksum:
-            return f"{name} has another checksum than when it was written: its content changed"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            found = path.stat().st_size
+            if found != size:
+                return f"{name} has {found:,} bytes where {size:,} were written: it was cut short or changed"
+            if hash_file(path) != checksum:
+                return f"{name} has another checksum than when it was written: its content changed"
+        except PermissionError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return ""

@@ -277,7 +277,7 @@ def test_a_full_disk_is_said(source, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ColabUtilsError, match=r"No space left on device.*copy again"):
+    with pytest.raises(ColabUtilsError, match=r"found the disk full.*it continues there"):
         copy_shards(source, tmp_path / "ssd")
     assert names(tmp_path / "ssd") == []
 

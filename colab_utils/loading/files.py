@@ -1,0 +1,133 @@
+"""The files of a folder of shards, as the dataset reads them: in pieces, or each shard whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from colab_utils.drive import DriveFile, DriveProfile, read_file
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
+from colab_utils.shards.format import ShardInfo
+
+__all__ = ["ShardFiles", "load_shard"]
+
+SHARDS_IN_MEMORY = 2
+OPEN_FILES = 128
+
+
+class ShardFiles:
+    """Reads pieces of a folder's files; keeps files open, or the last two shards in memory (``whole_shards``)."""
+
+    def __init__(self, folder: Path, *, profile: DriveProfile | None, whole_shards: bool) -> None:
+        self.folder, self.profile, self.whole_shards = folder, profile, whole_shards
+        self._open: dict[str, DriveFile] = {}
+        self._memory: OrderedDict[int, dict[str, bytes]] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # open files and shards in memory stay in this process
+        return {**self.__dict__, "_open": {}, "_memory": OrderedDict()}
+
+    def read(self, shard: int, name: str, start: int, length: int) -> bytes:
+        """``length`` bytes from ``start`` of a file that belongs to the shard of that number.
+
+        Raises:
+            ColabUtilsError: if the file went away or was cut short.
+        """
+        path = self.folder / name
+        try:
+            if self.whole_shards:
+                data = self._read_whole(shard, name)[start : start + length]
+            else:
+                data = self._open_file(name).pread(length, start)
+        except OSError as error:
+            raise ColabUtilsError(
+                f"expected to read {path}, found: {error.strerror}. Copy the shards again, or mount Drive again."
+            ) from None
+        if len(data) < length:
+            raise ColabUtilsError(
+                f"expected {start + length:,} bytes or more in {path}, found it cut short since it was opened. "
+                "Copy it again, or run preprocess again on this folder."
+            )
+        return data
+
+    def _open_file(self, name: str) -> DriveFile:
+        file = self._open.get(name)
+        if file is None:
+            if len(self._open) >= OPEN_FILES:
+                self._open.pop(next(iter(self._open)))  # it closes when nothing reads it any more
+            file = self._open[name] = DriveFile(self.folder / name, self.profile)
+        return file
+
+    def _read_whole(self, shard: int, name: str) -> bytes:
+        files = self._memory.setdefault(shard, {})
+        self._memory.move_to_end(shard)
+        if len(self._memory) > SHARDS_IN_MEMORY:
+            self._memory.popitem(last=False)
+        if name not in files:
+            files[name] = read_file(self.folder / name, self.profile)
+        return files[name]
+
+
+def load_shard(
+    folder: Path, shard: ShardInfo, *, category_ids: Sequence[int], profile: DriveProfile | None
+) -> ShardArrays:
+    """The arrays of one shard; made again from its tar, with a warning, where they are missing or damaged.
+
+    Raises:
+        ColabUtilsError: if the tar is missing, cut short or damaged.
+    """
+    path, arrays_path = folder / shard.name, folder / shard.arrays_name
+    if not path.is_file() or path.stat().st_size != shard.bytes:
+        found = f"{path.stat().st_size:,}" if path.is_file() else "none"
+        raise ColabUtilsError(
+            f"expected {shard.bytes:,} bytes in {path}, found {found}: it was cut short or changed. "
+            "Copy it again, or run preprocess again on this folder."
+        )
+    try:
+        if not arrays_path.is_file() or arrays_path.stat().st_size != shard.arrays_bytes:
+            raise ColabUtilsError(f"expected {shard.arrays_bytes:,} bytes in {arrays_path}, found another size or none")
+        arrays = load_arrays(arrays_path)
+        if not (_agree(arrays, shard) and np.isin(arrays.labels, category_ids).all()):
+            raise ColabUtilsError(f"expected arrays of {path.name} in {arrays_path}, found numbers that contradict it.")
+    except ColabUtilsError as error:
+        warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=3)
+        return rebuild_arrays(path)
+    if profile is not None:
+        with DriveFile(arrays_path, profile) as file:  # what was read so far, at the speed of the slow folder
+            file.pread(getattr(arrays.bits, "offset", shard.arrays_bytes), 0)
+    return arrays
+
+
+def _agree(arrays: ShardArrays, shard: ShardInfo) -> bool:
+    """Whether every array has its shape and kind, and points inside the shard and the mask bits."""
+    images, objects = shard.images, len(arrays.labels)
+    expected = {
+        "image_ids": (np.int64, (images,)),
+        "sizes": (np.int32, (images, 2)),
+        "image_spans": (np.int64, (images, 2)),
+        "record_spans": (np.int64, (images, 2)),
+        "counts": (np.int64, (images,)),
+        "boxes": (np.float32, (objects, 4)),
+        "labels": (np.int64, (objects,)),
+        "areas": (np.float32, (objects,)),
+        "crops": (np.int32, (objects, 4)),
+        "mask_ends": (np.int64, (objects + 1,)),
+    }
+    if any((getattr(arrays, name).dtype, getattr(arrays, name).shape) != kind for name, kind in expected.items()):
+        return False
+    spans = np.concatenate([arrays.image_spans, arrays.record_spans])
+    inside = (spans >= 0).all() and (spans <= shard.bytes).all() and (spans.sum(1) <= shard.bytes).all()
+    if not inside or (arrays.counts < 0).any() or arrays.counts.sum() != objects:
+        return False
+    corners = arrays.crops.astype(np.int64)
+    height, width = np.repeat(arrays.sizes, arrays.counts, axis=0).T
+    start, sides = corners[:, :2], corners[:, 2:] - corners[:, :2]
+    inside = (start >= 0).all() and (sides >= 0).all() and (corners[:, 2:] <= np.stack([width, height], 1)).all()
+    ends = np.concatenate([[0], np.cumsum(-(-sides.prod(1) // 8))])
+    return bool(inside and np.array_equal(ends, arrays.mask_ends) and ends[-1] == len(arrays.bits))

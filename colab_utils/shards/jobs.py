@@ -1,0 +1,160 @@
+"""One shard's job: read its images, write its tar and arrays, or find that it was finished before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from colab_utils.data.coco import CocoDataset
+from colab_utils.drive import DriveLostError, read_file
+from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.arrays import ArraysBuilder, dump_arrays, load_arrays, read_head
+from colab_utils.shards.format import (
+    BLOCK_BYTES,
+    ShardInfo,
+    SkippedImage,
+    explain_write,
+    hash_bytes,
+    pad_member,
+    write_file,
+)
+from colab_utils.shards.images import make_record, store_image
+
+__all__ = ["ShardJob", "ShardResult", "has_mended", "read_sample", "write_shard"]
+
+ShardResult = tuple[ShardInfo, tuple[SkippedImage, ...]]
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard to write: everything that a process needs, on this machine or another."""
+
+    name: str
+    dataset: CocoDataset
+    images: Path
+    folder: Path
+    recipe: dict[str, Any]
+
+
+def read_sample(images: Path, dataset: CocoDataset, i: int, recipe: dict[str, Any]) -> tuple[str, str, bytes, bytes]:
+    """Key, extension, image bytes and record JSON of one image.
+
+    Raises:
+        ColabUtilsError: if the image or one of its annotations is bad.
+        DriveLostError: if Drive went away, which says nothing about the image.
+    """
+    image = dataset.image(i)
+    try:
+        data = read_file(images / image["file_name"])
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ColabUtilsError("the file is missing") from None
+    except OSError as error:
+        raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
+    size = image["height"], image["width"]
+    stored = store_image(data, size, min_size=recipe["min_size"], max_size=recipe["max_size"])
+    record = make_record(image, dataset.annotations(i), stored)
+    return f"{image['id']:012d}", stored.extension, stored.data, json.dumps(record, separators=(",", ":")).encode()
+
+
+def write_shard(job: ShardJob, count: Callable[[int], None]) -> ShardResult:
+    """Write one shard, or find it finished: the tar first, then the arrays, whose head vouches for the tar.
+
+    A shard whose images are all bad has no files. ``count`` is called with the number of images about to be done.
+
+    Raises:
+        ColabUtilsError: if it cannot be written.
+        DriveLostError: if Drive went away.
+    """
+    tar_path, arrays_path = job.folder / f"{job.name}.tar", job.folder / f"{job.name}.arrays"
+    found = _find_shard(job, tar_path, arrays_path)
+    if found is not None:
+        count(len(job.dataset))
+        return found
+    tar, builder, annotations = bytearray(), ArraysBuilder(), 0
+    skipped: list[SkippedImage] = []
+    for i in range(len(job.dataset)):
+        count(1)
+        try:
+            key, extension, data, record = read_sample(job.images, job.dataset, i, job.recipe)
+        except DriveLostError:
+            raise
+        except ColabUtilsError as error:
+            skipped.append(SkippedImage(job.dataset.file_name(i), str(error)))
+            continue
+        spans = []
+        for end, part in ((extension, data), ("json", record)):
+            spans.append((len(tar) + BLOCK_BYTES, len(part)))
+            tar += pad_member(f"{key}.{end}", part)
+        parsed = json.loads(record)
+        builder.add(parsed, *spans)
+        annotations += len(parsed["annotations"])
+    tar += bytes(2 * BLOCK_BYTES)
+    head = {
+        "fingerprint": job.dataset.fingerprint,
+        "recipe": job.recipe,
+        "name": tar_path.name,
+        "images": len(job.dataset) - len(skipped),
+        "annotations": annotations,
+        "bytes": len(tar),
+        "xxh3_64": hash_bytes(tar),
+        "skipped": [asdict(image) for image in skipped],
+    }
+    arrays = dump_arrays(head, builder.build())
+    if head["images"]:
+        with explain_write(job.folder):
+            write_file(tar_path, tar)
+            write_file(arrays_path, arrays)
+    return _describe_shard(head, arrays_path.name, arrays), tuple(skipped)
+
+
+def has_mended(images: Path, dataset: CocoDataset, recipe: dict[str, Any], skipped: tuple[SkippedImage, ...]) -> bool:
+    """Whether an image that was skipped before is good now.
+
+    Raises:
+        DriveLostError: if Drive went away.
+    """
+    names = {image.file_name for image in skipped}
+    bad = 0
+    for i in range(len(dataset)) if names else ():
+        if dataset.file_name(i) in names:
+            try:
+                read_sample(images, dataset, i, recipe)
+            except DriveLostError:
+                raise
+            except ColabUtilsError:
+                bad += 1
+    return bad < len(skipped)
+
+
+def _find_shard(job: ShardJob, tar_path: Path, arrays_path: Path) -> ShardResult | None:
+    """The shard as an earlier run left it; None if it must be written: missing, cut short, or an image was mended."""
+    try:
+        head = read_head(arrays_path)
+        load_arrays(arrays_path)
+        if (head["fingerprint"], head["recipe"], head["bytes"]) != (
+            job.dataset.fingerprint,
+            job.recipe,
+            tar_path.stat().st_size,
+        ):
+            return None
+        skipped = tuple(SkippedImage(**image) for image in head["skipped"])
+        found = _describe_shard(head, arrays_path.name, arrays_path.read_bytes())
+    except (FileNotFoundError, ColabUtilsError, KeyError, TypeError):
+        return None
+    return None if has_mended(job.images, job.dataset, job.recipe, skipped) else (found, skipped)
+
+
+def _describe_shard(head: dict[str, Any], arrays_name: str, arrays: bytes) -> ShardInfo:
+    return ShardInfo(
+        name=head["name"],
+        images=head["images"],
+        annotations=head["annotations"],
+        bytes=head["bytes"],
+        xxh3_64=head["xxh3_64"],
+        arrays_name=arrays_name,
+        arrays_bytes=len(arrays),
+        arrays_xxh3_64=hash_bytes(arrays),
+    )

@@ -1,0 +1,133 @@
+"""Run the jobs of all shards: in this process, in several, or on any executor; stop when too many images are bad."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import count_cores, show_progress
+from colab_utils.shards.format import SkippedImage, remove_leftovers
+from colab_utils.shards.jobs import ShardJob, ShardResult, write_shard
+
+__all__ = ["run_jobs"]
+
+
+def run_jobs(
+    jobs: list[ShardJob], *, workers: int | Literal["auto"], executor: Executor | None, max_bad: float
+) -> list[ShardResult]:
+    """Write every shard.
+
+    Args:
+        jobs: one or more, of one folder.
+        workers: processes; "auto" is one for each core.
+        executor: used in place of processes, if there is one.
+        max_bad: the share of bad images above which it stops.
+
+    Raises:
+        ColabUtilsError: if too many images are bad, a shard cannot be written, or a process was ended.
+    """
+    total = sum(len(job.dataset) for job in jobs)
+    allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
+    count = min(count_cores() if workers == "auto" else int(workers), len(jobs))
+    with show_progress("preprocess", total=total, unit="image") as bar:
+        if executor is not None:
+            return _collect([executor.submit(_work, job) for job in jobs], total, allowed, bar)
+        if count <= 1:
+            results: list[ShardResult] = []
+            for job in jobs:
+                results.append(write_shard(job, bar.update))
+                _check_bad([image for _, skipped in results for image in skipped], total, allowed)
+            return results
+        context = multiprocessing.get_context("fork")
+        done, stop = context.Value("q", 0), context.Event()
+        with ProcessPoolExecutor(count, context, _start_worker, (done, stop)) as pool, _quiet_fork():
+            try:
+                return _collect([pool.submit(_work, job) for job in jobs], total, allowed, bar, done)
+            except BaseException:
+                stop.set()  # each worker gives up at its next image: no half shard is ever renamed
+                pool.shutdown(wait=True, cancel_futures=True)
+                remove_leftovers(jobs[0].folder)  # of a worker that the system ended
+                raise
+
+
+def _collect(
+    futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any = None
+) -> list[ShardResult]:
+    bad: list[SkippedImage] = []
+    pending = set(futures)
+    try:
+        while pending:
+            finished, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+            for future in finished:
+                info, skipped = future.result()
+                bad += skipped
+                if done is None:
+                    bar.update(info.images + len(skipped))
+            if done is not None:
+                bar.update(done.value - bar.n)
+            _check_bad(bad, total, allowed)
+    except BrokenExecutor:
+        raise ColabUtilsError(
+            "expected every worker process to finish its shards, found one that the system ended, most often for want "
+            "of memory. Run the same command with fewer workers (--workers 1): it continues after the finished shards."
+        ) from None
+    finally:
+        for future in pending:
+            future.cancel()
+    return [future.result() for future in futures]
+
+
+def _check_bad(bad: list[SkippedImage], total: int, allowed: int) -> None:
+    if len(bad) > allowed:
+        first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
+        raise ColabUtilsError(
+            f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far ({first}). Mend them, write "
+            "a repaired annotations file with `check --repair OUT.json`, or allow more with --max-bad SHARE."
+        )
+
+
+_done: Any = None
+_stop: Any = None
+
+
+def _start_worker(done: Any, stop: Any) -> None:
+    global _done, _stop
+    _done, _stop = done, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's processes wait for ever for the next job of a parent that was killed: end with it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(job: ShardJob) -> ShardResult:
+    return write_shard(job, _count_done)
+
+
+def _count_done(images: int) -> None:
+    if _stop is not None and _stop.is_set():
+        raise ColabUtilsError("stopped")
+    if _done is not None:
+        with _done.get_lock():
+            _done.value += images
+
+
+@contextmanager
+def _quiet_fork() -> Iterator[None]:
+    """Python 3.12 warns when a process with threads forks; these children touch neither torch nor its threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        yield

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+
+from colab_utils.data.coco import read_coco
+from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rle, unpack_masks
+from colab_utils.errors import ColabUtilsError
+
+QUICK = settings(max_examples=60, deadline=None)
+SQUARE = [1, 1, 5, 1, 5, 4, 1, 4]
+
+
+def dense_masks(objects: int = 4):
+    shape = st.tuples(st.integers(0, objects), st.integers(1, 24), st.integers(1, 24))
+    return arrays(np.uint8, shape, elements=st.integers(0, 1))
+
+
+def encode(mask):
+    return coco_mask.encode(np.asfortranarray(mask))
+
+
+def count_runs(mask) -> list[int]:
+    """Uncompressed RLE, column by column, background first."""
+    flat = mask.ravel("F")
+    edges = np.flatnonzero(np.diff(flat)) + 1
+    runs = np.diff([0, *edges.tolist(), flat.size]).tolist()
+    return [0, *runs] if flat[0] else runs
+
+
+@QUICK
+@given(masks=dense_masks())
+def test_pack_and_unpack_give_back_what_pycocotools_encoded(masks):
+    packed = pack_masks([encode(mask) for mask in masks])
+    assert np.array_equal(unpack_masks(packed, *masks.shape[1:]), masks)
+    for mask, (x0, y0, x1, y1) in zip(masks, packed.crops.tolist(), strict=True):
+        ys, xs = np.nonzero(mask)
+        assert (x0, y0, x1, y1) == ((xs.min(), ys.min(), xs.max() + 1, ys.max() + 1) if len(xs) else (0, 0, 0, 0))
+    assert packed.bits.size == packed.offsets[-1]
+
+
+@QUICK
+@given(masks=dense_masks(1))
+def test_both_kinds_of_rle_are_the_mask(masks):
+    for mask in masks:
+        size = list(mask.shape)
+        compressed = {"size": size, "counts": encode(mask)["counts"].decode()}
+        for rle in (compressed, {"size": size, "counts": count_runs(mask)}):
+            assert np.array_equal(coco_mask.decode(encode_segmentation(rle, *size)), mask)
+
+
+@QUICK
+@given(
+    mask=arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.integers(0, 1)), data=st.data()
+)
+def test_empty_runs_do_not_move_a_box(mask, data):
+    """Runs of no pixels are valid, and pycocotools' toBbox gives 4294967294 pixels for some of them."""
+    runs = count_runs(mask)
+    place = data.draw(st.integers(0, len(runs)))
+    runs[place:place] = [0, 0]
+    size = list(mask.shape)
+    for counts in (runs, [*runs, 0], [*runs, 0, 0]):
+        rle = encode_segmentation({"size": size, "counts": counts}, *size)
+        assert np.array_equal(unpack_masks(pack_masks([rle]), *size)[0], mask)
+        again = coco_mask.frPyObjects({"size": size, "counts": counts}, *size)["counts"].decode()
+        rle = encode_segmentation({"size": size, "counts": again}, *size)
+        assert np.array_equal(unpack_masks(pack_masks([rle]), *size)[0], mask)
+
+
+@settings(max_examples=300, deadline=None)
+@given(counts=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12), size=st.integers(1, 40))
+def test_no_compressed_rle_is_read_past_its_end(counts, size):
+    """Damaged counts are refused; whatever is taken describes all pixels."""
+    try:
+        rle = encode_segmentation({"size": [size, size], "counts": counts}, size, size)
+    except ColabUtilsError:
+        return
+    assert coco_mask.decode(rle).shape == (size, size)
+    packed = pack_masks([rle])
+    assert packed.crops[0, 2:].max() <= size
+    assert int(unpack_masks(packed, size, size).sum()) == int(coco_mask.area(rle))
+
+
+def test_large_runs_are_read():
+    rle = {"size": [20_000, 20_000], "counts": [399_999_990, 10]}
+    counts = coco_mask.frPyObjects(rle, 20_000, 20_000)["counts"]
+    assert encode_segmentation({**rle, "counts": counts.decode()}, 20_000, 20_000)["counts"] == counts
+
+
+def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
+    dataset, coco = read_coco(coco_mini.annotations), COCO(str(coco_mini.annotations))
+    crowds = 0
+    for i in range(len(dataset)):
+        image = dataset.image(i)
+        size = image["height"], image["width"]
+        for annotation in dataset.annotations(i):
+            crowds += annotation["iscrowd"]
+            rle = encode_segmentation(annotation["segmentation"], *size)
+            expected = coco.annToRLE(coco.anns[annotation["id"]])
+            assert rle["counts"] == expected["counts"]
+            dense = unpack_masks(pack_masks([rle]), *size)[0]
+            assert np.array_equal(dense, coco_mask.decode(expected))
+    assert crowds  # uncompressed RLE was among them
+
+
+@QUICK
+@given(masks=dense_masks(1), height=st.integers(1, 30), width=st.integers(1, 30))
+def test_resize_is_torch_nearest(masks, height, width):
+    import torch
+
+    for mask in masks:
+        expected = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), size=(height, width))
+        resized = coco_mask.decode(resize_rle(encode(mask), height, width))
+        assert np.array_equal(resized, expected[0, 0].numpy())
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "found"),
+    [
+        (None, "without a mask"),
+        ([], "without a mask"),
+        ([[]], "one of 0 numbers"),
+        ([SQUARE, [1, 1, 2, 2]], "one of 4 numbers"),  # too short: pycocotools takes 4 numbers for a box
+        ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),  # odd
+        (SQUARE, "something else"),  # one polygon without its list
+        ([[[1, 1], [5, 1], [5, 4]]], "at least 3 points"),  # points as pairs
+        ([[[1, 1]] * 6], "made of numbers"),
+        ([["a"] * 6], "made of numbers"),
+        ([[None] * 6], "reaches to pixel nan"),
+        ([[float("nan"), *SQUARE[1:]]], "reaches to pixel nan"),
+        ([[float("inf"), *SQUARE[1:]]], "reaches to pixel inf"),
+        ([[1e9, *SQUARE[1:]]], "reaches to pixel 1e+09"),  # pycocotools would take gigabytes
+        ([[-1e300, *SQUARE[1:]]], "reaches to pixel 1e+300"),
+        ([[0, 0, 9e6, 9e6] * 50], "reaches to pixel 9e+06"),
+        ("text", "without a mask"),
+        ({"size": [6, 8]}, "without counts"),
+        ({"counts": [48]}, "size [6, 8], the image's, found None"),
+        ({"size": 5, "counts": [48]}, "found 5"),
+        ({"size": [8, 6], "counts": [48]}, "found [8, 6]"),  # width first
+        ({"size": [6, 8], "counts": [40]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [50, -2]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": ["a"]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [48.0]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": []}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": ""}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),  # ends in the middle of a run
+        ({"size": [6, 8], "counts": "日本"}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),  # 48, in more bits than C shifts
+    ],
+)
+def test_what_is_no_mask_is_refused(segmentation, found):
+    with pytest.raises(ColabUtilsError) as error:
+        encode_segmentation(segmentation, 6, 8)
+    assert found in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "polygon",
+    [
+        [-5, -5, 20, -5, 20, 20, -5, 20],  # larger than the image
+        [100, 100, 110, 100, 110, 110],  # outside
+        [-900, 3, 900, 3, 0, 900],  # far outside
+        [3, 3, 3, 3, 3, 3],  # a point
+    ],
+)
+def test_polygons_beyond_the_image_are_cut_as_in_pycocotools(polygon):
+    rle = encode_segmentation([polygon], 6, 8)
+    assert rle["counts"] == coco_mask.frPyObjects([polygon], 6, 8)[0]["counts"]
+    assert np.array_equal(unpack_masks(pack_masks([rle]), 6, 8)[0], coco_mask.decode(rle))
+
+
+def test_parts_of_one_object_are_united():
+    rle = encode_segmentation([SQUARE, [4, 2, 7, 2, 7, 5, 4, 5]], 6, 8)
+    one, two = (coco_mask.decode(encode_segmentation([part], 6, 8)) for part in (SQUARE, [4, 2, 7, 2, 7, 5, 4, 5]))
+    assert np.array_equal(coco_mask.decode(rle), one | two)
+
+
+def test_no_masks():
+    packed = pack_masks([])
+    assert (packed.bits.size, packed.crops.shape, packed.offsets.tolist()) == (0, (0, 4), [0])
+    assert unpack_masks(packed, 6, 8).shape == (0, 6, 8)
+
+
+def test_counts_from_json_text_are_the_same():
+    rle = encode_segmentation([SQUARE], 6, 8)
+    text = json.loads(json.dumps({**rle, "counts": rle["counts"].decode()}))
+    assert encode_segmentation(text, 6, 8) == rle

@@ -1,0 +1,158 @@
+"""Packing, the hand-over in one buffer, and expanding on the device, against dense samples."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torchvision import tv_tensors
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.batch import PackedBatch, collate_packed, pack_parcel
+from colab_utils.loading.sample import pack_target
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def make_sample(seed, *, height=24, width=31, objects=3, fill=0.3):
+    rng = np.random.default_rng(seed)
+    masks = torch.from_numpy((rng.random((objects, height, width)) < fill).astype(np.uint8))
+    corners = torch.from_numpy(rng.random((objects, 4)).astype(np.float32)) * 10
+    corners[:, 2:] += corners[:, :2] + 1
+    return torch.from_numpy(rng.integers(0, 256, (3, height, width), dtype=np.uint8)), {
+        "boxes": corners,
+        "labels": torch.from_numpy(rng.integers(1, 91, objects)),
+        "masks": masks,
+        "image_id": 1000 + seed,
+        "area": torch.from_numpy(rng.random(objects).astype(np.float32)) * 1e5,
+        "iscrowd": torch.from_numpy(rng.integers(0, 2, objects)),
+    }
+
+
+def assert_same(sample, image, target):
+    assert image.dtype == torch.float32
+    assert torch.equal(image.cpu(), sample[0].float() / 255)
+    assert set(target) == set(sample[1])
+    for key, value in sample[1].items():
+        if key == "image_id":
+            assert target[key] == value
+            assert isinstance(target[key], int)
+        else:
+            assert target[key].dtype == value.dtype
+            assert torch.equal(target[key].cpu(), value), key
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [make_sample(0)],  # one image
+        [make_sample(0), make_sample(1, height=40, width=8), make_sample(2, height=3, width=50)],  # mixed shapes
+        [make_sample(0, objects=0), make_sample(1), make_sample(2, objects=0)],  # images without objects between
+        [make_sample(0, objects=0), make_sample(1, objects=0)],  # no object in the whole batch
+        [make_sample(0, fill=0), make_sample(1, fill=1)],  # empty masks, full masks
+        [make_sample(0, height=1, width=1, objects=2)],  # one pixel
+        [make_sample(0, objects=1000), make_sample(1, objects=300)],  # crowds of objects
+    ],
+)
+def test_a_batch_gives_back_the_samples(samples, device):
+    batch = collate_packed([pack_target(*sample) for sample in samples])
+    assert len(batch) == len(samples)
+    images, targets = batch.to_images(device), batch.to_targets(device)
+    moved = batch.to(device)
+    for once, twice in ((images, moved.to_images(device)), (targets, moved.to_targets(device))):
+        assert len(once) == len(twice) == len(samples)
+    for sample, image, target in zip(samples, images, targets, strict=True):
+        assert image.device.type == target["masks"].device.type == torch.device(device).type
+        assert_same(sample, image, target)
+    for sample, image, target in zip(samples, moved.to_images("cpu"), moved.to_targets("cpu"), strict=True):
+        assert_same(sample, image, target)
+
+
+def test_the_fields_are_those_of_the_contract():
+    samples = [make_sample(0, height=24, width=31), make_sample(1, height=40, width=8, objects=2)]
+    batch = collate_packed([pack_target(*sample) for sample in samples])
+    assert batch.images.shape == (2, 3, 40, 31)
+    assert batch.images.dtype == torch.uint8
+    assert not batch.images[0, :, 24:].any()
+    assert not batch.images[1, :, :, 8:].any()
+    assert batch.sizes.tolist() == [[24, 31], [40, 8]]
+    assert batch.image_ids.tolist() == [1000, 1001]
+    assert batch.counts.tolist() == [3, 2]
+    bits, crops, offsets = batch.masks
+    assert (bits.dtype, crops.dtype, offsets.dtype) == (torch.uint8, torch.int32, torch.int64)
+    assert offsets.tolist()[-1] == len(bits)
+    for part in (batch.boxes, batch.labels, batch.areas, batch.iscrowd, crops, offsets[:-1]):
+        assert len(part) == 5
+
+
+def test_what_a_user_keeps_does_not_keep_the_batch():
+    batch = collate_packed([pack_target(*make_sample(seed)) for seed in range(2)])
+    parts = [value for target in batch.to_targets("cpu") for value in target.values() if torch.is_tensor(value)]
+    kept = {part.untyped_storage().data_ptr() for part in [*parts, *batch.to_images("cpu")]}
+    assert batch.images.untyped_storage().data_ptr() not in kept
+
+
+def test_a_batch_crosses_as_one_tensor_and_pickles():
+    samples = [pack_target(*make_sample(seed)) for seed in range(3)]
+    shared = pack_parcel(samples, shared=True)
+    assert shared.buffer.is_shared()
+    assert sum(torch.is_tensor(part) for part in shared) == 1
+    again = pickle.loads(pickle.dumps(shared)).open()
+    assert isinstance(again, PackedBatch)
+    for seed, image, target in zip(range(3), again.to_images("cpu"), again.to_targets("cpu"), strict=True):
+        assert_same(make_sample(seed), image, target)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda image, target: (image, target | {"masks": target["masks"].bool()}),  # bool masks
+        lambda image, target: (image, target | {"masks": target["masks"] * 255}),  # 0 and 255
+        lambda image, target: (image, target | {"masks": tv_tensors.Mask(target["masks"])}),  # from transforms.v2
+        lambda image, target: (tv_tensors.Image(image), target),
+        lambda image, target: (image, target | {"image_id": torch.tensor([1000])}),  # as the references give it
+        lambda image, target: (image, target | {"image_id": torch.tensor(1000)}),
+        lambda image, target: (image, target | {"labels": target["labels"].int()}),  # narrower labels
+        lambda image, target: (image, target | {"boxes": target["boxes"].double()}),
+        lambda image, target: (image, target | {"keypoints": torch.zeros(3, 17, 3)}),  # more than the contract
+        lambda image, target: (image.permute(1, 2, 0).contiguous().permute(2, 0, 1), target),  # from an HWC array
+    ],
+)
+def test_other_forms_of_the_same_target_are_taken(change):
+    image, target = make_sample(0)
+    batch = collate_packed([pack_target(*change(image, dict(target)))])
+    assert_same((image, target), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
+
+
+@pytest.mark.parametrize("key", ["boxes", "area", "masks"])
+def test_empty_tensors_of_any_shape_mean_no_objects(key):
+    image, target = make_sample(0, objects=0)
+    batch = collate_packed([pack_target(image, target | {key: torch.zeros(0)} if key != "masks" else target)])
+    assert_same((image, target), batch.to_images("cpu")[0], batch.to_targets("cpu")[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda i, t: (i.float() / 255, t), r"found float32 \[3, 24, 31\]"),  # after ToTensor
+        (lambda i, t: (i[:1], t), r"found uint8 \[1, 24, 31\]"),  # grey
+        (lambda i, t: (i.permute(1, 2, 0), t), r"found uint8 \[24, 31, 3\]"),  # HWC
+        (lambda i, t: (i.numpy(), t), "found ndarray"),
+        (lambda i, t: (i, {k: v for k, v in t.items() if k != "masks"}), "'masks' is missing"),
+        (lambda i, t: (i, {k: v for k, v in t.items() if k != "image_id"}), "'image_id' is missing"),
+        (lambda i, t: (i, [t]), "of another kind"),  # COCO's list of annotations, without a transform
+        (lambda i, t: (i, t | {"masks": t["masks"].float()}), r"found float32 \[3, 24, 31\]"),
+        (lambda i, t: (i, t | {"masks": t["masks"][:2]}), r"found uint8 \[2, 24, 31\]"),
+        (lambda i, t: (i, t | {"masks": t["masks"][:, :5]}), r"found uint8 \[3, 5, 31\]"),  # of another size
+        (lambda i, t: (i, t | {"boxes": t["boxes"][:, :3]}), r"expected boxes of shape \[3, 4\]"),
+        (lambda i, t: (i, t | {"area": t["area"][:1]}), r"expected area of shape \[3\]"),
+        (lambda i, t: (i, t | {"labels": t["labels"][:0]}), "for 0 labels"),  # masks without labels
+    ],
+)
+def test_what_is_not_the_contract_is_refused_in_words(change, found):
+    with pytest.raises(ColabUtilsError, match=found) as error:
+        pack_target(*change(*make_sample(0)))
+    assert "\n" not in str(error.value)

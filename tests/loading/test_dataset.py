@@ -1,0 +1,435 @@
+"""ShardDataset and CocoFolder against torchvision's own path on real images; and what goes wrong with shards."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pycocotools import mask as coco_mask
+from torchvision.datasets import CocoDetection
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from colab_utils.data.masks import unpack_masks
+from colab_utils.drive import DriveProfile
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading import files
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.folder import CocoFolder
+from colab_utils.shards.arrays import dump_arrays, load_arrays, read_head
+from colab_utils.shards.write import write_shards
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = {"boxes": torch.float32, "labels": torch.int64, "masks": torch.uint8, "area": torch.float32,
+        "iscrowd": torch.int64}  # fmt: skip
+
+
+def convert_as_the_references(image, annotations):
+    """What ``ConvertCocoPolysToMask`` in torchvision's ``references/detection/coco_utils.py`` does."""
+    width, height = image.size
+    annotations = [obj for obj in annotations if obj["iscrowd"] == 0]
+    boxes = torch.as_tensor([obj["bbox"] for obj in annotations], dtype=torch.float32).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    boxes[:, 0::2].clamp_(min=0, max=width)
+    boxes[:, 1::2].clamp_(min=0, max=height)
+    masks = []
+    for obj in annotations:
+        mask = coco_mask.decode(coco_mask.frPyObjects(obj["segmentation"], height, width))
+        if len(mask.shape) < 3:
+            mask = mask[..., None]
+        masks.append(torch.as_tensor(mask, dtype=torch.uint8).any(dim=2))
+    stacked = torch.stack(masks, dim=0) if masks else torch.zeros((0, height, width), dtype=torch.uint8)
+    keep = (boxes[:, 3] > boxes[:, 1]) & (boxes[:, 2] > boxes[:, 0])
+    return pil_to_tensor(image), {
+        "boxes": boxes[keep],
+        "labels": torch.tensor([obj["category_id"] for obj in annotations], dtype=torch.int64)[keep],
+        "masks": stacked[keep],
+        "area": torch.tensor([obj["area"] for obj in annotations])[keep],
+        "iscrowd": torch.tensor([obj["iscrowd"] for obj in annotations], dtype=torch.int64)[keep],
+    }
+
+
+@pytest.fixture(scope="session", params=["train2017", "val2017"])
+def real(request, coco_mini, coco_mini_val, tmp_path_factory):
+    """Real images, and the shards of them."""
+    source = {"train2017": coco_mini, "val2017": coco_mini_val}[request.param]
+    shards = tmp_path_factory.mktemp(request.param) / "shards"
+    write_shards(source.images, source.annotations, shards=shards, shard_mb=4)
+    return source, shards
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # pycocotools leaves the JSON open
+def test_both_datasets_equal_torchvisions_own_path(real, capsys):
+    source, shards = real
+    reference = CocoDetection(str(source.images), str(source.annotations))
+    place = {image_id: i for i, image_id in enumerate(reference.ids)}
+    crowds = sum(annotation["iscrowd"] for annotation in reference.coco.anns.values())
+    assert crowds > 0 or "train" in str(source.images)
+    for dataset in (ShardDataset(shards), CocoFolder(source.images, source.annotations)):
+        assert sorted(dataset.image_ids.tolist()) == reference.ids
+        for i in range(len(dataset)):
+            image, target = dataset[i]
+            pixels, expected = convert_as_the_references(*reference[place[target["image_id"]]])
+            assert image.dtype == torch.uint8
+            assert torch.equal(image, pixels)
+            assert {key: target[key].dtype for key in KEYS} == KEYS
+            torch.testing.assert_close(target["boxes"], expected["boxes"], rtol=0, atol=1e-3)
+            torch.testing.assert_close(target["area"], expected["area"], rtol=1e-6, atol=0)
+            for key in ("labels", "iscrowd"):
+                assert torch.equal(target[key], expected[key])
+            assert torch.equal(target["masks"], expected["masks"].to(torch.uint8))
+
+
+def test_the_record_holds_the_coco_annotations_with_crowds(real):
+    source, shards = real
+    raw = json.loads(Path(source.annotations).read_text())
+    dataset = ShardDataset(shards)
+    records = [dataset.record(i) for i in range(len(dataset))]
+    assert {r["file_name"] for r in records} == {image["file_name"] for image in raw["images"]}
+    found = {a["id"]: a for record in records for a in record["annotations"]}
+    assert set(found) == {a["id"] for a in raw["annotations"]}
+    assert sum(a["iscrowd"] for a in found.values()) == sum(a["iscrowd"] for a in raw["annotations"])
+    assert all(isinstance(a["segmentation"]["counts"], str) for a in found.values())
+
+
+@pytest.fixture
+def shards(tiny_shards, tmp_path):
+    """Shards that a test may spoil."""
+    return Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
+
+
+def assert_equal_samples(one, other):
+    assert torch.equal(one[0], other[0])
+    assert one[1].keys() == other[1].keys()
+    for key in KEYS:
+        assert torch.equal(one[1][key], other[1][key]), key
+    assert one[1]["image_id"] == other[1]["image_id"]
+
+
+def test_the_documented_attributes_are_there(tiny_shards, tiny_dataset):
+    dataset = ShardDataset(tiny_shards)
+    raw = json.loads(tiny_dataset.annotations.read_text())
+    assert len(dataset) == 12
+    assert "12 images" in str(dataset)
+    assert dataset.class_names == {c["id"]: c["name"] for c in raw["categories"]}
+    assert dataset.category_ids == {c["id"]: c["id"] for c in raw["categories"]}
+    assert dataset.num_classes == max(dataset.class_names) + 1
+    assert sorted(dataset.image_ids.tolist()) == sorted(image["id"] for image in raw["images"])
+    assert dataset.image_ids.dtype == np.int64
+    assert dataset.fingerprint == CocoFolder(tiny_dataset.images, tiny_dataset.annotations).fingerprint
+    assert dataset.has_objects.dtype == bool
+    assert dataset.has_objects.tolist() == [len(dataset[i][1]["labels"]) > 0 for i in range(12)]
+    assert len(np.unique(dataset.shard_of)) == len(dataset.index.shards) >= 3
+    for i in range(12):
+        image, target = dataset[i]
+        assert dataset.get_height_and_width(i) == tuple(image.shape[1:]) == (128, 160)
+        assert torch.equal(dataset.decode(dataset.read(i)), image)
+        packed = dataset.read_masks(i)
+        assert torch.equal(torch.from_numpy(unpack_masks(packed, 128, 160)), target["masks"])
+        assert dataset.record(i)["image_id"] == target["image_id"] == dataset.image_ids[i]
+
+
+@pytest.mark.parametrize("kind", ["shards", "folder"])
+def test_indices_are_those_of_a_list(tiny_shards, tiny_dataset, kind):
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    dataset = ShardDataset(tiny_shards) if kind == "shards" else folder
+    assert_equal_samples(dataset[-1], dataset[11])
+    assert_equal_samples(dataset[-12], dataset[0])
+    assert_equal_samples(dataset[np.int64(3)], dataset[3])
+    assert_equal_samples(dataset[np.uint8(3)], dataset[3])
+    assert dataset.read(-2) == dataset.read(10)
+    masks = [dataset.read_masks(-2), dataset.read_masks(10)]
+    np.testing.assert_array_equal(*(mask.bits if kind == "shards" else mask for mask in masks))
+    for outside in (12, -13, 10**9):
+        for method in (dataset.__getitem__, dataset.read, dataset.read_masks):
+            with pytest.raises(IndexError):
+                method(outside)
+    for wrong in (1.0, "1"):
+        with pytest.raises(TypeError):
+            dataset[wrong]
+    assert len(list(dataset)) == 12  # the old protocol of iteration ends at IndexError
+
+
+PROCESS_SCRIPT = """
+import multiprocessing, sys
+from colab_utils.loading import ShardDataset, make_loader
+
+def read(dataset, queue):
+    image, target = dataset[5]
+    queue.put((int(image.sum()), int(target["masks"].sum()), target["boxes"].tolist()))
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[2])
+    dataset = ShardDataset(sys.argv[1])
+    image, target = dataset[5]  # a file is open before the process starts
+    queue = multiprocessing.Queue()
+    process = multiprocessing.Process(target=read, args=(dataset, queue))
+    process.start()
+    assert queue.get(timeout=100) == (int(image.sum()), int(target["masks"].sum()), target["boxes"].tolist())
+    process.join()
+    assert process.exitcode == 0
+    loader = make_loader(dataset, batch_size=5, workers=2, deliver="packed")
+    assert sorted(i for _ in range(2) for batch in loader for i in batch.image_ids.tolist()) == sorted(
+        2 * dataset.image_ids.tolist())
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_other_processes_read_the_same_and_end_quietly(tiny_shards, tmp_path, method):
+    script = tmp_path / "script.py"
+    script.write_text(PROCESS_SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", script, tiny_shards, method],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
+class Flipped(ShardDataset):
+    """Somebody's own subclass, with arguments and state of its own."""
+
+    def __init__(self, folder, chance):
+        super().__init__(folder)
+        self.chance = chance
+
+
+@pytest.mark.parametrize("clone", [lambda d: pickle.loads(pickle.dumps(d)), copy.copy, copy.deepcopy])
+def test_copies_read_the_same(tiny_shards, clone):
+    for dataset in (ShardDataset(tiny_shards, profile="fast", whole_shards=False), Flipped(tiny_shards, 0.5)):
+        expected = dataset[4]
+        again = clone(dataset)
+        assert_equal_samples(again[4], expected)
+        assert vars(again).keys() == vars(dataset).keys()
+        assert again.profile == dataset.profile
+        assert again.whole_shards == dataset.whole_shards
+
+
+def count_descriptors():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, monkeypatch):
+    monkeypatch.setattr(files, "OPEN_FILES", 2)
+    before = count_descriptors()
+    dataset = ShardDataset(tiny_shards)
+    assert count_descriptors() == before  # a thousand shards must not need a thousand open files
+    samples = [dataset[i] for i in range(len(dataset))]
+    assert count_descriptors() == before + 2
+    for i in range(len(dataset)):
+        assert_equal_samples(dataset[i], samples[i])
+    del dataset
+    assert count_descriptors() == before
+
+
+def test_whole_shards_are_read_once_each(tiny_shards, monkeypatch):
+    reads = []
+    real = files.read_file
+    monkeypatch.setattr(files, "read_file", lambda path, profile: reads.append(path.name) or real(path, profile))
+    plain, whole = ShardDataset(tiny_shards), ShardDataset(tiny_shards, whole_shards=True)
+    for i in range(len(plain)):
+        assert_equal_samples(whole[i], plain[i])
+    assert len(reads) == len(set(reads)) == 2 * len(whole.index.shards)  # the tar and the arrays beside it
+
+
+def test_a_profile_makes_whole_shards_the_rule_and_pays_for_what_is_read(tiny_shards, monkeypatch):
+    waits = []
+    monkeypatch.setattr("colab_utils.drive.sleep", waits.append)
+    profile = DriveProfile("mine", open_s=10.0, bytes_per_s=1e9, source="a test")
+    dataset = ShardDataset(tiny_shards, profile=profile)
+    shards = len(dataset.index.shards)
+    assert dataset.whole_shards
+    assert sum(waits) == pytest.approx(10 * shards, rel=0.1)  # the arrays' beginnings, once each
+    waits.clear()
+    for i in range(len(dataset)):
+        dataset[i]
+    assert sum(waits) == pytest.approx(20 * shards, rel=0.1)
+
+
+def make_coco(folder, categories, images=2):
+    """A dataset of small images with one object of each category."""
+    raw = {"images": [], "annotations": [], "categories": [{"id": c, "name": f"c{c}"} for c in categories]}
+    for i in range(images):
+        Image.new("RGB", (32, 24), (40 * i, 0, 0)).save(folder / f"{i}.png")
+        raw["images"].append({"id": i, "file_name": f"{i}.png", "width": 32, "height": 24})
+        for c in categories:
+            raw["annotations"].append({
+                "id": len(raw["annotations"]) + 1, "image_id": i, "category_id": c, "bbox": [2, 3, 8, 8], "area": 64,
+                "iscrowd": 0, "segmentation": [[2, 3, 10, 3, 10, 11, 2, 11]]})  # fmt: skip
+    (folder / "coco.json").write_text(json.dumps(raw))
+    return folder / "coco.json"
+
+
+@pytest.mark.parametrize(
+    ("categories", "contiguous", "labels"),
+    [
+        ([3, 9, 90], False, {3: 3, 9: 9, 90: 90}),  # as they are
+        ([3, 9, 90], True, {1: 3, 2: 9, 3: 90}),
+        ([0, 1, 2], False, {1: 0, 2: 1, 3: 2}),  # 0 is the background
+        ([7, 0], False, {1: 0, 2: 7}),  # not in order in the file
+        ([5], False, {5: 5}),  # one category
+    ],
+)
+def test_labels_and_category_ids(tmp_path, categories, contiguous, labels):
+    annotations = make_coco(tmp_path, categories)
+    write_shards(tmp_path, annotations, shards=tmp_path / "shards", workers=1)
+    for dataset in (
+        ShardDataset(tmp_path / "shards", contiguous_labels=contiguous),
+        CocoFolder(tmp_path, annotations, contiguous_labels=contiguous),
+    ):
+        assert dataset.category_ids == labels
+        assert dataset.class_names == {label: f"c{number}" for label, number in labels.items()}
+        assert dataset.num_classes == max(labels) + 1
+        found = [dataset.category_ids[label] for label in dataset[0][1]["labels"].tolist()]
+        assert sorted(found) == sorted(categories)
+        assert 0 not in dataset[0][1]["labels"]
+        assert pickle.loads(pickle.dumps(dataset)).category_ids == labels
+
+
+def test_missing_or_damaged_arrays_are_made_again_from_the_tar(shards, tiny_shards):
+    expected = [ShardDataset(tiny_shards)[i] for i in range(12)]
+    names = sorted(path.name for path in shards.glob("*.arrays"))
+    (shards / names[0]).unlink()
+    (shards / names[1]).write_bytes((shards / names[1]).read_bytes()[:-5])  # cut short
+    (shards / names[2]).write_bytes(b"x" * (shards / names[2]).stat().st_size)  # something else
+    with pytest.warns(ColabUtilsWarning, match="made again") as caught:
+        dataset = ShardDataset(shards)
+    assert sum(issubclass(warning.category, ColabUtilsWarning) for warning in caught) == 3
+    for i in range(12):
+        assert_equal_samples(dataset[i], expected[i])
+        assert_equal_samples(pickle.loads(pickle.dumps(dataset))[i], expected[i])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("image_spans", -5),  # before the file
+        ("record_spans", 1 << 40),  # behind it
+        ("image_spans", (1 << 63) - 1),  # sums that overflow
+        ("counts", -1),
+        ("counts", 99),  # more objects than there are
+        ("crops", 5000),  # outside the image
+        ("crops", -1),
+        ("mask_ends", 1 << 40),  # outside the bits
+        ("sizes", 0),
+        ("labels", 12345),  # no category
+    ],
+)
+def test_arrays_that_contradict_the_shard_are_made_again(shards, tiny_shards, name, value):
+    path = sorted(shards.glob("*.arrays"))[0]
+    arrays = load_arrays(path)
+    spoilt = getattr(arrays, name).copy()
+    spoilt.flat[-1] = value
+    content = dump_arrays(read_head(path), replace(arrays, **{name: spoilt}))
+    assert len(content) == path.stat().st_size
+    path.unlink()
+    path.write_bytes(content)
+    with pytest.warns(ColabUtilsWarning, match="contradict"):
+        dataset = ShardDataset(shards)
+    for i in range(12):
+        assert_equal_samples(dataset[i], ShardDataset(tiny_shards)[i])
+
+
+def damage_image(folder, index, spoil):
+    dataset = ShardDataset(folder)
+    path = folder / dataset.index.shards[dataset.shard_of[index]].name
+    start, length = dataset._image_spans[index].tolist()
+    content = bytearray(path.read_bytes())
+    content[start : start + length] = spoil(bytes(content[start : start + length]))
+    path.write_bytes(content)
+    return path.name
+
+
+def make_small_jpeg(data):
+    """A whole image of another size, in as many bytes."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "JPEG")
+    return file.getvalue() + bytes(len(data) - len(file.getvalue()))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: bytes(len(data)),  # zeros, as a lost block reads
+        lambda data: b"<html>" + b"x" * (len(data) - 6),  # something else
+        lambda data: data[:300] + bytes(len(data) - 300),  # a JPEG's beginning
+        make_small_jpeg,
+    ],
+)
+def test_a_broken_image_is_named(shards, spoil):
+    name = damage_image(shards, 4, spoil)
+    dataset = ShardDataset(shards)
+    with pytest.raises(ColabUtilsError, match=name) as error:
+        dataset[4]
+    assert f"image {dataset.image_ids[4]} " in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(dataset[5][0]) == 3
+
+
+def test_a_broken_record_is_named(shards):
+    dataset = ShardDataset(shards)
+    path = shards / dataset.index.shards[0].name
+    path.write_bytes(path.read_bytes().replace(b'"image_id"', b'"image_id"'[::-1]).replace(b"{", b"<"))
+    with pytest.raises(ColabUtilsError, match=path.name):
+        ShardDataset(shards).record(0)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("file", ["tar", "arrays"])
+def test_a_shard_cut_short_after_it_was_opened(shards, file, whole):
+    dataset = ShardDataset(shards, whole_shards=whole)
+    last = len(dataset) - 1
+    path = shards / f"{Path(dataset.index.shards[-1].name).stem}.{file}"
+    os.truncate(path, 600)
+    with pytest.raises(ColabUtilsError, match="cut short") as error:
+        dataset[last]
+    assert path.name in str(error.value)
+
+
+def test_a_shard_cut_short_before(shards):
+    path = sorted(shards.glob("*.tar"))[1]
+    os.truncate(path, 1000)
+    with pytest.raises(ColabUtilsError, match=r"found 1,000: it was cut short"):
+        ShardDataset(shards)
+    path.unlink()
+    with pytest.raises(ColabUtilsError, match=r"found none"):
+        ShardDataset(shards)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_folder_that_vanishes(shards, whole):
+    dataset = ShardDataset(shards, whole_shards=whole)
+    shutil.rmtree(shards)
+    for method in (dataset.__getitem__, dataset.record, dataset.read):
+        with pytest.raises(ColabUtilsError, match="No such file"):
+            method(0)
+
+
+def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
+    images = Path(shutil.copytree(tiny_dataset.images, tmp_path / "images"))
+    dataset = CocoFolder(images, tiny_dataset.annotations)
+    path = images / dataset.coco.file_name(3)
+    for content, found in (
+        (path.read_bytes()[:200], "whole image"),  # cut short
+        (b"", "whole image"),
+        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "whole image"),  # a PNG's beginning
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ColabUtilsError, match=found) as error:
+            dataset[3]
+        assert path.name in str(error.value)
+    path.unlink()
+    with pytest.raises(ColabUtilsError, match=path.name):
+        dataset[3]

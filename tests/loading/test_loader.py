@@ -1,0 +1,456 @@
+"""The loader: what it delivers, in which order, where it continues, and what happens when a worker fails."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import files
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.loader import make_loader
+from colab_utils.loading.order import BatchOrder
+from colab_utils.shards.write import write_shards
+
+ROOT = Path(__file__).resolve().parents[2]
+TENSORS = ("boxes", "labels", "masks", "area", "iscrowd")
+
+
+@pytest.fixture
+def make(request):
+    """``make_loader`` that ends its workers with the test."""
+
+    def build(dataset, **options):
+        loader = make_loader(dataset, **options)
+        request.addfinalizer(loader.close)
+        return loader
+
+    return build
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Somebody's own dataset: images of mixed sizes, some without objects."""
+
+    def __init__(self, size, act=None):
+        self.size, self.act = size, act
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if self.act:
+            self.act(index)
+        height, width, objects = 8 + index % 5, 6 + index % 3, index % 3
+        masks = (torch.arange(objects * height * width).reshape(objects, height, width) % (index + 2) == 0).byte()
+        image = torch.arange(3 * height * width).reshape(3, height, width).add(index).to(torch.uint8)
+        boxes = torch.tensor([[0.5, 1.25, 4.0, 6.0]] * objects).reshape(-1, 4)
+        return image, {
+            "boxes": boxes, "labels": torch.arange(1, objects + 1), "masks": masks, "image_id": index,
+            "area": boxes[:, 2] * 3, "iscrowd": torch.arange(objects) % 2}  # fmt: skip
+
+
+def flatten(batches):
+    return [index for batch in batches for index in batch]
+
+
+def list_ids(loader):
+    return [batch.image_ids.tolist() for batch in loader]
+
+
+def assert_equal_batches(dataset, place, images, targets):
+    for image, target in zip(images, targets, strict=True):
+        pixels, expected = dataset[place[target["image_id"]]]
+        assert torch.equal(image, pixels.float() / 255)
+        assert target.keys() == expected.keys()
+        for key in TENSORS:
+            assert target[key].dtype == expected[key].dtype
+            assert torch.equal(target[key], expected[key]), key
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["shards", "whole shards", "folder", "own"])
+def test_both_deliveries_equal_the_samples(tiny_shards, tiny_dataset, make, kind, workers):
+    dataset = {
+        "shards": lambda: ShardDataset(tiny_shards),
+        "whole shards": lambda: ShardDataset(tiny_shards, whole_shards=True),
+        "folder": lambda: CocoFolder(tiny_dataset.images, tiny_dataset.annotations),
+        "own": lambda: Numbers(12),
+    }[kind]()
+    ids = getattr(dataset, "image_ids", np.arange(12)).tolist()
+    place = {image_id: i for i, image_id in enumerate(ids)}
+    orders = []
+    for deliver in ("dense", "packed"):
+        loader = make(dataset, batch_size=5, workers=workers, deliver=deliver, seed=3)
+        assert len(loader) == 3
+        assert (loader.workers, loader.deliver, loader.batch_size) == (workers, deliver, 5)
+        seen = []
+        for batch in loader:
+            packed = isinstance(batch, PackedBatch)
+            assert packed == (deliver == "packed")
+            images, targets = (batch.to_images("cpu"), batch.to_targets("cpu")) if packed else batch
+            assert_equal_batches(dataset, place, images, targets)
+            seen.append([target["image_id"] for target in targets])
+        assert sorted(i for batch in seen for i in batch) == sorted(ids)
+        assert [len(batch) for batch in seen] == [5, 5, 2]
+        orders.append(seen)
+    assert orders[0] == orders[1]
+
+
+def test_real_images_arrive_as_they_are(coco_mini_val, tmp_path, make):
+    write_shards(coco_mini_val.images, coco_mini_val.annotations, shards=tmp_path, shard_mb=4, workers=1)
+    dataset = ShardDataset(tmp_path)
+    place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
+    for images, targets in make(dataset, batch_size=8, workers=2):
+        assert_equal_batches(dataset, place, images, targets)
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "lengths"),
+    [
+        (1, 1, [1]),  # a dataset of one image
+        (1, 4, [1]),
+        (3, 100, [3]),  # a batch larger than the dataset
+        (6, 3, [3, 3]),  # nothing left over
+        (7, 3, [3, 3, 1]),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_sample_comes_once_an_epoch(make, size, batch_size, lengths, workers):
+    loader = make(Numbers(size), batch_size=batch_size, workers=workers, deliver="packed")
+    for epoch in range(3):
+        assert loader.epoch == epoch
+        batches = list_ids(loader)
+        assert [len(batch) for batch in batches] == lengths
+        assert sorted(flatten(batches)) == list(range(size))
+
+
+def test_the_order_is_the_seeds_whatever_the_workers(make):
+    orders = []
+    for workers in (0, 1, 2, 3):
+        loader = make(Numbers(23), batch_size=4, workers=workers, deliver="packed", seed=7)
+        orders.append([list_ids(loader), list_ids(loader)])
+    assert orders[0] == orders[1] == orders[2] == orders[3]
+    assert orders[0][0] != orders[0][1]  # two epochs differ
+    assert list_ids(make(Numbers(23), batch_size=4, workers=0, deliver="packed", seed=8)) != orders[0][0]
+    for workers in (0, 2):
+        loader = make(Numbers(23), batch_size=4, workers=workers, deliver="packed", shuffle=False)
+        for _ in range(2):
+            assert flatten(list_ids(loader)) == list(range(23))
+
+
+@pytest.mark.parametrize("whole_shards", [False, True])
+@pytest.mark.parametrize(("workers", "resumed_workers"), [(0, 0), (2, 2), (2, 1), (0, 2)])
+def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resumed_workers, whole_shards):
+    dataset = ShardDataset(tiny_shards, whole_shards=whole_shards)
+    options = {"batch_size": 5, "deliver": "packed", "seed": 5}
+    loader = make(dataset, workers=workers, **options)
+    batches, states = [], [loader.state_dict()]
+    for _ in range(2):
+        for batch in loader:
+            batches.append(batch.image_ids.tolist())
+            states.append(loader.state_dict())
+    assert len(batches) == 6
+    assert all(type(value) is int for state in states for value in state.values())
+    for done in (0, 1, 2, 3, 5):
+        resumed = make(dataset, workers=resumed_workers, **options)
+        resumed.load_state_dict(json.loads(json.dumps(states[done])))
+        assert resumed.state_dict() == states[done]
+        assert resumed.epoch == done // 3
+        rest = list_ids(resumed)
+        assert rest == batches[done : done // 3 * 3 + 3]
+        if done < 3:  # and the epoch after
+            assert list_ids(resumed) == batches[3:]
+        assert resumed.state_dict() == {**states[-1], "epoch": resumed.epoch}
+
+
+def test_a_state_of_another_order_is_refused(make):
+    state = make(Numbers(8), batch_size=2, workers=0).state_dict()
+    for size, options in (
+        (8, {"batch_size": 3}),
+        (8, {"batch_size": 2, "seed": 1}),
+        (8, {"batch_size": 2, "shuffle": False}),
+        (9, {"batch_size": 2}),  # the dataset has changed
+    ):
+        with pytest.raises(ColabUtilsError, match="the same order"):
+            make(Numbers(size), workers=0, **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_broken_off_is_followed_by_the_next_epoch(make, workers):
+    options = {"batch_size": 3, "workers": workers, "deliver": "packed"}
+    whole = make(Numbers(20), **options)
+    epochs = [list_ids(whole) for _ in range(4)]
+    loader = make(Numbers(20), **options)
+    next(iter(loader))
+    assert loader.epoch == 0  # the pass under way
+    assert list_ids(loader) == epochs[1]
+    for i, _ in enumerate(loader):
+        if i == 4:
+            break
+    assert list_ids(loader) == epochs[3]
+    assert loader.epoch == 4
+
+
+def test_two_passes_at_once_are_refused(make):
+    loader = make(Numbers(20), batch_size=3, workers=2)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    with pytest.raises(ColabUtilsError, match="one pass"):
+        next(first)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 0},
+        {"batch_size": -1},
+        {"batch_size": 2.0},
+        {"batch_size": "auto"},
+        {"batch_size": True},
+        {"workers": -1},
+        {"workers": "many"},
+        {"workers": 1.5},
+        {"prefetch": 0},
+        {"seed": -1},
+        {"deliver": "sparse"},
+        {"device": "gpu"},
+        {"device": "cuda:99" if torch.cuda.is_available() else "cuda"},
+    ],
+)
+def test_arguments_out_of_range_are_refused(options):
+    with pytest.raises(ColabUtilsError, match="expected"):
+        make_loader(Numbers(3), **{"batch_size": 1, **options})
+
+
+def test_what_is_no_dataset_is_refused():
+    for dataset, found in ((Numbers(0), "empty"), (iter([1]), "list_iterator"), ("shards", "found str")):
+        with pytest.raises(ColabUtilsError, match=found):
+            list(make_loader(dataset, batch_size=1, workers=0))
+
+
+# faults in a sample: what the user sees is one line, from a worker as from this process
+
+
+def act_with_damage(index):
+    if index == 5:
+        raise ColabUtilsError("expected a whole image, found half of 5.jpg")
+
+
+def act_with_lost_drive(index):
+    raise DriveLostError(f"lost at {index}")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_sample_ends_the_pass_in_one_line(make, workers):
+    loader = make(Numbers(8, act_with_damage), batch_size=2, workers=workers, shuffle=False)
+    got = []
+    with pytest.raises(ColabUtilsError) as error:
+        got.extend(loader)
+    assert str(error.value) == "expected a whole image, found half of 5.jpg"
+    assert len(got) == 2
+    assert loader.state_dict()["batch"] == 2
+    loader.dataset.act = None
+    assert sum(len(images) for images, _ in loader) == 8
+    with pytest.raises(DriveLostError, match="lost at"):
+        list(make(Numbers(8, act_with_lost_drive), batch_size=2, workers=workers))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_in_a_shard_is_named(tiny_shards, tmp_path, make, workers):
+    shards = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
+    name = spoil_image(shards, 3)
+    loader = make(ShardDataset(shards), batch_size=4, workers=workers)
+    with pytest.raises(ColabUtilsError, match=name) as error:
+        list(loader)
+    assert "\n" not in str(error.value)
+    assert "Traceback" not in str(error.value)
+
+
+def spoil_image(shards, index):
+    dataset = ShardDataset(shards)
+    path = shards / dataset.index.shards[dataset.shard_of[index]].name
+    start, length = dataset._image_spans[index].tolist()
+    content = bytearray(path.read_bytes())
+    content[start : start + length] = bytes(length)
+    path.write_bytes(content)
+    return path.name
+
+
+def act_with_own_bug(index):
+    raise KeyError("own bug")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bug_in_somebodys_dataset_keeps_its_traceback(make, workers):
+    with pytest.raises(KeyError, match="own bug"):
+        list(make(Numbers(4, act_with_own_bug), batch_size=2, workers=workers))
+
+
+def act_with_death(index):
+    if index == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_ends_the_pass_in_one_line(make):
+    loader = make(Numbers(40, act_with_death), batch_size=2, workers=2, shuffle=False)
+    for _ in range(2):  # and once more with new workers
+        with pytest.raises(
+            ColabUtilsError, match=r"killed by signal: Killed.*memory.*/dev/shm.*fewer workers"
+        ) as error:
+            list(loader)
+        assert "\n" not in str(error.value)
+    loader.dataset.act = None
+    assert sum(len(images) for images, _ in loader) == 40
+
+
+def act_with_little_shared_memory(index):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # nothing larger can be written, /dev/shm included
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_too_little_shared_memory_is_said(make):
+    loader = make(Numbers(8, act_with_little_shared_memory), batch_size=4, workers=1)
+    with pytest.raises(ColabUtilsError, match=r"shared memory \(/dev/shm\).*fewer workers"):
+        list(loader)
+
+
+def test_a_folder_that_vanishes_is_said(tiny_shards, tmp_path, make):
+    shards = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
+    loader = make(ShardDataset(shards, whole_shards=True), batch_size=2, workers=2)
+    shutil.rmtree(shards)
+    with pytest.raises(ColabUtilsError, match="No such file"):
+        list(loader)
+
+
+# whole shards
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 12])
+def test_each_shard_is_read_once_an_epoch(tiny_shards, tmp_path, monkeypatch, make, workers, batch_size):
+    log = tmp_path / "reads"
+    real = files.read_file
+
+    def read(path, profile):
+        with open(log, "a") as file:  # one line is one write: workers share the file
+            file.write(f"{path.name}\n")
+        return real(path, profile)
+
+    monkeypatch.setattr(files, "read_file", read)
+    dataset = ShardDataset(tiny_shards, whole_shards=True)
+    loader = make(dataset, batch_size=batch_size, workers=workers, deliver="packed")
+    batches = list_ids(loader)
+    assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(loader) - 1)
+    assert sorted(flatten(batches)) == sorted(dataset.image_ids.tolist())
+    reads = collections.Counter(log.read_text().split())
+    assert set(reads.values()) == {1}
+    assert len(reads) == 2 * len(dataset.index.shards)
+    assert flatten(list_ids(loader)) != flatten(batches)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_of_shards_is_whole(seed):
+    rng = np.random.default_rng(seed)
+    dataset = Numbers(int(rng.integers(1, 200)))
+    dataset.whole_shards = True
+    dataset.shard_of = np.sort(rng.integers(0, 9, len(dataset)))
+    for workers, batch_size in ((1, 4), (2, 3), (3, 7), (4, 1)):
+        order = BatchOrder(dataset, batch_size, workers, seed)
+        batches = list(order)
+        assert len(batches) == len(order) == -(-len(dataset) // batch_size)
+        assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(order) - 1)
+        assert sorted(flatten(batches)) == list(range(len(dataset)))
+        parts = BatchOrder(dataset, batch_size, workers, seed, split=True)
+        turns = list(parts)
+        assert flatten(turns) == flatten(batches)
+        readers = collections.defaultdict(set)
+        for turn, indices in enumerate(turns):
+            for index in indices:
+                readers[dataset.shard_of[index]].add(turn % workers)
+        assert all(len(workers_of_shard) == 1 for workers_of_shard in readers.values())
+        for start in range(len(order)):
+            order.start = parts.start = start
+            assert list(order) == batches[start:]
+            assert flatten(parts) == flatten(batches[start:])
+
+
+# processes and files
+
+
+def find_workers():
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_workers_persist_and_end_with_close():
+    before = {p.pid for p in find_workers()}
+    loader = make_loader(Numbers(20), batch_size=2, workers=2)
+    list(loader)
+    workers = {p.pid for p in find_workers()} - before
+    assert len(workers) >= 2
+    next(iter(loader))  # broken off
+    list(loader)
+    assert {p.pid for p in find_workers()} - before == workers
+    loader.close()
+    loader.close()
+    assert not {p.pid for p in find_workers()} & workers
+    assert sum(len(images) for images, _ in loader) == 20  # a new pass starts new ones
+    loader.close()
+
+
+def test_what_is_kept_needs_few_open_files():
+    before = len(os.listdir("/proc/self/fd"))
+    loader = make_loader(Numbers(90), batch_size=1, workers=1)
+    kept = list(loader)
+    loader.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) - before < 20
+    assert len(kept) == 90
+
+
+INTERRUPT_SCRIPT = """
+import sys, time
+from colab_utils.loading import ShardDataset, make_loader
+loader = make_loader(ShardDataset(sys.argv[1]), batch_size=1, workers=2, deliver="packed")
+try:
+    for batch in loader:
+        print("batch", flush=True)
+        time.sleep(20)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print(sum(len(batch) for batch in loader), loader.epoch, flush=True)
+"""
+
+
+def test_ctrl_c_leaves_a_loader_that_works_and_an_exit_without_noise(tiny_shards):
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", "-c", INTERRUPT_SCRIPT, tiny_shards],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "batch\n"
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal and Jupyter do: the workers get it too
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, "")
+    assert out == "interrupted\n12 2\n"

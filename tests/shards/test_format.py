@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.format import (
+    ShardIndex,
+    ShardInfo,
+    SkippedImage,
+    explain_write,
+    hash_bytes,
+    hash_file,
+    pad_member,
+    read_index,
+    remove_leftovers,
+    write_file,
+    write_index,
+)
+
+INFO = ShardInfo("shard-000000.tar", 3, 9, 4096, "a" * 16, "shard-000000.arrays", 512, "b" * 16)
+INDEX = ShardIndex("f" * 32, {"min_size": 800}, ({"id": 1, "name": "car"},), (INFO,), (SkippedImage("a", "b"),))
+
+
+def change(folder, **changes):
+    write_index(folder, INDEX)
+    path = folder / "index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_index_comes_back(tmp_path):
+    write_index(tmp_path, INDEX)
+    assert read_index(tmp_path) == INDEX
+    assert (INDEX.images, INDEX.bytes) == (3, 4608)
+    assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
+    raw = json.loads((tmp_path / "index.json").read_text())
+    assert (raw["format_version"], raw["images"], raw["bytes"], raw["shards"][0]["xxh3_64"]) == (1, 3, 4608, "a" * 16)
+
+
+SHARD = json.loads(json.dumps(INFO.__dict__))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"format_version": 2}, "found version 2. Update colab_utils"),
+        ({"format_version": "1"}, "found version 1"),
+        ({"format_version": None}, "found version None"),
+        ({"format": "somebody else's"}, "found something else"),
+        ({"shards": [{"name": "a"}]}, "complete index"),
+        ({"shards": 5}, "complete index"),
+        ({"shards": [{**SHARD, "colour": "red"}]}, "complete index"),
+        ({"shards": [{**SHARD, "bytes": "many"}]}, "complete index"),
+        ({"shards": [{**SHARD, "bytes": -1}]}, "complete index"),
+        ({"shards": [{**SHARD, "name": "../shard-000000.tar"}]}, "complete index"),  # a copy would write outside
+        ({"shards": [{**SHARD, "arrays_name": "/etc/passwd"}]}, "complete index"),
+        ({"categories": None}, "complete index"),
+    ],
+)
+def test_an_index_of_something_else_is_refused(tmp_path, changes, found):
+    change(tmp_path, **changes)
+    with pytest.raises(ColabUtilsError) as error:
+        read_index(tmp_path)
+    assert found in str(error.value)
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"\xff\xfe\x00", b"[" * 100_000])
+def test_an_index_that_is_no_json_is_refused(tmp_path, content):
+    (tmp_path / "index.json").write_bytes(content)
+    with pytest.raises(ColabUtilsError, match=str(tmp_path)):
+        read_index(tmp_path)
+
+
+def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
+    with pytest.raises(ColabUtilsError, match="found nothing at"):
+        read_index(tmp_path / "no")
+    with pytest.raises(ColabUtilsError, match="Run preprocess"):
+        read_index(tmp_path)
+    (tmp_path / "unfinished.json").touch()
+    with pytest.raises(ColabUtilsError, match="it continues where it stopped"):
+        read_index(tmp_path)
+    (tmp_path / "index.json").mkdir()
+    with pytest.raises(ColabUtilsError, match="expected to read"):
+        read_index(tmp_path)
+
+
+def test_a_lost_drive_is_named(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOTCONN, "gone")
+
+    monkeypatch.setattr("pathlib.Path.read_text", fail)
+    with pytest.raises(DriveLostError):
+        read_index(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "shard-000000.tar"
+    path.write_bytes(b"before")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ColabUtilsError, match="the disk full"), explain_write(tmp_path):
+        write_file(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "found"),
+    [
+        (errno.ENOSPC, ColabUtilsError, "the disk full"),
+        (errno.EDQUOT, ColabUtilsError, "the disk full"),
+        (errno.EACCES, ColabUtilsError, "Permission denied"),
+        (errno.EROFS, ColabUtilsError, "Read-only"),
+        (errno.ENOTCONN, DriveLostError, "force_remount"),
+        (errno.EIO, DriveLostError, "force_remount"),
+    ],
+)
+def test_errors_of_writing_in_words(tmp_path, number, kind, found):
+    with pytest.raises(kind, match=found), explain_write(tmp_path):
+        raise OSError(number, os.strerror(number))
+
+
+def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    dead, alive = process.pid, os.getppid()
+    gone = [f".shard-000001.tar.{dead}.part", f".index.json.{dead}.part", f".unfinished.json.{dead}.part"]
+    kept = [
+        f".shard-000001.arrays.{alive}.part",
+        f".my-notes.{dead}.part",
+        f"shard-000001.tar.{dead}.part",
+        "shard-000001.tar",
+        ".shard-000001.tar.part",
+    ]
+    for name in gone + kept:
+        (tmp_path / name).touch()
+    old = tmp_path / f".shard-000002.tar.{alive}.part"  # the id was used again since
+    old.touch()
+    os.utime(old, (1e9, 1e9))
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_leftovers_of_a_process_that_nobody_waited_for(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "print()"], stdout=subprocess.PIPE)
+    process.stdout.read()
+    leftover = tmp_path / f".shard-000001.tar.{process.pid}.part"
+    leftover.touch()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it ended, and is still listed
+    remove_leftovers(tmp_path)
+    assert not leftover.exists()
+    process.stdout.close()
+    process.wait()
+
+
+def test_members_make_a_plain_tar():
+    data = [("a.jpg", b"x" * 700), ("a.json", b"{}")]
+    blob = b"".join(pad_member(name, content) for name, content in data) + bytes(1024)
+    with tarfile.open(fileobj=io.BytesIO(blob)) as tar:
+        assert [(m.name, tar.extractfile(m).read(), m.mtime) for m in tar] == [(*one, 0) for one in data]
+    assert len(blob) == (1 + 2) * 512 + (1 + 1) * 512 + 1024
+
+
+def test_checksums_of_bytes_and_files_agree(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc" * 1000)
+    assert hash_file(tmp_path / "a", chunk_bytes=7) == hash_bytes(b"abc" * 1000)

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pycocotools import mask as coco_mask
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
+
+from colab_utils.data.builtin import make_dataset
+from colab_utils.data.coco import read_coco
+from colab_utils.data.masks import encode_segmentation
+from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.arrays import convert_boxes
+from colab_utils.shards.images import make_record, plan_size, store_image
+
+SIZES = {"min_size": 800, "max_size": 1333}
+ROWS, COLUMNS = np.mgrid[:48, :64]
+PIXELS = np.stack([ROWS * 5, COLUMNS * 4, 250 - ROWS - COLUMNS * 2], axis=2).astype(np.uint8)
+
+
+def decode(data):
+    """By torchvision, as plain scripts do (0.29 points to TorchCodec)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*TorchCodec", DeprecationWarning)
+        return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+
+
+def resize_with_torchvision(image, target, min_size, max_size):
+    transform = GeneralizedRCNNTransform(min_size, max_size, [0.0] * 3, [1.0] * 3)
+    return transform.resize(image, target)
+
+
+def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
+    """Size, masks and boxes of the record against torchvision's own transform of the dense target."""
+    image, annotations = dataset.image(i), dataset.annotations(i)
+    size = image["height"], image["width"]
+    stored = store_image((folder / image["file_name"]).read_bytes(), size, min_size=min_size, max_size=max_size)
+    record = make_record(image, annotations, stored)
+    masks = [coco_mask.decode(encode_segmentation(one["segmentation"], *size)) for one in annotations]
+    boxes, _ = convert_boxes([one["bbox"] for one in annotations], *size)
+    target = {"boxes": torch.from_numpy(boxes), "masks": torch.from_numpy(np.array(masks).reshape(-1, *size))}
+    picture = torch.zeros(3, *size)
+    expected, target = resize_with_torchvision(picture, target, min_size, max_size)
+    shrunk = max(expected.shape) < max(size)
+    if not shrunk:  # never larger on disk than it was
+        assert (stored.height, stored.width) == size
+        return 0
+    assert (record["height"], record["width"]) == (stored.height, stored.width) == tuple(expected.shape[-2:])
+    assert tuple(decode(stored.data).shape[-2:]) == size_of(record)
+    found = [
+        coco_mask.decode({**one["segmentation"], "counts": one["segmentation"]["counts"].encode()})
+        for one in record["annotations"]
+    ]
+    assert torch.equal(torch.from_numpy(np.array(found).reshape(-1, *size_of(record))), target["masks"])
+    boxes, _ = convert_boxes([one["bbox"] for one in record["annotations"]], *size_of(record))
+    torch.testing.assert_close(torch.from_numpy(boxes), target["boxes"], rtol=0, atol=2e-4)
+    return len(annotations)
+
+
+def size_of(record):
+    return record["height"], record["width"]
+
+
+@pytest.mark.parametrize(("min_size", "max_size"), [(200, 333), (200, 260), (127, 1000)])
+def test_shrunk_coco_images_equal_torchvisions_transform(coco_mini, min_size, max_size):
+    dataset = read_coco(coco_mini.annotations)
+    objects = [
+        assert_equal_to_torchvision(dataset, coco_mini.images, i, min_size, max_size) for i in range(0, len(dataset), 2)
+    ]
+    assert sum(objects) > 100
+
+
+def test_shrunk_twelve_megapixels_equal_torchvisions_transform(tmp_path):
+    made = make_dataset(tmp_path, n=1, width=4000, height=3000, objects=(5, 6), workers=1)
+    dataset = read_coco(made.annotations)
+    assert assert_equal_to_torchvision(dataset, made.images, 0, 800, 1333) >= 5
+
+
+def test_planned_sizes_are_torchvisions():
+    """Every size up to 300 x 300, and many larger ones."""
+    rng = np.random.default_rng(0)
+    sizes = [(h, w) for h in range(1, 300, 3) for w in range(1, 300, 7)]
+    sizes += rng.integers(800, 7000, (200, 2)).tolist()
+    transforms = {}
+    for i, (height, width) in enumerate(sizes):
+        min_size, max_size = [(50, 80), (100, 120), (64, 10_000)][i % 3] if max(height, width) < 800 else (800, 1333)
+        transform = transforms.setdefault(min_size, GeneralizedRCNNTransform(min_size, max_size, [0.0] * 3, [1.0] * 3))
+        scale = min(min_size / min(height, width), max_size / max(height, width))
+        planned = plan_size(height, width, min_size=min_size, max_size=max_size)
+        if scale >= 1:
+            assert planned == (height, width)
+        elif min(height, width) * scale >= 1:  # torchvision itself fails below one pixel
+            picture = torch.zeros(1).expand(1, height, width)
+            assert planned == tuple(transform.resize(picture)[0].shape[-2:])
+
+
+@given(st.integers(1, 9000), st.integers(1, 9000), st.integers(1, 3000), st.integers(1, 3000))
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_ever_enlarged(height, width, min_size, max_size):
+    planned = plan_size(height, width, min_size=min_size, max_size=max_size)
+    assert 1 <= planned[0] <= height
+    assert 1 <= planned[1] <= width
+
+
+def save(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def make_png(depth, colour, rows, extra=b""):
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 48, depth, colour, 0, 0, 0))
+    raw = b"".join(b"\0" + row.tobytes() for row in rows)
+    return b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+
+
+RGB = Image.fromarray(PIXELS)
+GREY = RGB.convert("L")
+PALETTE = RGB.quantize(17)
+TRANSPARENT = RGB.quantize(17)
+TRANSPARENT.info["transparency"] = bytes(range(17))
+DEEP_RGB = (PIXELS.astype(np.uint16) << 8 | 77).astype(">u2")
+DEEP_GREY = DEEP_RGB[..., 0]
+KINDS = [
+    ("rgb.jpg", save(RGB, "JPEG"), True),
+    ("progressive.jpg", save(RGB, "JPEG", progressive=True), True),
+    ("grey.jpg", save(GREY, "JPEG"), True),
+    ("cmyk.jpg", save(RGB.convert("CMYK"), "JPEG"), False),
+    ("several.mpo", save(RGB, "MPO", save_all=True, append_images=[RGB.rotate(90)]), True),
+    ("rgb.png", save(RGB, "PNG"), True),
+    ("grey.png", save(GREY, "PNG"), True),
+    ("rgba.png", save(RGB.convert("RGBA"), "PNG"), False),
+    ("grey and alpha.png", save(GREY.convert("LA"), "PNG"), False),
+    ("palette.png", save(PALETTE, "PNG"), False),
+    ("transparent palette.png", save(TRANSPARENT, "PNG"), False),
+    ("one bit.png", save(GREY.convert("1"), "PNG"), False),
+    ("16 bits.png", make_png(16, 2, DEEP_RGB), False),  # Pillow says RGB, torchvision gives uint16
+    ("16 bits grey.png", make_png(16, 0, DEEP_GREY), False),  # Pillow's convert("RGB") turns it white
+    ("lossy.webp", save(RGB, "WEBP"), False),
+    ("lossless.webp", save(RGB, "WEBP", lossless=True), False),
+    ("palette.gif", save(PALETTE, "GIF"), False),
+    ("moving.gif", save(PALETTE, "GIF", save_all=True, append_images=[PALETTE.rotate(90)]), False),
+    ("plain.bmp", save(RGB, "BMP"), False),
+    ("plain.tiff", save(RGB, "TIFF"), False),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+def test_every_kind_of_image_decodes_to_its_pixels(name, data, kept):
+    stored = store_image(data, (48, 64), **SIZES)
+    assert (stored.data == data) is kept
+    assert stored.extension == ("jpg" if kept and not name.endswith("png") else "png")
+    decoded = decode(stored.data)
+    assert (decoded.dtype, tuple(decoded.shape)) == (torch.uint8, (3, 48, 64))
+    if name == "16 bits grey.png":
+        expected = np.repeat(PIXELS[..., :1], 3, axis=2)
+    else:
+        expected = np.array(Image.open(io.BytesIO(data)).convert("RGBA").convert("RGB"))
+    difference = np.abs(decoded.permute(1, 2, 0).numpy().astype(int) - expected)
+    assert difference.max() <= (2 if kept and "grey" not in name and stored.extension == "jpg" else 0)
+    if name == "16 bits.png":
+        assert np.array_equal(expected, PIXELS)
+
+
+@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+def test_every_kind_of_image_is_shrunk(name, data, kept):
+    stored = store_image(data, (48, 64), min_size=24, max_size=100)
+    assert (stored.height, stored.width, stored.original_height, stored.original_width) == (24, 32, 48, 64)
+    lossy = name.endswith(("jpg", "mpo", "webp"))
+    assert stored.extension == ("jpg" if lossy else "png")
+    decoded = decode(stored.data)
+    assert (decoded.dtype, tuple(decoded.shape)) == (torch.uint8, (3, 24, 32))
+    if name not in ("16 bits grey.png", "one bit.png", "palette.png", "transparent palette.png"):
+        expected = Image.open(io.BytesIO(data)).convert("RGB").resize((32, 24), Image.Resampling.BILINEAR)
+        assert np.abs(decoded.permute(1, 2, 0).numpy().astype(int) - np.array(expected)).mean() < 3
+
+
+def turn(orientation, size=(48, 64)):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return save(Image.fromarray(PIXELS), "JPEG", exif=exif)
+
+
+@pytest.mark.parametrize(
+    ("orientation", "size", "turned"),
+    [
+        (1, (48, 64), False),
+        (6, (48, 64), False),  # annotated as the file lies, as torchvision reads it: kept
+        (6, (64, 48), True),  # annotated as people see it
+        (8, (64, 48), True),
+        (5, (64, 48), True),
+        (3, (48, 64), False),  # upside down: its size says nothing
+        (6, (0, 0), False),  # no size in the annotations: as torchvision reads it
+    ],
+)
+def test_turned_photos(orientation, size, turned):
+    data = turn(orientation)
+    stored = store_image(data, size, **SIZES)
+    assert (stored.data == data) is not turned
+    assert (stored.height, stored.width) == ((64, 48) if turned else (48, 64))
+    if turned:
+        from PIL import ImageOps
+
+        upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+        again = Image.open(io.BytesIO(stored.data))
+        assert again.getexif().get(0x0112, 1) == 1
+        assert np.array_equal(np.array(again), upright)
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "found"),
+    [
+        (b"", (48, 64), "the file is empty"),
+        (b"hello", (48, 64), "not an image"),
+        (b"%PDF-1.4 ...", (48, 64), "not an image"),
+        (save(RGB, "JPEG"), (64, 48), "the annotations say 48 x 64 pixels, the file has 64 x 48"),
+        (save(RGB, "JPEG"), (-48, 64), "the annotations say"),
+        (turn(3), (64, 48), "the annotations say"),
+    ],
+)
+def test_what_is_not_the_image_is_refused(data, size, found):
+    with pytest.raises(ColabUtilsError, match=found):
+        store_image(data, size, **SIZES)
+
+
+@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.7])
+def test_images_cut_short_are_refused(name, data, kept, share):
+    if name in ("several.mpo", "moving.gif") and share > 0.4:
+        return  # the first picture may be whole
+    with pytest.raises(ColabUtilsError, match=r"not an image|not a whole image"):
+        store_image(data[: int(len(data) * share)], (48, 64), **SIZES)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_damaged_images_are_stored_or_refused_never_anything_else(data):
+    _, content, _ = data.draw(st.sampled_from(KINDS))
+    damaged = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 6))):
+        damaged[data.draw(st.integers(0, min(len(damaged) - 1, 900)))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ColabUtilsError):
+        stored = store_image(bytes(damaged), (48, 64), min_size=24, max_size=40)
+        assert max(stored.height, stored.width) <= 40
+
+
+def test_area_and_crowds_are_scaled_and_extras_dropped():
+    segmentation = {"size": [48, 64], "counts": [0, 24 * 64, 24 * 64]}
+    one = {"id": 5, "image_id": 1, "category_id": 2, "bbox": [0, 0, 32, 48], "area": 1536.0, "iscrowd": 1}
+    stored = store_image(save(RGB, "PNG"), (48, 64), min_size=24, max_size=100)
+    record = make_record({"id": 1, "file_name": "a/b.png"}, [{**one, "segmentation": segmentation}], stored)
+    (found,) = record["annotations"]
+    assert (found["bbox"], found["area"], found["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)
+    assert found["segmentation"]["size"] == [24, 32]
+    assert (record["original_height"], record["original_width"]) == (48, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"segmentation": []}, "annotation 5: expected polygons or RLE"),
+        ({"bbox": [float("nan"), 0, 1, 1]}, "annotation 5: expected finite numbers"),
+        ({"area": float("inf")}, "annotation 5: expected finite numbers"),
+        ({"bbox": [1e300, 0, 1, 1]}, "annotation 5: expected finite numbers"),
+    ],
+)
+def test_bad_annotations_are_named(changes, found):
+    one = {"id": 5, "bbox": [0, 0, 4, 4], "area": 9.0, "iscrowd": 0, "segmentation": [[0, 0, 4, 0, 4, 4]], **changes}
+    stored = store_image(save(RGB, "PNG"), (48, 64), **SIZES)
+    with pytest.raises(ColabUtilsError, match=found):
+        make_record({"id": 1, "file_name": "a"}, [one], stored)

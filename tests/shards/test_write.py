@@ -1,0 +1,631 @@
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError
+from colab_utils.shards import jobs, write
+from colab_utils.shards.format import read_index, write_index
+from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.write import write_shards
+
+SHARD_MB = 0.03  # a few images of the tiny dataset
+
+
+@pytest.fixture
+def dataset(tiny_dataset, tmp_path):
+    """A copy of the tiny dataset that a test may spoil: its images and its JSON."""
+    shutil.copytree(tiny_dataset.images, tmp_path / "images")
+    shutil.copy(tiny_dataset.annotations, tmp_path / "annotations.json")
+    return tmp_path / "images", tmp_path / "annotations.json"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "shards"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_dataset, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "shards"
+    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=SHARD_MB, workers=1)
+    return folder
+
+
+def run(dataset, folder, **options: Any):
+    return write_shards(*dataset, shards=folder, **{"shard_mb": SHARD_MB, "workers": 1, **options})
+
+
+def snapshot(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def names(annotations) -> list[str]:
+    return [image["file_name"] for image in json.loads(annotations.read_text())["images"]]
+
+
+def change(path, **sections):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **sections}))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:webdataset", "ignore::ResourceWarning")
+def test_webdataset_reads_real_coco_as_it_is(coco_mini, folder):
+    webdataset = pytest.importorskip("webdataset")
+    report = write_shards(coco_mini.images, coco_mini.annotations, shards=folder, shard_mb=4, workers=2)
+    assert report.shards > 2
+    tars = sorted(str(path) for path in folder.glob("*.tar"))
+    samples = list(webdataset.WebDataset(tars, shardshuffle=False))
+    coco = json.loads(coco_mini.annotations.read_text())
+    assert len(samples) == len(coco["images"]) == report.images
+    for sample, image in zip(samples, coco["images"], strict=True):
+        record = json.loads(sample["json"])
+        assert sample["__key__"] == f"{image['id']:012d}"
+        assert sample["jpg"] == (coco_mini.images / image["file_name"]).read_bytes()  # not a bit changed
+        assert (record["image_id"], record["file_name"]) == (image["id"], image["file_name"])
+        assert (record["width"], record["height"]) == (image["width"], image["height"])
+        rows = [row for row in coco["annotations"] if row["image_id"] == image["id"]]
+        for found, row in zip(record["annotations"], rows, strict=True):
+            assert {key: found[key] for key in ("id", "bbox", "category_id", "iscrowd", "area")} == {
+                key: row[key] for key in ("id", "bbox", "category_id", "iscrowd", "area")
+            }
+    decoded = next(iter(webdataset.WebDataset(tars[:1], shardshuffle=False).decode("pil")))
+    assert decoded["jpg"].mode == "RGB"
+    assert decoded["json"]["annotations"]
+
+
+def test_any_worker_count_writes_the_same_bytes(tiny_dataset, undisturbed, tmp_path):
+    expected = snapshot(undisturbed)
+    assert len(expected) > 7
+    assert verify_shards(undisturbed).bad == ()
+    data = tiny_dataset.images, tiny_dataset.annotations
+    for workers in (2, 3, 20):
+        report = run(data, tmp_path / str(workers), workers=workers)
+        assert snapshot(tmp_path / str(workers)) == expected
+        assert report.images == 12
+    with ThreadPoolExecutor(2) as executor:
+        run(data, tmp_path / "threads", executor=executor)
+    assert snapshot(tmp_path / "threads") == expected
+
+
+def test_an_executor_elsewhere_gets_all_it_needs(tiny_dataset, undisturbed, tmp_path, monkeypatch):
+    """A process that shares nothing with this one but the disk; paths are relative here."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_dataset.images, "images")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        executor.submit(os.chdir, "/").result()
+        run((Path("images"), tiny_dataset.annotations), Path("shards"), executor=executor)
+    assert snapshot(tmp_path / "shards") == snapshot(undisturbed)
+
+
+def test_a_finished_folder_is_left_as_it_is(tiny_dataset, undisturbed, folder):
+    shutil.copytree(undisturbed, folder)
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    report = run((tiny_dataset.images, tiny_dataset.annotations), folder, shard_mb=SHARD_MB, workers=2)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+    assert (report.images, report.shards) == (12, len(read_index(folder).shards))
+
+
+SLOW_RUN = """
+import sys, time
+from colab_utils.shards import jobs
+from colab_utils.shards.write import write_shards
+read = jobs.read_file
+def read_slowly(path):
+    time.sleep(0.15)
+    return read(path)
+if __name__ == "__main__":
+    jobs.read_file = read_slowly
+    images, annotations, shards, shard_mb, workers = sys.argv[1:]
+    try:
+        write_shards(images, annotations, shards=shards, shard_mb=float(shard_mb), workers=int(workers))
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def start_slow_run(data, folder, workers, tmp_path):
+    """A run in a process group of its own, once it has finished its first shard."""
+    script = tmp_path / "slow_run.py"
+    script.write_text(SLOW_RUN)
+    command = [sys.executable, str(script), *map(str, data), str(folder), str(SHARD_MB), str(workers)]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+    while not list(folder.glob("shard-*.arrays")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_in_the_middle_the_same_call_ends_byte_identical(tiny_dataset, undisturbed, folder, tmp_path, workers):
+    data = tiny_dataset.images, tiny_dataset.annotations
+    process = start_slow_run(data, folder, workers, tmp_path)
+    children = psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate()
+    assert len(children) == (workers if workers > 1 else 0)
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    left = snapshot(folder)
+    expected = snapshot(undisturbed)
+    assert "index.json" not in left
+    finished = {name for name in left if name.endswith(".arrays")}
+    assert finished
+    assert len(finished) < sum(name.endswith(".arrays") for name in expected)
+    (folder / f".shard-000009.tar.{process.pid}.part").write_bytes(b"half")  # as a kill in a write leaves it
+    times = {name: (folder / name).stat().st_mtime_ns for name in finished}
+    run(data, folder, workers=3 - workers)
+    assert snapshot(folder) == expected
+    assert {name: (folder / name).stat().st_mtime_ns for name in finished} == times  # continued, not begun again
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_leaves_finished_shards_only(tiny_dataset, undisturbed, folder, tmp_path, workers):
+    data = tiny_dataset.images, tiny_dataset.annotations
+    process = start_slow_run(data, folder, workers, tmp_path)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b""  # no worker's traceback
+    assert process.returncode == 130
+    expected = snapshot(undisturbed)
+    left = snapshot(folder)
+    assert left.pop("unfinished.json")
+    assert not [name for name in left if name.startswith(".") or name == "index.json"]
+    assert all(expected[name] == content for name, content in left.items())
+    with pytest.raises(ColabUtilsError, match="it continues where it stopped"):
+        verify_shards(folder)
+    run(data, folder)
+    assert snapshot(folder) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_leaves_finished_shards_and_continues(tiny_dataset, undisturbed, folder, monkeypatch, workers):
+    """The third shard does not fit."""
+    data, fsync = (tiny_dataset.images, tiny_dataset.annotations), os.fsync
+
+    def fill(descriptor):
+        if "shard-000002" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fill)
+        with pytest.raises(ColabUtilsError, match="found the disk full"):
+            run(data, folder, workers=workers)
+    expected, left = snapshot(undisturbed), snapshot(folder)
+    assert not [name for name in left if name.startswith((".", "index", "shard-000002"))]
+    assert {"shard-000000.tar", "shard-000001.arrays"} <= set(left)
+    assert all(expected[name] == content for name, content in left.items() if name != "unfinished.json")
+    run(data, folder)
+    assert snapshot(folder) == expected
+
+
+def test_a_really_full_disk(coco_mini, tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        data = coco_mini.images, coco_mini.annotations
+        with pytest.raises(ColabUtilsError, match="of free space for 80 images"):
+            run(data, disk / "shards", shard_mb=1)
+        assert not list((disk / "shards").iterdir())
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1e12, 0, 1e12))
+            with pytest.raises(ColabUtilsError, match="found the disk full"):
+                run(data, disk / "shards", shard_mb=1, workers=2)
+        left = snapshot(disk / "shards")
+        assert "index.json" not in left
+        assert not [name for name in left if name.endswith(".part")]
+        assert len([name for name in left if name.endswith(".tar")]) >= 2
+        subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
+        run(data, disk / "shards", shard_mb=1, workers=2)
+        run(data, tmp_path / "other", shard_mb=1)
+        assert snapshot(disk / "shards") == snapshot(tmp_path / "other")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_index_on_a_full_disk(tiny_dataset, undisturbed, folder, monkeypatch):
+    data = tiny_dataset.images, tiny_dataset.annotations
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "write_index", fail)
+        with pytest.raises(ColabUtilsError, match="found the disk full"):
+            run(data, folder)
+    run(data, folder)
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
+def test_a_worker_ended_by_the_system(tiny_dataset, undisturbed, folder, monkeypatch):
+    data, parent, read = (tiny_dataset.images, tiny_dataset.annotations), os.getpid(), jobs.read_file
+    last = names(tiny_dataset.annotations)[-1]
+
+    def die(path):
+        if os.getpid() != parent and path.name == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "read_file", die)
+        with pytest.raises(ColabUtilsError, match="fewer workers"):
+            run(data, folder, workers=2)
+    assert not list(folder.glob(".*"))
+    assert not (folder / "index.json").exists()
+    run(data, folder, workers=2)
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
+BAD_FILES = [
+    (lambda path: path.unlink(), "the file is missing"),
+    (lambda path: (path.unlink(), path.mkdir()), "the file is missing"),
+    (lambda path: path.write_bytes(b""), "the file is empty"),
+    (lambda path: path.write_bytes(b"hello"), "not an image"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-40]), "not a whole image"),
+    (lambda path: Image.new("RGB", (5, 5)).save(path), "the annotations say 160 x 128 pixels, the file has 5 x 5"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), BAD_FILES, ids=[reason for _, reason in BAD_FILES])
+def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reason):
+    bad = names(dataset[1])[7]
+    spoil(dataset[0] / bad)
+    report = run(dataset, folder, max_bad=0.1)
+    assert (report.images, [image.file_name for image in report.skipped]) == (11, [bad])
+    assert reason in report.skipped[0].reason
+    assert "1 bad images skipped" in str(report)
+    assert read_index(folder).skipped == report.skipped
+    assert verify_shards(folder).images == 11
+    assert run(dataset, folder, max_bad=0.1).skipped == report.skipped  # and told again by the same call
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"segmentation": []}, "expected polygons or RLE"),
+        ({"segmentation": [[1, 2, 3, 4]]}, "one of 4 numbers"),
+        ({"segmentation": {"size": [4, 4], "counts": [16]}}, "expected RLE of size [128, 160]"),
+        ({"segmentation": {"size": [128, 160], "counts": "zz"}}, "found damaged ones"),
+        ({"bbox": [float("nan"), 1, 2, 3]}, "expected finite numbers"),
+    ],
+)
+def test_a_bad_annotation_is_named(dataset, folder, changes, reason):
+    rows = json.loads(dataset[1].read_text())["annotations"]
+    rows[5].update(changes)
+    change(dataset[1], annotations=rows)
+    (skipped,) = run(dataset, folder, max_bad=0.1).skipped
+    assert reason in skipped.reason
+    assert f"annotation {rows[5]['id']}" in skipped.reason
+
+
+def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
+    bad, read = names(dataset[1])[3], jobs.read_file
+
+    def lock(path):
+        if path.name == bad:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(jobs, "read_file", lock)
+    assert run(dataset, folder, max_bad=0.1).skipped[0].reason == "the file cannot be read: Permission denied"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("place", [0, 9])  # 0 is met while the first images are measured
+def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, workers, place):
+    lost, read = names(dataset[1])[place], jobs.read_file
+
+    def lose(path):
+        if path.name == lost and (place == 0 or folder.exists()):
+            raise DriveLostError("expected to read it, found that Drive got disconnected")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "read_file", lose)
+        with pytest.raises(DriveLostError, match="disconnected"):
+            run(dataset, folder, workers=workers, max_bad=1)
+    assert not (folder / "index.json").exists()
+    assert run(dataset, folder, workers=workers).skipped == ()
+
+
+@pytest.fixture(scope="module")
+def hundred(tmp_path_factory):
+    """100 tiny pictures."""
+    folder = tmp_path_factory.mktemp("hundred")
+    images = [{"id": i, "file_name": f"{i}.png", "width": 16, "height": 16} for i in range(100)]
+    for i in range(100):
+        Image.new("L", (16, 16), i).save(folder / f"{i}.png")
+    (folder / "a.json").write_text(json.dumps({"images": images, "annotations": [], "categories": []}))
+    return folder
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("bad", "max_bad", "stops"),
+    [
+        (1, 0.01, False),  # just 1 %
+        (2, 0.01, True),
+        (29, 0.29, False),  # 0.29 x 100 is 28.999999999999996
+        (30, 0.29, True),
+        (1, 0, True),
+        (40, 1, False),
+    ],
+)
+def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, stops, workers):
+    images = tmp_path / "images"
+    shutil.copytree(hundred, images)
+    for i in range(50, 50 + bad):
+        (images / f"{i}.png").write_bytes(b"")
+    data = images, hundred / "a.json"
+    if not stops:
+        assert len(run(data, folder, max_bad=max_bad, workers=workers).skipped) == bad
+        return
+    with pytest.raises(ColabUtilsError, match=rf"at most {int(max_bad * 101)} bad images of 100") as error:
+        run(data, folder, max_bad=max_bad, workers=workers)
+    assert ".png: the file is empty" in str(error.value)
+    assert not (folder / "index.json").exists()
+    for i in range(50, 50 + bad):  # mended, the same call goes through
+        shutil.copy(hundred / f"{i}.png", images)
+    assert run(data, folder, max_bad=max_bad, workers=workers).skipped == ()
+    run((hundred, hundred / "a.json"), tmp_path / "good")
+    assert snapshot(folder) == snapshot(tmp_path / "good")
+
+
+def test_a_mended_image_of_a_finished_folder_is_taken_in(dataset, undisturbed, folder):
+    bad = dataset[0] / names(dataset[1])[7]
+    whole = bad.read_bytes()
+    bad.write_bytes(b"")
+    options = {"max_bad": 0.1}
+    assert len(run(dataset, folder, **options).skipped) == 1
+    bad.write_bytes(whole)
+    assert run(dataset, folder, **options).skipped == ()
+    assert snapshot(folder).keys() == snapshot(undisturbed).keys()
+    assert verify_shards(folder).images == 12
+
+
+def test_a_shard_of_bad_images_only_has_no_files(dataset, folder):
+    per_shard = read_index(_write(dataset, folder.with_name("all"))).recipe["images_per_shard"]
+    bad = names(dataset[1])[per_shard : 2 * per_shard]
+    whole = {name: (dataset[0] / name).read_bytes() for name in bad}
+    for name in bad:
+        (dataset[0] / name).write_bytes(b"")
+    _write(dataset, folder, max_bad=1, workers=2)
+    assert "shard-000001.tar" not in snapshot(folder)
+    listed = {name for name, _, _ in read_index(folder).files()}
+    assert set(snapshot(folder)) == listed | {"index.json"}
+    assert verify_shards(folder).bad == ()
+    before = snapshot(folder)
+    (folder / "shard-000002.tar").unlink()
+    _write(dataset, folder, max_bad=1)
+    assert snapshot(folder) == before
+    for name in bad:
+        (dataset[0] / name).write_bytes(whole[name])
+    _write(dataset, folder, max_bad=1)
+    assert read_index(folder).images == 12
+    assert verify_shards(folder).bad == ()
+
+
+def _write(dataset, folder, **options):
+    run(dataset, folder, **options)
+    return folder
+
+
+@pytest.mark.parametrize("max_bad", [0.01, 1])
+def test_the_wrong_image_folder_leaves_nothing(tiny_dataset, undisturbed, folder, tmp_path, max_bad):
+    """A first try with another folder must not decide how many images a shard gets."""
+    (tmp_path / "wrong").mkdir()
+    with pytest.raises(ColabUtilsError, match=r"every one that was looked at bad.*the file is missing"):
+        run((tmp_path / "wrong", tiny_dataset.annotations), folder, max_bad=max_bad)
+    assert not folder.exists()
+    run((tiny_dataset.images, tiny_dataset.annotations), folder)
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
+@pytest.mark.parametrize("name", ["shard-000001.tar", "shard-000001.arrays"])
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 2000)])
+def test_a_lost_or_cut_shard_is_made_again(tiny_dataset, undisturbed, folder, name, damage):
+    shutil.copytree(undisturbed, folder)
+    damage(folder / name)
+    assert verify_shards(folder).bad
+    run((tiny_dataset.images, tiny_dataset.annotations), folder)
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["unlink", "empty"])
+def test_a_lost_index_is_written_again(tiny_dataset, undisturbed, folder, damage):
+    """As the error for a damaged index says: delete it and run preprocess again."""
+    shutil.copytree(undisturbed, folder)
+    data = tiny_dataset.images, tiny_dataset.annotations
+    if damage == "empty":
+        (folder / "index.json").write_bytes(b"")
+        with pytest.raises(ColabUtilsError, match="delete it and run preprocess again"):
+            run(data, folder)
+    (folder / "index.json").unlink()
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    run(data, folder)
+    assert snapshot(folder) == snapshot(undisturbed)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_a_partial_copy_is_completed(tiny_dataset, undisturbed, folder):
+    folder.mkdir()
+    index = read_index(undisturbed)
+    for name, _, _ in index.shards[0].files():
+        shutil.copy(undisturbed / name, folder)
+    write_index(folder, replace(index, shards=index.shards[:1], partial=True))
+    assert run((tiny_dataset.images, tiny_dataset.annotations), folder).images == 12
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
+def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_path):
+    """Each is refused in one line, and nothing changes."""
+    folders = {}
+
+    def make(name):
+        folders[name] = tmp_path / name
+        return Path(shutil.copytree(undisturbed, folders[name]))
+
+    make("other settings")
+    newer = make("newer")
+    raw = json.loads((newer / "index.json").read_text())
+    (newer / "index.json").write_text(json.dumps({**raw, "format_version": 2}))
+    bare = make("no index")
+    for path in [bare / "index.json", *bare.glob("*.arrays")]:
+        path.unlink()
+    (make("somebody's index") / "index.json").write_text('{"hello": 1}')
+    unfinished = make("unfinished")
+    mark = {"format_version": 1, "fingerprint": "x", "recipe": raw["recipe"]}
+    (unfinished / "index.json").rename(unfinished / "unfinished.json")
+    (unfinished / "unfinished.json").write_text(json.dumps(mark))
+    damaged = make("damaged mark")
+    (damaged / "index.json").unlink()
+    (damaged / "unfinished.json").write_text("notes")
+    (make("another dataset without an index") / "index.json").unlink()
+    make("another dataset")
+    expected = {
+        "other settings": "made with other settings",
+        "newer": "found version 2",
+        "no index": "shards without an index",
+        "somebody's index": "found something else",
+        "unfinished": "unfinished run of other data",
+        "damaged mark": "mark of something else",
+        "another dataset": "another dataset",
+        "another dataset without an index": "unfinished run of other data",
+    }
+    for name, folder in folders.items():
+        before = snapshot(folder)
+        if name.startswith("another dataset"):
+            change(dataset[1], info={"year": 1999})
+        options = {"min_size": 700} if name == "other settings" else {}
+        data = dataset if name.startswith("another dataset") else (tiny_dataset.images, tiny_dataset.annotations)
+        with pytest.raises(ColabUtilsError, match=expected[name]) as error:
+            run(data, folder, **options)
+        assert str(folder) in str(error.value)
+        assert "\n" not in str(error.value)
+        assert snapshot(folder) == before
+
+
+def test_files_of_the_user_beside_the_shards_stay(tiny_dataset, folder):
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    (folder / ".shard-1.part").write_text("mine too")
+    run((tiny_dataset.images, tiny_dataset.annotations), folder)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / ".shard-1.part").read_text() == "mine too"
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        (lambda c: {"images": [{**c["images"][0], "file_name": "../../etc/passwd"}]}, "inside the image folder"),
+        (lambda c: {"images": [{**c["images"][0], "file_name": "/etc/passwd"}]}, "inside the image folder"),
+        (lambda c: {"annotations": [{**c["annotations"][0], "image_id": 10**9}]}, "of an unknown image"),
+        (lambda c: {"annotations": [{**c["annotations"][0], "category_id": 77}]}, "of an unknown category"),
+        (lambda c: {"images": []}, "found an empty list"),
+    ],
+)
+def test_references_that_cannot_be_skipped_stop_at_once(dataset, folder, changes, found):
+    coco = json.loads(dataset[1].read_text())
+    change(dataset[1], **{"annotations": [], **changes(coco)})
+    with pytest.raises(ColabUtilsError, match=found) as error:
+        run(dataset, folder)
+    assert str(dataset[1]) in str(error.value)
+    assert not folder.exists()
+
+
+def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
+    with pytest.raises(ColabUtilsError, match="expected an image folder"):
+        run((tmp_path / "no", dataset[1]), folder)
+    with pytest.raises(ColabUtilsError, match="expected an annotations file"):
+        run((dataset[0], tmp_path / "no.json"), folder)
+    with pytest.raises(ColabUtilsError, match="expected to write into"):
+        run(dataset, dataset[1])  # a file
+    with pytest.raises(ColabUtilsError, match="expected to write into"):
+        run(dataset, Path("/proc/shards"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shard_mb": 0},
+        {"shard_mb": float("nan")},
+        {"shard_mb": "auto"},
+        {"shard_mb": 10**9},
+        {"min_size": 0},
+        {"max_size": -1},
+        {"workers": 0},
+        {"workers": 1.5},
+        {"workers": "many"},
+        {"max_bad": 2},
+        {"max_bad": -0.1},
+    ],
+)
+def test_numbers_out_of_range(tiny_dataset, folder, options):
+    with pytest.raises(ColabUtilsError, match=f"expected {next(iter(options))} between"):
+        run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
+    assert not folder.exists()
+
+
+def test_same_file_twice_sub_folders_and_unicode(dataset, folder):
+    images, annotations = dataset
+    coco = json.loads(annotations.read_text())
+    (images / "日本 sub").mkdir()
+    first = coco["images"][0]["file_name"]
+    (images / first).rename(images / "日本 sub" / "ä.jpg")
+    coco["images"][0]["file_name"] = "日本 sub/ä.jpg"
+    coco["images"].append({**coco["images"][0], "id": 10**12 + 5})
+    coco["images"].append({**coco["images"][0], "id": -5})
+    del coco["images"][1]["width"], coco["images"][1]["height"]
+    annotations.write_text(json.dumps(coco, ensure_ascii=False), encoding="utf-8-sig")
+    assert run(dataset, folder).images == 14
+    seen = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.endswith(".json"):
+                    record = json.load(tar.extractfile(member))
+                    seen[record["image_id"]] = record
+    assert len(seen) == 14
+    assert seen[10**12 + 5]["file_name"] == seen[-5]["file_name"] == "日本 sub/ä.jpg"
+    record = seen[coco["images"][1]["id"]]
+    assert (record["width"], record["height"]) == (160, 128)
+
+
+def test_large_images_are_shrunk_and_small_ones_kept(coco_mini, folder):
+    report = write_shards(
+        coco_mini.images, coco_mini.annotations, shards=folder, min_size=427, max_size=10_000, workers=2
+    )
+    kept = shrunk = 0
+    for path in folder.glob("*.tar"):
+        with tarfile.open(path) as tar:
+            members = tar.getmembers()
+            for image, member in zip(members[::2], members[1::2], strict=True):
+                record = json.load(tar.extractfile(member))
+                original = (coco_mini.images / record["file_name"]).read_bytes()
+                same = tar.extractfile(image).read() == original
+                small = min(record["original_width"], record["original_height"]) <= 427
+                assert same is small
+                assert min(record["width"], record["height"]) <= 427
+                kept, shrunk = kept + small, shrunk + (not small)
+    assert kept + shrunk == report.images == 80
+    assert kept
+    assert shrunk

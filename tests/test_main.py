@@ -1,0 +1,420 @@
+"""The command line: JSON, exit codes, one line for every bad input, and files left as they were."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from colab_utils.__main__ import main
+from colab_utils.diagnosis import comparison, layers
+from colab_utils.shards.format import read_index
+from colab_utils.training import loop
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = ("check", "diagnose", "preprocess", "verify", "copy", "train", "compare", "demo")
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as exit_:
+            status = exit_.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "colab_utils", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+    )  # fmt: skip
+
+
+def finish(*arguments, **options):
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def hash_tree(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def assert_one_error(status, err, *, contains=""):
+    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
+    assert status == 2, err
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in err
+    assert contains in lines[0]
+
+
+@pytest.fixture
+def world(tiny_dataset, tiny_shards, tmp_path):
+    """A user's folder with everything in it, good and bad: {name: path}."""
+    folder = tmp_path / "user"
+    shutil.copytree(tiny_dataset.images, folder / "images")
+    shutil.copy(tiny_dataset.annotations, folder / "coco.json")
+    for name in ("shards", "cut", "newer", "lacking"):
+        shutil.copytree(tiny_shards, folder / name)
+    os.truncate(sorted((folder / "cut").glob("*.tar"))[1], 700)
+    index = json.loads((folder / "newer" / "index.json").read_text())
+    (folder / "newer" / "index.json").write_text(json.dumps({**index, "format_version": 99}))
+    (folder / "lacking" / "index.json").unlink()
+    (folder / "broken").mkdir()
+    (folder / "broken" / "index.json").write_text("{")
+    (folder / "list.json").write_text("[1, 2]")
+    (folder / "text.json").write_text("hello")
+    (folder / "binary.json").write_bytes(bytes(range(256)))
+    (folder / "captions.json").write_text(json.dumps({"images": [], "annotations": [{"caption": "a dog"}]}))
+    (folder / "deep.json").write_text("[" * 100_000)
+    (folder / "empty").mkdir()
+    (folder / "empty.json").write_text(json.dumps({"images": [], "annotations": [], "categories": []}))
+    return folder
+
+
+COCO = ("--images", "{}/images", "--annotations", "{}/coco.json")
+NEW = ("--shards", "{}/new")
+
+BAD = [
+    # nothing, or something unknown
+    ([], "required"),
+    (["bake"], "invalid choice"),
+    (["check", "--colour", "red", *COCO], "unrecognized"),
+    *[([command], "") for command in COMMANDS if command != "demo"],
+    # missing files and folders
+    (["check", "--images", "{}/nope", "--annotations", "{}/coco.json"], "nope"),
+    (["check", "--images", "{}/coco.json", "--annotations", "{}/coco.json"], "image folder"),
+    (["check", "--images", "{}/images", "--annotations", "{}/nope.json"], "nope.json"),
+    (["check", "--images", "{}/images", "--annotations", "{}/images"], "images"),
+    (["diagnose", "--images", "{}/images", "--annotations", "{}/nope.json"], "nope.json"),
+    (["diagnose", "--images", "{}/nope", "--annotations", "{}/coco.json"], "nope"),
+    (["diagnose", "--shards", "{}/nope"], "nope"),
+    (["preprocess", "--images", "{}/nope", "--annotations", "{}/coco.json", *NEW], "nope"),
+    (["preprocess", "--images", "{}/images", "--annotations", "{}/nope.json", *NEW], "nope.json"),
+    (["verify", "--shards", "{}/nope"], "nope"),
+    (["copy", "--shards", "{}/nope", "--to", "{}/target"], "nope"),
+    (["train", "--shards", "{}/nope", "--run", "{}/run"], "nope"),
+    (["train", "--shards", "{}/shards", "--val-shards", "{}/nope", "--run", "{}/run"], "nope"),
+    (["compare", "--images", "{}/nope", "--annotations", "{}/coco.json", "--report", "{}/report"], "nope"),
+    (["compare", "--images", "{}/images", "--annotations", "{}/nope.json", "--report", "{}/report"], "nope.json"),
+    (["demo", "--output", "{}/demo", "--images", "{}/images"], "annotations"),
+    # not COCO
+    *[
+        ([command, "--images", "{}/images", "--annotations", "{}/" + name, *rest], name)
+        for command, rest in (("check", ()), ("diagnose", ()), ("preprocess", NEW), ("compare", ("--report", "{}/r")))
+        for name in ("list.json", "text.json", "binary.json", "captions.json", "deep.json")
+    ],
+    (["diagnose", "--images", "{}/images", "--annotations", "{}/empty.json"], "empty"),
+    (["preprocess", "--images", "{}/images", "--annotations", "{}/empty.json", *NEW], ""),
+    # shards that are none, not whole, or of a newer version
+    *[
+        ([command, "--shards", "{}/" + name, *rest], "")
+        for command, rest in (
+            ("verify", ()), ("diagnose", ()), ("copy", ("--to", "{}/to")), ("train", ("--run", "{}/run", "--steps", 1)))
+        for name in ("cut", "newer", "lacking", "broken", "empty", "coco.json")
+    ],
+    (["train", "--shards", "{}/shards", "--val-shards", "{}/newer", "--run", "{}/run", "--steps", 1], "version"),
+    # names that nothing has
+    (["train", "--shards", "{}/shards", "--run", "{}/run", "--model", "yolo"], "yolo"),
+    (["train", "--shards", "{}/shards", "--run", "{}/run", "--resume", "perhaps"], "perhaps"),
+    (["compare", *COCO, "--report", "{}/report", "--strategies", "magic"], "magic"),
+    (["compare", *COCO, "--report", "{}/report", "--strategies", "packed,,magic"], ""),
+    (["compare", *COCO, "--report", "{}/report", "--drive-profile", "warp"], "warp"),
+    # numbers out of range, and none
+    *[(["preprocess", *COCO, *NEW, *option], "") for option in (
+        ("--min-size", 0), ("--min-size", -5), ("--max-size", 0), ("--min-size", 1.5), ("--min-size", 10**9),
+        ("--shard-mb", 0), ("--shard-mb", -1), ("--shard-mb", "nan"), ("--shard-mb", "inf"), ("--shard-mb", "big"),
+        ("--workers", 0), ("--workers", -1), ("--workers", "many"), ("--workers", 1.5),
+        ("--max-bad", "nan"), ("--max-bad", 1.5), ("--max-bad", "101%"), ("--max-bad", "-1%"), ("--max-bad", "few"))],
+    *[(["diagnose", *COCO, *option], "") for option in (
+        ("--batch-size", 0), ("--batch-size", -1), ("--batch-size", "auto"), ("--workers", -1), ("--workers", "x"),
+        ("--step-ms", 0), ("--step-ms", -1), ("--step-ms", "nan"), ("--step-ms", "inf"), ("--step-ms", "fast"))],
+    *[(["copy", "--shards", "{}/shards", "--to", "{}/to", "--limit-gb", value], "")
+      for value in (0, -1, "nan", "all", 1e-9)],
+    *[(["train", "--shards", "{}/shards", "--run", "{}/run", *option], "") for option in (
+        ("--steps", 0), ("--steps", -1), ("--steps", "nan"), ("--epochs", 0), ("--steps", 1, "--epochs", 1),
+        ("--batch-size", 0), ("--batch-size", -1), ("--batch-size", "big"), ("--seed", -1), ("--seed", "x"),
+        ("--checkpoint-steps", 0))],
+    # one thing in place of another
+    (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
+    (["diagnose", "--images", "{}/images"], "together"),
+    (["diagnose"], "together"),
+    (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "two folders"),
+    (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
+    (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
+    (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),  # other shards are there
+    (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
+    (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
+    (["demo", "--output", "{}/coco.json"], "coco.json"),
+    (["check", *COCO, "--repair", "{}/coco.json"], "nothing is overwritten"),
+    (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
+    # the JSON's place: looked at before the work
+    (["check", *COCO, "--json", "{}/nope/out.json"], "nope"),
+    (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
+    (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),  # somebody's file
+    (["check", *COCO, "--json", "{}/images"], "images"),
+    (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
+    (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
+    # places where nothing can be written
+    (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "/proc"),
+    (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
+    (["train", "--shards", "{}/shards", "--run", "/proc/colab_utils", "--steps", 1], "/proc"),
+    (["compare", *COCO, "--report", "/proc/colab_utils"], "/proc"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "contains"), BAD, ids=lambda value: " ".join(map(str, value))[:90] or None)
+def test_bad_input_is_one_line_and_leaves_everything_as_it_was(run, world, monkeypatch, arguments, contains):
+    monkeypatch.setattr(loop, "train", partial(loop.train, weights=None))  # nothing is downloaded in a test
+    before = hash_tree(world)
+    status, out, err = run(*(str(argument).replace("{}", str(world)) for argument in arguments))
+    assert_one_error(status, err, contains=contains)
+    after = hash_tree(world)
+    assert {name: after.get(name) for name in before} == before
+    assert not [name for name in after if name.endswith(".part")]
+    if arguments[:1] != ["verify"]:  # which tells how many shards it looked at
+        assert out == ""
+
+
+def test_a_bad_line_in_a_real_process(world):
+    for arguments in (
+        ["verify", "--shards", world / "cut"],
+        ["train", "--shards", world / "newer", "--run", world / "r"],
+    ):
+        status, _, err = finish(*arguments)
+        assert_one_error(status, err)
+
+
+# help, imports
+
+
+@pytest.mark.parametrize("arguments", [[], *[[command] for command in COMMANDS]])
+def test_help_works_and_loads_nothing_heavy(arguments):
+    script = (
+        "import sys, runpy\n"
+        "try: runpy.run_module('colab_utils', run_name='__main__', alter_sys=True)\n"
+        "finally: print('loaded:', *sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments, "--help"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "usage: python -m colab_utils" in done.stdout
+    loaded = set(done.stderr.rpartition("loaded:")[2].split())
+    assert {"torch", "numpy", "PIL", "matplotlib", "tqdm"} & loaded == set()
+    if not arguments:
+        assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_version(run):
+    from colab_utils import __version__
+
+    assert run("--version") == (0, f"{__version__}\n", "")
+
+
+# JSON
+
+
+KEYS = {
+    "check": {"images", "annotations", "ok", "problems"},
+    "diagnose": {"verdict", "headspace", "images_per_second", "stall_share", "layers", "fixes", "confidence"},
+    "preprocess": {"images", "skipped", "shards", "bytes", "seconds"},
+    "verify": {"shards", "images", "bad"},
+    "copy": {"shards", "bytes", "seconds", "skipped_shards"},
+    "train": {"steps", "losses", "images_per_second", "wait_share", "checkpoint", "ap"},
+    "compare": {"machine", "dataset", "strategies"},
+}
+INNER = {
+    "layers": {"name", "median_ms", "p95_ms", "cpu_ms"},
+    "fixes": {"name", "forecast_images_per_second", "measured_images_per_second"},
+    "losses": {"step", "loss"},
+    "strategies": {"name", "comparable", "images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share",
+                   "first_batch_s", "cpu_ms_per_image"},
+    "problems": {"kind", "count", "examples"},
+    "skipped": {"file_name", "reason"},
+    "bad": {"shard", "reason"},
+}  # fmt: skip
+GOOD = {
+    "check": COCO,
+    "diagnose": (*COCO, "--step-ms", 5, "--batch-size", 2, "--workers", 1),
+    "preprocess": (*COCO, *NEW, "--workers", 1, "--max-bad", "5%"),
+    "verify": ("--shards", "{}/shards"),
+    "copy": ("--shards", "{}/shards", "--to", "{}/to"),
+    "compare": (*COCO, "--report", "{}/report", "--strategies", "dataloader_on_ssd, packed"),
+}
+
+
+def assert_keys(command, result):
+    assert set(result) >= KEYS[command]
+    for name, keys in INNER.items():
+        for row in result.get(name, []) if isinstance(result.get(name), list) else []:
+            assert set(row) >= keys, name
+
+
+def refuse_constant(text):
+    raise ValueError(f"{text} is no JSON")
+
+
+@pytest.mark.parametrize("command", GOOD)
+def test_json_goes_to_a_file_or_alone_to_standard_output(run, world, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(layers, "diagnose", partial(layers.diagnose, seconds=2))
+    monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=2, repeats=1, step_ms=5))
+    arguments = [str(argument).replace("{}", str(world)) for argument in GOOD[command]]
+    before = hash_tree(world)
+    target = tmp_path / "out.json"
+    status, out, err = run(command, *arguments, "--json", target)
+    assert status == 0, err
+    assert out.strip()
+    assert_keys(command, json.loads(target.read_text(), parse_constant=refuse_constant))
+    status, out, _ = run(command, *arguments, "--json", "-")
+    assert status == 0
+    assert_keys(command, json.loads(out, parse_constant=refuse_constant))
+    assert run(command, *arguments, "--json", target)[0] == 0  # an earlier result may be replaced
+    after = hash_tree(world)
+    assert {name: after.get(name) for name in before} == before
+
+
+def test_train_gives_its_json(world, tmp_path):
+    target = tmp_path / "out.json"
+    script = (
+        "import sys, functools, colab_utils.training.loop as loop\n"
+        "loop.train = functools.partial(loop.train, weights=None, min_size=64, max_size=96)\n"  # no download
+        "from colab_utils.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", "--shards", world / "shards", "--run", world / "run", "--val-shards",
+         world / "shards", "--steps", "2", "--batch-size", "1", "--json", target],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(target.read_text(), parse_constant=refuse_constant)
+    assert_keys("train", result)
+    assert [row["step"] for row in result["losses"]] == [1, 2]
+    assert set(result["ap"]) >= {"bbox", "segm"}
+    assert Path(result["checkpoint"]).exists()
+
+
+def test_defects_are_listed_in_the_json_too(run, world):
+    (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
+    status, out, err = run("check", "--images", world / "images", "--annotations", world / "coco.json", "--json", "-")
+    assert_one_error(status, err, contains="missing image")
+    result = json.loads(out)
+    assert_keys("check", result)
+    assert result["ok"] is False
+    status, out, err = run("verify", "--shards", world / "cut", "--json", "-")
+    assert_one_error(status, err, contains="700 bytes")
+    assert_keys("verify", json.loads(out))
+    assert len(json.loads(out)["bad"]) == 1
+
+
+@pytest.mark.parametrize(("share", "status"), [("0.05", 2), ("5%", 2), ("0.1", 0), ("10%", 0), ("100%", 0), ("0", 2)])
+def test_max_bad_is_a_share_or_a_percentage(run, world, share, status):
+    (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()  # 1 of 12
+    options = ("--workers", 1, "--max-bad", share, "--json", "-")
+    got, out, err = run("preprocess", *(part.replace("{}", str(world)) for part in (*COCO, *NEW)), *options)
+    assert got == status, err
+    if status == 0:
+        result = json.loads(out)
+        assert_keys("preprocess", result)
+        assert (result["images"], len(result["skipped"])) == (11, 1)
+        assert "skipped" in err
+    else:
+        assert_one_error(got, err, contains="bad images")
+
+
+def test_repair_writes_what_check_then_finds_whole(run, world):
+    (world / "images" / sorted(os.listdir(world / "images"))[0]).unlink()
+    arguments = ("check", "--images", world / "images", "--annotations")
+    assert run(*arguments, world / "coco.json", "--repair", world / "whole.json")[0] == 0
+    status, out, _ = run(*arguments, world / "whole.json")
+    assert (status, out.split()[0]) == (0, "11")
+
+
+# Ctrl-C, full disks, closed pipes
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(world, workers):
+    raw = json.loads((world / "coco.json").read_text())
+    many = {"images": [], "annotations": [], "categories": raw["categories"]}
+    for i in range(4000):  # the same few files again and again: some seconds of work
+        source = raw["images"][i % len(raw["images"])]
+        many["images"].append({**source, "id": i})
+        for annotation in raw["annotations"]:
+            if annotation["image_id"] == source["id"]:
+                number = len(many["annotations"]) + 1
+                many["annotations"].append({**annotation, "image_id": i, "id": number})
+    (world / "many.json").write_text(json.dumps(many))
+    target = world / "new"
+    arguments = ("preprocess", "--images", world / "images", "--annotations", world / "many.json", "--shards", target,
+                 "--shard-mb", 1, "--workers", workers)  # fmt: skip
+    process = start(*arguments, start_new_session=True)
+    try:
+        limit = time.monotonic() + 60
+        while not list(target.glob("*.arrays")) and process.poll() is None and time.monotonic() < limit:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (130, ""), err
+    assert err.strip() == "stopped: what was finished is safe, the same command continues there"
+    assert not (target / "index.json").exists()
+    assert not list(target.glob("*.part"))
+    finished = {path.name: path.stat().st_mtime_ns for path in target.glob("*.arrays")}
+    assert finished
+    status, _, err = finish(*arguments)
+    assert status == 0, err
+    assert read_index(target).images == 4000
+    assert {name: (target / name).stat().st_mtime_ns for name in finished} == finished
+
+
+def limit_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # a stand-in for a disk that is full
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["preprocess", *COCO, *NEW, "--workers", 1],
+        ["preprocess", *COCO, *NEW, "--workers", 2],
+        ["copy", "--shards", "{}/shards", "--to", "{}/to"],
+    ],
+)
+def test_a_full_disk_is_one_line(world, arguments):
+    arguments = [str(argument).replace("{}", str(world)) for argument in arguments]
+    status, out, err = finish(*arguments, preexec_fn=limit_files)
+    assert_one_error(status, err)
+    assert out == ""
+    assert not list(world.rglob("*.part"))
+    assert finish(*arguments)[0] == 0
+
+
+def test_standard_output_that_is_full_or_closed(world):
+    with open("/dev/full", "w") as full:
+        status, _, err = finish("verify", "--shards", world / "shards", stdout=full)
+    assert_one_error(status, err, contains="No space left")
+    with start("verify", "--shards", world / "shards", "--json", "-") as process:
+        process.stdout.close()  # as `| head` does
+        assert (process.wait(60), process.stderr.read()) == (0, "")
