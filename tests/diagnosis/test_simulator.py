@@ -10,6 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
 
+# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
 
 @pytest.mark.parametrize(
     ("load_s", "load_cv", "batches", "tolerance"),
@@ -52,7 +55,7 @@ def test_without_workers_loading_and_training_alternate():
     run = simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4)
     assert run.batches == 10
     assert run.stall_share == pytest.approx(0.75)
-    np.testing.assert_allclose(run.loads[0].start_s, run.steps.end_s - 0.4)
+    np.testing.assert_allclose(run.loads[0].start_s, run.steps.end_s - 0.4, atol=1e-9)
 
 
 def test_traces_follow_the_recursion():
@@ -129,6 +132,7 @@ class _Sleepy(Dataset):
         return index
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # three workers on two cores: they only sleep
 @pytest.mark.parametrize(
     ("workers", "load_s", "step_s"),
     [

@@ -1,0 +1,1 @@
+"""What am I waiting for: clocks, layers, simulator, comparison."""

@@ -1,0 +1,189 @@
+"""What training waits for: headspace first, then each layer of loading alone, then what would cure it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from colab_utils.diagnosis.clocks import BatchTimes, Layer, make_layer, time_batches
+from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes, time_layers
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.loader import Loader
+
+__all__ = ["Diagnosis", "Fix", "Layer", "diagnose"]
+
+_CACHED_BATCHES = 4
+_SAMPLED = 16  # images that the fixes are forecast on
+_FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What `diagnose` found; its fields are the keys of the command's JSON.
+
+    ``headspace`` is images per second on cached batches divided by those now; ``stall_share`` is wait / (wait + step),
+    0 to 1; *collate and hand-off* is what the other ``layers`` leave of the loader's time; ``fixes`` are empty where
+    the loader is fine; ``confidence`` begins with high, medium or low; ``step`` is "real", "none" or "emulated ...".
+    """
+
+    verdict: str
+    headspace: float
+    images_per_second: float
+    stall_share: float
+    layers: tuple[Layer, ...]
+    fixes: tuple[Fix, ...]
+    confidence: str
+    batches: int
+    step: str
+
+    def __str__(self) -> str:
+        return "\n".join([self.verdict, *(f"  {layer}" for layer in self.layers), *(f"  {fix}" for fix in self.fixes)])
+
+
+def diagnose(
+    loader: Iterable[Any], step: Callable[..., Any] | None = None, *, seconds: float = 20, verify: bool = False,
+    min_size: int = 800, max_size: int = 1333,
+) -> Diagnosis:  # fmt: skip
+    """Find what training waits for, how much could be won at most, and what would win it.
+
+    It times your loader with your step, then the step on batches kept in memory: less than 1.1 times as fast, and your
+    loader is fine. Else it times the loader alone and, for a `CocoFolder` or a `ShardDataset`, each layer alone, and
+    forecasts what each fix would bring. Method: headspace analysis (facebookresearch/spdl, optimization guide) and the
+    bounds of `forecast_rate`. A `Loader`'s order is put back to where it stood.
+
+    Args:
+        loader: a ``DataLoader``, a `Loader`, or anything iterable again and again over batches.
+        step: your training step, called as ``step(images, targets)``, or an `EmulatedStep`; None times the loader
+            alone, and a copy of each batch in memory: then ``headspace`` says nothing about training.
+        seconds: about how long to measure; ``verify`` takes some more.
+        verify: also try the fixes, those for the data on a sample of the images.
+        min_size: the shorter side that training needs, pixels.
+        max_size: the longer side that training needs, pixels.
+
+    Raises:
+        ColabUtilsError: the loader yields nothing, raises, or is an iterator that ends.
+
+    Example:
+        >>> from colab_utils.diagnosis.clocks import EmulatedStep
+        >>> batches = [(["first image"], [{}]), (["second image"], [{}])]
+        >>> found = diagnose(batches, EmulatedStep(5), seconds=0.5)
+        >>> found.step, [layer.name for layer in found.layers]
+        ('emulated 5 ms', ['wait', 'step'])
+    """
+    if isinstance(loader, Iterator):
+        raise ColabUtilsError("expected a loader that starts again, found an iterator: pass the DataLoader itself")
+    if not seconds > 0:
+        raise ColabUtilsError(f"expected seconds over 0, found {seconds!r}")
+    state = loader.state_dict() if isinstance(loader, Loader) else {}
+    try:
+        with torch.random.fork_rng(devices=[]):  # measuring changes no training run
+            return _diagnose(loader, step, seconds, verify, {"min_size": min_size, "max_size": max_size})
+    finally:
+        if isinstance(loader, Loader):
+            loader.load_state_dict(state)
+
+
+def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:
+    kept: list[Any] = []
+
+    def keep_batch(*batch: Any) -> None:
+        if len(kept) < _CACHED_BATCHES:  # while it warms up; copied, for a loader may use the memory again
+            kept.append(copy.deepcopy(batch if len(batch) > 1 else batch[0]))
+        if step is not None:
+            step(*batch)
+
+    now = time_batches(loader, keep_batch, batches=500, warmup=_CACHED_BATCHES, max_s=0.4 * seconds)
+    # without a step: the least that any step does, which is to touch every byte of the batch once
+    replay = step or (lambda *batch: copy.deepcopy(batch))
+    cached = time_batches(kept, replay, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
+    alone = now if step is None else time_batches(loader, batches=500, max_s=0.15 * seconds)
+    kept.clear()
+    dataset, indices, parts = getattr(loader, "dataset", None), [], {}
+    workers = getattr(loader, "workers", getattr(loader, "num_workers", 0))
+    if isinstance(dataset, CocoFolder | ShardDataset):
+        indices, packs = _choose_indices(dataset), isinstance(loader, Loader)
+        dense = not (packs and isinstance(dataset, ShardDataset))
+        parts = time_layers(dataset, indices, dense=dense, packs=packs, seconds=0.1 * seconds)
+    headspace, fixes = cached.images_per_second / now.images_per_second, []
+    if isinstance(loader, Loader | DataLoader) and (step is None or headspace >= _FINE_HEADSPACE):
+        situation = Situation(loader, step, now, cached, alone, parts, indices[:_SAMPLED], workers)
+        fixes = find_fixes(situation, seconds=0.2 * seconds, verify=verify, **sizes)
+    images = now.images / len(now.wait_s)
+    layers = [*parts.values(), *([_estimate_handoff(alone, parts, max(1, workers))] if parts else [])]
+    layers.append(make_layer("wait", np.array(now.wait_s) * 1000 / images, now.wait_cpu_s / now.images * 1000))
+    if step is not None:
+        layers.append(make_layer("step", np.array(now.step_s) * 1000 / images, now.step_cpu_s / now.images * 1000))
+    name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
+    confidence = _describe_confidence(now)
+    verdict = describe_verdict(now, cached, layers, fixes, name, confidence)
+    return Diagnosis(
+        verdict, headspace, now.images_per_second, now.wait_share, tuple(layers), tuple(fixes), confidence,
+        len(now.wait_s), name,
+    )  # fmt: skip
+
+
+def describe_verdict(
+    now: BatchTimes, cached: BatchTimes, layers: Sequence[Layer], fixes: Sequence[Fix], step: str, confidence: str
+) -> str:
+    """The verdict: a few short sentences with their numbers, and how sure it is."""
+    sure = f"({confidence.partition(':')[0]} confidence, {len(now.wait_s)} batches)"
+    rate, ceiling = now.images_per_second, cached.images_per_second
+    loading = [layer for layer in layers if layer.name not in ("wait", "step")]
+    largest = max(loading, key=lambda layer: layer.median_ms, default=None)
+    part = f" In loading, the largest layer is {largest.name}: {largest.median_ms:.1f} ms an image." if largest else ""
+    if step == "none":
+        start = f"The loader alone gives {rate:.1f} images/s {sure}.{part}"
+        return f"{start} Without a step nothing says whether training waits for it: pass your step, or an EmulatedStep."
+    emulated = "" if step == "real" else f", step of {step.removeprefix('emulated ')} (emulated)"
+    rates = (
+        f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, headspace {ceiling / rate:.2f}{emulated} {sure}"
+    )
+    if ceiling / rate < _FINE_HEADSPACE:
+        return f"Your loader is fine, stop here: {rates}."
+    # what was measured counts more than its forecast
+    rates_with = {fix.name: fix.measured_images_per_second or fix.forecast_images_per_second for fix in fixes}
+    best = max(rates_with, key=lambda fix: rates_with[fix], default="")
+    tried = "measured" if any(fix.measured_images_per_second for fix in fixes) else "forecast"
+    gains = best and rates_with[best] > 1.05 * rate
+    cure = f" Best fix: {best}, {rates_with[best]:.1f} images/s ({tried})." if gains else ""
+    # loading that takes the cores which the step itself needs is no waiting, and costs the same
+    slower = sum(now.step_s) / now.images / max(sum(cached.step_s) / cached.images, 1e-9)
+    crowd = f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long." * (slower > 1.2)
+    return f"Training waits {now.wait_share:.0%} of its time: {rates}.{crowd}{part}{cure}"
+
+
+def _choose_indices(dataset: CocoFolder | ShardDataset) -> list[int]:
+    generator = np.random.default_rng(0)
+    if isinstance(dataset, ShardDataset) and dataset.whole_shards:
+        # a shard is read whole on the first touch: only a run through one tells what an image costs
+        shard = dataset.shard_of[generator.integers(len(dataset))]
+        return np.flatnonzero(dataset.shard_of == shard).tolist()
+    return generator.permutation(len(dataset))[:64].tolist()
+
+
+def _estimate_handoff(alone: BatchTimes, parts: dict[str, Layer], lanes: int) -> Layer:
+    """What is left of a worker's time for one image: collate, the way between processes, and waiting for a core."""
+    # batches of several workers arrive in bursts: a round of one batch from each is one unit of work
+    rounds = [sum(alone.wait_s[i : i + lanes]) for i in range(0, len(alone.wait_s) - lanes + 1, lanes)]
+    images = alone.images / len(alone.wait_s)
+    wall_ms = np.array(rounds or [sum(alone.wait_s)]) * 1000 / images - sum(times.mean_ms for times in parts.values())
+    cpu_ms = alone.cpu_ms_per_image - sum(times.cpu_ms for times in parts.values())
+    return make_layer("collate and hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
+
+
+def _describe_confidence(now: BatchTimes) -> str:
+    error = float(now.batch_s.std() / np.sqrt(len(now.batch_s)) / now.batch_s.mean())
+    level = "low"
+    if len(now.batch_s) >= 20 and error < 0.05:
+        level = "high"
+    elif len(now.batch_s) >= 8 and error < 0.15:
+        level = "medium"
+    return f"{level}: {len(now.batch_s)} batches, the mean batch time is sure to {error:.0%}"

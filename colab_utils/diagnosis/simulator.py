@@ -1,0 +1,154 @@
+"""How a DataLoader with workers behaves in time: an exact simulation that needs no data and no GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from colab_utils.errors import ColabUtilsError
+
+__all__ = ["Simulation", "Trace", "simulate"]
+
+_ROUNDING_S = 1e-9
+_MAX_BATCHES = 1_000_000  # more would keep you waiting for minutes and tell nothing new
+
+
+class Trace(NamedTuple):
+    """What one worker, or the step, did: span ``k`` handled ``batch[k]`` (int64 [K], from 0) from ``start_s[k]`` to
+    ``end_s[k]`` (float64 [K], seconds; cut at the end of the simulation).
+    """
+
+    batch: np.ndarray
+    start_s: np.ndarray
+    end_s: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What `simulate` found: ``batches`` whose step ended within ``seconds``, and when everything happened.
+
+    ``utilisation`` is the share of the time in which the step ran (0 to 1); ``loads`` has one `Trace` for each worker
+    (one, the training process itself, without workers); ``steps`` is the step's own.
+    """
+
+    workers: int
+    seconds: float
+    batches: int
+    utilisation: float
+    loads: tuple[Trace, ...]
+    steps: Trace
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the time in which the step waited for its batch, 0 to 1."""
+        return 1.0 - self.utilisation
+
+    @property
+    def batches_per_second(self) -> float:
+        """Finished batches divided by the simulated seconds."""
+        return self.batches / self.seconds
+
+    def __str__(self) -> str:
+        done = f"{self.batches} batches in {self.seconds:g} s with {self.workers} workers"
+        return f"{done}: the step worked {self.utilisation:.0%} of the time and waited {self.stall_share:.0%}"
+
+
+def simulate(
+    *, workers: int, load_s: float, step_s: float, load_cv: float = 0.0, step_cv: float = 0.0, prefetch: int = 2,
+    in_order: bool = True, seconds: float = 30, seed: int = 0,
+) -> Simulation:  # fmt: skip
+    """Simulate a PyTorch DataLoader that feeds a training step, second by second.
+
+    It follows the rule of ``torch.utils.data.DataLoader``: each worker loads its batches one after the other, the
+    loader asks for one more whenever the step takes one. With W workers and P = ``prefetch``, batch i is loaded, taken
+    and trained on by ``start_i = max(done_(i-W), taken_(i-WP))``, ``done_i = start_i + load_i`` and
+    ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``.
+
+    Args:
+        workers: worker processes; 0 loads in the training process, so loading and training alternate.
+        load_s: mean seconds in which one worker loads one batch.
+        step_s: mean seconds of one training step.
+        load_cv: spread of the loading times, standard deviation / mean of a lognormal; 0 means all equal.
+        step_cv: the same for the step.
+        prefetch: batches asked for ahead of time for each worker (the DataLoader's ``prefetch_factor``).
+        in_order: False takes whichever batch is ready first (the DataLoader's ``in_order=False``).
+        seconds: how much time to simulate.
+        seed: of the random times: the same seed draws the same times for every ``workers`` and ``in_order``.
+
+    Raises:
+        ColabUtilsError: an argument that no loader could have.
+
+    Patrick Park's setting (jpatrickpark.com/post/loader_sim, seven loaders, a step of 100 ms, 30 s) reports 98, 295
+    and 275 batches for loads of 2 s, 350 ms and 700 ms; equal times give 98, 296 and 293 here, ``load_cv=0.22`` 275.
+
+    Example:
+        >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
+        25 batches in 10 s with 0 workers: the step worked 25% of the time and waited 75%
+    """
+    times = {"load_s": load_s, "step_s": step_s, "load_cv": load_cv, "step_cv": step_cv, "seconds": seconds}
+    _check({"workers": (workers, 0), "prefetch": (prefetch, 1)}, times)
+    lanes = max(1, workers)  # without workers the training process itself loads, one batch at a time
+    share = prefetch if workers else 1
+    loading = _draw_times(load_s, load_cv, seed, stream=0)
+    training = _draw_times(step_s, step_cv, seed, stream=1)
+    free_s = [0.0] * lanes  # when each worker has finished all it was asked for
+    asked = [0] * lanes  # batches asked of each worker and not yet taken by the step
+    loads: list[list[tuple[int, float, float]]] = [[] for _ in range(lanes)]
+    steps: list[tuple[int, float, float]] = []
+    outstanding: list[tuple[float, int, float, int]] = []  # a heap: what the step takes next is on top
+    sent = turn = 0
+    asked_s = ready_s = 0.0  # when batches are asked for; when the step is ready for its next one
+    while ready_s < seconds - _ROUNDING_S:
+        while len(outstanding) < lanes * share:
+            while asked[turn] >= share:  # torch goes round the workers and skips those that have their share
+                turn = (turn + 1) % lanes
+            start_s = max(free_s[turn], asked_s)
+            free_s[turn] = done_s = start_s + next(loading)
+            heappush(outstanding, (sent if in_order else done_s, sent, done_s, turn))
+            loads[turn].append((sent, start_s, done_s))
+            asked[turn] += 1
+            turn = (turn + 1) % lanes
+            sent += 1
+        _, batch, done_s, worker = heappop(outstanding)
+        asked[worker] -= 1
+        taken_s = max(ready_s, done_s)
+        ready_s = taken_s + next(training)
+        asked_s = taken_s if workers else ready_s
+        steps.append((batch, taken_s, ready_s))
+    *traces, trace = (_make_trace(spans, seconds) for spans in (*loads, steps))
+    batches = sum(end_s <= seconds + _ROUNDING_S for _, _, end_s in steps)
+    utilisation = float((trace.end_s - trace.start_s).sum() / seconds)
+    return Simulation(workers, float(seconds), batches, utilisation, tuple(traces), trace)
+
+
+def _check(counts: dict[str, tuple[int, int]], times: dict[str, float]) -> None:
+    for name, (count, least) in counts.items():
+        if not isinstance(count, int | np.integer) or count < least:
+            raise ColabUtilsError(f"expected {name} to be a whole number, {least} or more; found {count!r}")
+    for name, value in times.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ColabUtilsError(f"expected {name} to be a number, 0 or more; found {value!r}")
+    slowest_s = max(times["load_s"] / max(1, counts["workers"][0]), times["step_s"])
+    if times["seconds"] == 0 or slowest_s == 0:
+        raise ColabUtilsError(f"expected time to pass, found {times}: give seconds, and load_s or step_s, more than 0")
+    if times["seconds"] / slowest_s > _MAX_BATCHES:
+        raise ColabUtilsError(f"expected at most {_MAX_BATCHES:,} batches, found more: simulate fewer seconds")
+
+
+def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator[float]:
+    """Endless lognormal times with this mean and coefficient of variation."""
+    variance = math.log1p(cv * cv)  # of the logarithm
+    generator = np.random.default_rng([seed, stream])
+    while True:
+        yield from (mean_s * generator.lognormal(-variance / 2, math.sqrt(variance), 256)).tolist()
+
+
+def _make_trace(spans: list[tuple[int, float, float]], seconds: float) -> Trace:
+    """The spans that began within the simulated time, cut at its end."""
+    begun = np.array([span for span in spans if span[1] < seconds - _ROUNDING_S], dtype=np.float64).reshape(-1, 3)
+    return Trace(begun[:, 0].astype(np.int64), begun[:, 1], np.minimum(begun[:, 2], seconds))

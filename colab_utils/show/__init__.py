@@ -1,0 +1,1 @@
+"""Every figure and page that a person sees."""

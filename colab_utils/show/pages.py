@@ -1,0 +1,111 @@
+"""Executed notebooks as pages to read without Jupyter and without a network, and the index that leads to them."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from colab_utils.shards.format import write_file
+from colab_utils.show.html import WIDE, build_page
+from colab_utils.show.report import describe_comparison
+
+__all__ = ["PageLink", "write_demo_index", "write_notebook_page"]
+
+_CELLS = """
+.cell { margin: 1em 0; }
+.input_area { background: #f6f7f9; border-radius: 6px; padding: .1em 1em; overflow-x: auto; font-size: 14px; }
+.output_area { overflow-x: auto; margin: .4em 0; }
+.output_area pre { padding: 0 1em; font-size: 14px; white-space: pre-wrap; margin: .3em 0; }
+.output_error pre { border-left: 4px solid #D55E00; }
+.output_stderr pre { color: #666; }
+.anchor-link { display: none; }
+details { color: #555; }
+details summary { cursor: pointer; font-size: 15px; }
+"""
+
+
+@dataclass(frozen=True)
+class PageLink:
+    """A page of the index: its file name, the title of its notebook, and the seconds that the notebook took."""
+
+    href: str
+    title: str
+    seconds: float
+
+
+def write_notebook_page(notebook: Any, path: Path) -> Path:
+    """Write an executed notebook as one HTML file, images inside; folded cells are folded here too.
+
+    Args:
+        notebook: an nbformat notebook; it is not changed.
+        path: the HTML file; links between notebooks become links between such pages.
+    """
+    from nbconvert import HTMLExporter
+    from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+
+    exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
+    parts = [_convert_cell(exporter, notebook, cell) for cell in notebook.cells]
+    heading = next((line[2:] for cell in notebook.cells for line in cell.source.splitlines() if line[:2] == "# "), "")
+    style = _CELLS + HtmlFormatter(style="default").get_style_defs(".highlight").replace("background: #f8f8f8", "")
+    write_file(path, build_page(heading or path.stem, "\n".join(parts), style=style).encode())
+    return path
+
+
+def write_demo_index(path: Path, links: Sequence[PageLink], *, comparison: Mapping[str, Any] | None = None) -> Path:
+    """Write the first page: the comparison's table and chart, then the pages of the notebooks.
+
+    Args:
+        path: the HTML file.
+        links: the pages, in order.
+        comparison: what ``comparison.json`` of a receipt holds; None leaves the table and the chart out.
+    """
+    parts = [describe_comparison(comparison, brief=True)] if comparison else ["<h1>The notebooks</h1>"]
+    total_s = sum(link.seconds for link in links)
+    parts.append(f"<h2>The notebooks, run just now in {total_s / 60:.1f} minutes</h2><ol>")
+    parts += [
+        f'<li value="{number}"><a href="{escape(link.href)}">{escape(re.sub(r"^[0-9]+[.] ", "", link.title))}</a> '
+        f'<span class="quiet">{link.seconds:.0f} s</span></li>'
+        for number, link in enumerate(links, start=1)
+    ]
+    parts.append("</ol>")
+    write_file(
+        path,
+        build_page("Data loading for Mask R-CNN: the demo", "\n".join(parts), style=WIDE).encode(),
+    )
+    return path
+
+
+def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
+    import nbformat.v4 as v4
+
+    shown = v4.new_notebook(cells=[_collapse_progress(cell)], metadata=notebook.metadata)
+    body, _ = exporter.from_notebook_node(shown)
+    body = re.sub(r'<a href="[^"]*colab[.]research[^"]*"><img[^>]*></a>', "", body)  # the badge is not for offline
+    body = re.sub(r'href="([0-9]{2}_[a-z_]+)[.]ipynb"', r'href="\1.html"', body)
+    body = body.replace("No description has been provided for this image", "the figure that the cell above draws")
+    if cell.metadata.get("cellView") == "form":
+        title = re.match(r"#\s*@title\s+([^{\n]*)", cell.source)
+        return f"<details><summary>{escape(title[1].strip() if title else 'Code')}</summary>{body}</details>"
+    return str(body)
+
+
+def _collapse_progress(cell: Any) -> Any:
+    """The cell as a terminal would leave it: of a progress bar that was redrawn, only the last line stays."""
+    cell = copy.deepcopy(cell)
+    merged: list[Any] = []
+    for output in cell.get("outputs", ()):
+        if merged and output.output_type == "stream" and merged[-1].get("name") == output.name:
+            merged[-1].text += output.text
+        else:
+            merged.append(output)
+    for output in merged:
+        if output.output_type == "stream":
+            output.text = re.sub(r"[^\n]*\r(?=[^\n])", "", output.text)
+    if "outputs" in cell:
+        cell.outputs = merged
+    return cell

@@ -1,0 +1,272 @@
+"""Charts that make their point in five seconds: the title is the finding, built from the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.show.pictures import PALETTE, make_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from colab_utils.diagnosis.comparison import Comparison
+    from colab_utils.diagnosis.layers import Diagnosis
+    from colab_utils.diagnosis.simulator import Simulation
+
+__all__ = ["name_strategy", "plot_bars", "plot_comparison", "plot_layers", "plot_timeline", "plot_training"]
+
+_BLUE, _ORANGE, _RED = PALETTE[0], PALETTE[1], PALETTE[3]
+_STRATEGY_NAMES = {
+    "sequential": "loose files on Drive, no workers",
+    "dataloader": "loose files on Drive",
+    "shards_on_drive": "shards on Drive",
+    "dataloader_on_ssd": "loose files on SSD",
+    "shards_on_ssd": "shards on SSD",
+    "packed": "packed shards on SSD",
+}
+_GREY = "#B8B8B8"
+_TIE = 0.95  # closer than this, the order of two bars means nothing
+_INK = "#1a1a1a"
+
+
+def plot_bars(
+    values: Mapping[str, float],
+    *,
+    title: str,
+    unit: str,
+    notes: Mapping[str, str] | None = None,
+    spread: Mapping[str, tuple[float, float]] | None = None,
+    highlight: str | Collection[str] = (),
+    limit: tuple[float, str] | None = None,
+) -> Figure:
+    """Horizontal bars, the first on top, each with its number written at its end.
+
+    Args:
+        values: length of each bar, by name.
+        title: the finding.
+        unit: of the values; stands under the axis.
+        notes: a few words after a bar's number, by name.
+        spread: lowest and highest repeat, by name, drawn as a thin line.
+        highlight: the bar, or bars, in colour, the others are grey; by default the longest.
+        limit: a value nothing can pass and what it is, drawn as a dashed line.
+
+    Raises:
+        ColabUtilsError: there is nothing to draw.
+
+    Example:
+        >>> figure = plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD reads faster", unit="images/s")
+        >>> [text.get_text() for text in figure.axes[0].texts]
+        ['16', '480']
+    """
+    if not values:
+        raise ColabUtilsError("expected values to draw, found none: measure at least one")
+    notes, spread = notes or {}, spread or {}
+    lit = {highlight} if isinstance(highlight, str) else set(highlight) or {max(values, key=lambda name: values[name])}
+    figure = make_figure(title, width=12, height=1.7 + 0.72 * len(values) + (0.4 if limit else 0))
+    axis = figure.add_subplot()
+    longest = max([*values.values(), *(high for _, high in spread.values()), limit[0] if limit else 0])
+    for row, (name, value) in enumerate(values.items()):
+        axis.barh(row, value, height=0.62, color=_BLUE if name in lit else _GREY)
+        low, high = spread.get(name, (value, value))
+        if high > low:
+            axis.plot([low, high], [row, row], color=_INK, linewidth=1.5, marker="|", markersize=9)
+        text = f"{_round(value)}  {notes.get(name, '')}".rstrip()
+        axis.text(
+            max(value, high) + longest * 0.012, row, text, va="center", fontsize=15, color=_INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    if limit is not None:
+        axis.axvline(limit[0], color=_RED, linestyle="--", linewidth=2, zorder=0)
+        axis.annotate(
+            f"{limit[1]}: {_round(limit[0])}", (limit[0], 1), xycoords=("data", "axes fraction"), fontsize=14,
+            xytext=(-4, 4), textcoords="offset points", ha="right", va="bottom", color=_RED,
+        )  # fmt: skip
+    axis.set_yticks(range(len(values)), list(values), fontsize=16)
+    axis.set_xlim(0, (longest or 1) * (1.32 if notes else 1.12))
+    axis.set_xlabel(unit, fontsize=14)
+    axis.tick_params(axis="y", length=0)
+    axis.tick_params(axis="x", labelsize=12)
+    axis.invert_yaxis()
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    return figure
+
+
+def plot_layers(diagnosis: Diagnosis) -> Figure:
+    """What each layer of loading one image takes, in milliseconds, and the step beside it.
+
+    The layers are one worker's time; workers share it among them. The step is one process's.
+
+    Args:
+        diagnosis: from `diagnose`.
+    """
+    median_ms = {layer.name: layer.median_ms for layer in diagnosis.layers}
+    spread = {layer.name: (layer.median_ms, layer.p95_ms) for layer in diagnosis.layers}
+    step_ms = median_ms.pop("step", None)
+    wait_ms = median_ms.pop("wait", 0.0)
+    loading = median_ms or {"wait": wait_ms}
+    largest = max(loading, key=lambda name: loading[name])
+    title = f"The step waits {diagnosis.stall_share:.0%} of the time"
+    if step_ms is None:
+        title = f"The loader alone gives {_round(diagnosis.images_per_second)} images/s"
+    if median_ms:
+        title += f"; {largest} is {loading[largest] / max(sum(loading.values()), 1e-9):.0%} of loading an image"
+    notes = {"step": f"({diagnosis.step})" if diagnosis.step.startswith("emulated") else ""}
+    bars = loading if step_ms is None else {**loading, "step": step_ms}
+    figure = plot_bars(
+        bars,
+        title=title,
+        unit="milliseconds per image (thin line: to the 95th percentile)",
+        notes=notes,
+        spread={name: spread[name] for name in bars},
+        highlight=largest,
+    )
+    if step_ms is not None:
+        figure.axes[0].patches[len(bars) - 1].set_color(_ORANGE)
+    return figure
+
+
+def plot_comparison(comparison: Comparison | Mapping[str, Any]) -> Figure:
+    """Images per second of every strategy, how long its step waits, and the speed of the step itself as a line.
+
+    Args:
+        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
+    rows = {row["name"]: row for row in content["strategies"] if row["images_per_second"] is not None}
+    if not rows:
+        raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
+    fair = {name: row for name, row in rows.items() if row["comparable"]} or rows
+    best = max(row["images_per_second"] for row in fair.values())
+    winners = [row for row in fair.values() if row["images_per_second"] >= _TIE * best]
+    limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in rows.values())
+    return plot_bars(
+        {name_strategy(name): row["images_per_second"] for name, row in rows.items()},
+        title=_find_headline(fair.get("dataloader") or next(iter(fair.values())), winners),
+        unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
+        notes={
+            name_strategy(name): f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
+            for name, row in rows.items()
+        },
+        spread={
+            name_strategy(name): (min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"]))
+            for name, row in rows.items()
+        },
+        highlight=[name_strategy(row["name"]) for row in winners],
+        limit=(limit, "the step alone"),
+    )
+
+
+def name_strategy(name: str) -> str:
+    """A strategy's name as people say it; a name of your own stays as it is.
+
+    Example:
+        >>> name_strategy("dataloader_on_ssd")
+        'loose files on SSD'
+    """
+    return _STRATEGY_NAMES.get(name, name)
+
+
+def _find_headline(now: Mapping[str, Any], winners: Sequence[Mapping[str, Any]]) -> str:
+    """How much faster the best ways are than today's, and how long the step waits today."""
+    name, wait = name_strategy(now["name"]), f"the step waits {now['wait_share']:.0%} of the time"
+    factor = max(row["images_per_second"] for row in winners) / max(now["images_per_second"], 1e-9)
+    if factor < 1.1:
+        return f"{_capitalise(name)}: {wait}, and no other way of loading is 10% faster"
+    if len(winners) > 1:
+        return f"{len(winners)} other ways train about {factor:.1f} times as fast as {name}, where {wait}"
+    best = _capitalise(name_strategy(winners[0]["name"]))
+    return f"{best} train {factor:.1f} times as fast as {name}, where {wait}"
+
+
+def _capitalise(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def plot_timeline(simulation: Simulation, *, seconds: float | None = None) -> Figure:
+    """What every worker and the step did, second by second; white gaps are time spent waiting.
+
+    Args:
+        simulation: from `simulate`.
+        seconds: how much of it to draw; ``None`` draws all.
+
+    Example:
+        >>> from colab_utils.diagnosis.simulator import simulate
+        >>> figure = plot_timeline(simulate(workers=2, load_s=0.4, step_s=0.1, seconds=3))
+        >>> figure.get_suptitle()
+        'With 2 workers the step waits 53% of the time'
+    """
+    shown_s = simulation.seconds if seconds is None else seconds
+    workers = f"{simulation.workers} worker" + ("" if simulation.workers == 1 else "s")
+    title = f"With {workers} the step waits {simulation.stall_share:.0%} of the time"
+    lanes = [*simulation.loads, simulation.steps]
+    names = [f"worker {n}" if simulation.workers else "loading" for n in range(len(simulation.loads))]
+    figure = make_figure(title, width=12, height=1.6 + 0.62 * len(lanes))
+    axis = figure.add_subplot()
+    for row, trace in enumerate(lanes):
+        colour = _ORANGE if row == len(lanes) - 1 else _BLUE
+        spans = list(zip(trace.start_s.tolist(), (trace.end_s - trace.start_s).tolist(), strict=True))
+        axis.broken_barh(spans, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.8)
+    axis.set_yticks(range(len(lanes)), [*names, "step"], fontsize=15)
+    axis.set_xlim(0, shown_s)
+    axis.set_xlabel("seconds", fontsize=14)
+    axis.tick_params(axis="y", length=0)
+    axis.tick_params(axis="x", labelsize=12)
+    axis.invert_yaxis()
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    return figure
+
+
+def plot_training(points: Sequence[Any], *, window: int = 10, note: str = "") -> Figure:
+    """The loss at every step, and its running mean over ``window`` steps, which is what you look at.
+
+    Args:
+        points: with ``step`` and ``loss``, as attributes or keys: `TrainReport.losses`.
+        window: steps in the running mean; less where there are few points.
+        note: a few words for the end of the title.
+
+    Raises:
+        ColabUtilsError: there are no points.
+
+    Example:
+        >>> figure = plot_training([{"step": n, "loss": 4 / n} for n in range(1, 41)])
+        >>> figure.get_suptitle()
+        'The loss fell from 1.17 to 0.11 in 40 steps'
+    """
+    import numpy as np
+
+    if not points:
+        raise ColabUtilsError("expected the losses of a training, found none: train at least one step")
+    read = (lambda point, key: point[key]) if isinstance(points[0], Mapping) else getattr
+    steps = np.array([read(point, "step") for point in points])
+    losses = np.array([read(point, "loss") for point in points], float)
+    width = max(1, min(window, len(losses) // 2))
+    mean = np.convolve(losses, np.full(width, 1 / width), mode="valid")
+    title = f"The loss is {mean[-1]:.2f} after one step"
+    if len(losses) > 1:
+        verb = "fell" if mean[-1] < mean[0] else "did not fall: it went"
+        title = f"The loss {verb} from {mean[0]:.2f} to {mean[-1]:.2f} in {steps[-1] - steps[0] + 1:,} steps"
+    figure = make_figure(title + (f", {note}" if note else ""), width=12, height=5.2)
+    axis = figure.add_subplot()
+    axis.plot(steps, losses, color=_GREY, linewidth=1.5, marker="o" if len(losses) < 40 else "", markersize=4)
+    axis.plot(steps[width - 1 :], mean, color=_BLUE, linewidth=3.5)
+    axis.annotate(
+        f"mean of {width} steps" if width > 1 else "each step", (steps[-1], mean[-1]), xytext=(0, 12),
+        textcoords="offset points", ha="right", va="bottom", fontsize=14, color=_BLUE,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
+    )  # fmt: skip
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("step", fontsize=14)
+    axis.set_ylabel("loss", fontsize=14)
+    axis.tick_params(labelsize=12)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _round(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}"

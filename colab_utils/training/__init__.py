@@ -1,0 +1,1 @@
+"""Model, loop, checkpoints and evaluation."""

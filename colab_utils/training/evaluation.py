@@ -1,0 +1,146 @@
+"""COCO average precision of boxes and masks, computed by pycocotools."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.runtime import show_progress
+
+__all__ = ["AveragePrecision", "ClassPrecision", "evaluate"]
+
+
+@dataclass(frozen=True)
+class ClassPrecision:
+    """Average precision of one class, 0 to 1; None where the images hold no object of it."""
+
+    name: str
+    bbox: float | None
+    segm: float | None
+
+
+@dataclass(frozen=True)
+class AveragePrecision:
+    """COCO average precision, 0 to 1: over IoU 0.50 to 0.95, and at IoU 0.50 alone.
+
+    Example:
+        >>> print(AveragePrecision(0.25, 0.2, 0.5, 0.4, 60, ()))
+        AP of boxes 0.250 (0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 60 images
+    """
+
+    bbox: float
+    segm: float
+    bbox_50: float
+    segm_50: float
+    images: int
+    per_class: tuple[ClassPrecision, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"AP of boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5), "
+            f"of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
+        )
+
+
+def evaluate(model: nn.Module, dataset: ShardDataset, *, device: str | torch.device = "cpu") -> AveragePrecision:
+    """Measure a model's average precision as ``COCOeval`` does: crowds included, 100 detections an image.
+
+    Args:
+        model: A torchvision detection model; it is left in the mode (training or not) it came in.
+        dataset: Its ``category_ids`` map the model's labels back to COCO's category ids.
+        device: Where the model runs, an image at a time: the masks of one can take 100 MB.
+
+    Raises:
+        ColabUtilsError: The images hold no object to find.
+
+    Example:
+        >>> evaluate(nn.Identity(), ShardDataset("no/such/val-shards"))
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/val-shards. ...
+    """
+    from pycocotools.coco import COCO
+
+    truth = _collect_truth(dataset)
+    if all(annotation["iscrowd"] for annotation in truth["annotations"]):
+        raise ColabUtilsError(
+            f"expected objects to measure against, found none in {len(dataset)} images. "
+            "Evaluate on a dataset with annotations."
+        )
+    results: list[dict[str, Any]] = []
+    modes = [(module, module.training) for module in model.modules()]
+    model.to(device).eval()
+    try:  # not inference_mode: the model caches its anchors and trains with them later
+        with torch.no_grad(), show_progress("evaluating", total=len(dataset), unit="image") as bar:
+            for i, image_id in enumerate(dataset.image_ids.tolist()):
+                image = dataset.decode(dataset.read(i)).to(device).float().div_(255)
+                results += _describe(model([image])[0], image_id, dataset.category_ids)
+                bar.update(1)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    with redirect_stdout(io.StringIO()):  # pycocotools prints
+        coco = COCO()
+        coco.dataset = truth
+        coco.createIndex()
+        box, box_50, boxes = _compute_precision(coco, results, "bbox")
+        mask, mask_50, masks = _compute_precision(coco, results, "segm")
+    names = [category["name"] for category in truth["categories"]]
+    per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
+    return AveragePrecision(box, mask, box_50, mask_50, len(dataset), per_class)
+
+
+def _collect_truth(dataset: ShardDataset) -> dict[str, Any]:
+    records = [dataset.record(i) for i in range(len(dataset))]
+    objects = [{**found, "image_id": record["image_id"]} for record in records for found in record["annotations"]]
+    return {
+        "info": {},
+        "images": [{"id": r["image_id"], "width": r["width"], "height": r["height"]} for r in records],
+        # Ids from 1: COCOeval takes an annotation with id 0 for "no match".
+        "annotations": [{**found, "id": number} for number, found in enumerate(objects, 1)],
+        "categories": [
+            {"id": int(category), "name": dataset.class_names[label]}
+            for label, category in sorted(dataset.category_ids.items())
+        ],
+    }
+
+
+def _describe(prediction: dict[str, Tensor], image_id: int, category_ids: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """The detections of one image as COCO's results, each with its box and its mask."""
+    from pycocotools import mask as rle
+
+    boxes = prediction["boxes"].float()
+    sides = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1).tolist()
+    # Thresholded on the device: a byte a pixel travels, not four.
+    masks = (prediction["masks"][:, 0] > 0.5).byte().cpu().numpy()
+    rows = zip(prediction["labels"].tolist(), prediction["scores"].tolist(), sides, masks, strict=True)
+    for label, score, side, mask in rows:
+        if label in category_ids:  # else a class of the model that this dataset does not have
+            result = {"image_id": image_id, "category_id": int(category_ids[label]), "score": score, "bbox": side}
+            yield {**result, "segmentation": rle.encode(np.asfortranarray(mask))}
+
+
+def _compute_precision(truth: Any, results: list[dict[str, Any]], kind: str) -> tuple[float, float, list[float | None]]:
+    """AP over all IoU, at IoU 0.5, and of each class in the order of the category ids."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    if kind == "segm":  # beside a box, loadRes does not look at the mask
+        results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
+    found = truth.loadRes(results) if results else COCO()  # loadRes takes no empty list
+    evaluation = COCOeval(truth, found, kind)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    # precision: [IoU, recall, class, area range, detections an image]; -1 where a class has no object.
+    classes = np.moveaxis(evaluation.eval["precision"][:, :, :, 0, -1], 2, 0)
+    per_class = [float(values.mean()) if values.max() > -1 else None for values in classes]
+    return float(evaluation.stats[0]), float(evaluation.stats[1]), per_class

@@ -1,0 +1,180 @@
+"""Mask R-CNN by name: torchvision's two ResNet-50 models and a light one that a laptop's CPU can train."""
+
+from __future__ import annotations
+
+import http.client
+import pickle
+import socket
+import sys
+import warnings
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torchvision.models import get_weight, mobilenet_v3_large
+from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn_v2
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import BackboneWithFPN, resnet_fpn_backbone
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops import FrozenBatchNorm2d
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+
+__all__ = ["GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "assemble_mask_rcnn", "build_mask_rcnn"]
+
+GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
+LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
+
+_WEIGHTS = {
+    GPU_MODEL: get_weight("MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1"),
+    "maskrcnn_resnet50_fpn": get_weight("MaskRCNN_ResNet50_FPN_Weights.COCO_V1"),
+    LIGHT_MODEL: get_weight("MobileNet_V3_Large_Weights.IMAGENET1K_V1"),
+}
+MODEL_NAMES = tuple(_WEIGHTS)
+
+_COCO_CLASSES = 91  # background and the 90 category ids of COCO
+_DOWNLOAD_TIMEOUT_S = 15.0
+
+
+def build_mask_rcnn(
+    name: str = GPU_MODEL,
+    *,
+    num_classes: int,
+    weights: str | None = "coco",
+    min_size: int = 800,
+    max_size: int = 1333,
+) -> MaskRCNN:
+    """Build a Mask R-CNN with the right number of classes, in training mode.
+
+    Args:
+        name: One of ``MODEL_NAMES``. The light one is a MobileNetV3-Large with a feature pyramid of 64
+            channels and about a tenth of the usual proposals.
+        num_classes: Classes including the background, as ``ShardDataset.num_classes``.
+        weights: ``"coco"`` downloads COCO weights (for the light model ImageNet weights of its backbone, there
+            are no others) and freezes the layers that torchvision freezes; if they cannot be had, you are warned
+            and get random ones. ``None``: random weights, every layer trains.
+        min_size: Shorter side in pixels that the model resizes each image to.
+        max_size: Limit of the longer side in pixels.
+
+    Returns:
+        torchvision's own ``MaskRCNN``; ``starts_from`` says ``"coco"``, ``"imagenet"`` or ``"random"``.
+
+    Raises:
+        ColabUtilsError: Unknown name or weights, or fewer than two classes.
+
+    Example:
+        >>> model = build_mask_rcnn(LIGHT_MODEL, num_classes=3, weights=None, min_size=64)
+        >>> model.roi_heads.mask_predictor.mask_fcn_logits.out_channels
+        3
+    """
+    _check_name(name)
+    if weights not in ("coco", None):
+        raise ColabUtilsError(f"expected weights 'coco' or None, found {weights!r}. Pass one of the two.")
+    if num_classes < 2:
+        raise ColabUtilsError(
+            f"expected num_classes of at least 2 (background and one class), found {num_classes}. "
+            "Check the categories of your annotations."
+        )
+    sizes = {"min_size": min_size, "max_size": max_size}
+    state = _fetch_weights(name) if weights else None
+    if state is None:
+        return assemble_mask_rcnn(name, num_classes=num_classes, starts_from="random", **sizes)
+    if name == LIGHT_MODEL:
+        model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from="imagenet", **sizes)
+        body = model.backbone.body
+        body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
+        return model
+    model = assemble_mask_rcnn(name, num_classes=_COCO_CLASSES, starts_from="coco", **sizes)
+    model.load_state_dict(state)
+    if num_classes != _COCO_CLASSES:
+        heads = model.roi_heads
+        heads.box_predictor = FastRCNNPredictor(heads.box_predictor.cls_score.in_features, num_classes)
+        convolution = heads.mask_predictor.conv5_mask
+        heads.mask_predictor = MaskRCNNPredictor(convolution.in_channels, convolution.out_channels, num_classes)
+    return model
+
+
+def assemble_mask_rcnn(name: str, *, num_classes: int, starts_from: str, min_size: int, max_size: int) -> MaskRCNN:
+    """Put the layers together without any weights, as a checkpoint needs them; see ``build_mask_rcnn``.
+
+    From ``"random"`` weights all layers train, from ``"imagenet"`` or ``"coco"`` the first ones are frozen.
+
+    Raises:
+        ColabUtilsError: Unknown name.
+
+    Example:
+        >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96).starts_from
+        'imagenet'
+    """
+    _check_name(name)
+    pretrained = starts_from != "random"
+    sizes = {"min_size": min_size, "max_size": max_size}
+    if name == LIGHT_MODEL:
+        model = _assemble_light(num_classes, pretrained=pretrained, **sizes)
+    elif name == GPU_MODEL:
+        model = maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
+        if pretrained:  # torchvision trains the last three of five stages then
+            for key, parameter in model.backbone.body.named_parameters():
+                parameter.requires_grad_(key.startswith(("layer2", "layer3", "layer4")))
+    else:
+        # COCO_V1 was trained with an epsilon of 0, see overwrite_eps in torchvision's mask_rcnn.py.
+        norm = partial(FrozenBatchNorm2d, eps=0.0) if pretrained else nn.BatchNorm2d
+        stages = 3 if pretrained else 5
+        backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=stages)
+        model = MaskRCNN(backbone, num_classes, **sizes)
+    model.starts_from = starts_from
+    return model
+
+
+def _assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    # Momentum 0.1, not MobileNet's 0.01: running statistics must settle within a few hundred steps.
+    norm = partial(FrozenBatchNorm2d, eps=1e-3) if pretrained else partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
+    body = mobilenet_v3_large(weights=None, norm_layer=norm).features
+    if pretrained:
+        for stage in body[:4]:  # the stages up to stride 4, as torchvision freezes them for its own MobileNet
+            stage.requires_grad_(False)
+    # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the features.
+    levels, channels, hidden = {"3": "0", "6": "1", "12": "2", "15": "3"}, 64, 256
+    return MaskRCNN(
+        BackboneWithFPN(body, levels, [24, 40, 112, 160], channels, extra_blocks=LastLevelMaxPool()),
+        # One size a level, from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px large.
+        rpn_anchor_generator=AnchorGenerator(((16,), (32,), (64,), (128,), (256,)), ((0.5, 1.0, 2.0),) * 5),
+        rpn_pre_nms_top_n_train=500,
+        rpn_post_nms_top_n_train=250,
+        rpn_pre_nms_top_n_test=300,
+        rpn_post_nms_top_n_test=150,
+        rpn_batch_size_per_image=128,
+        box_batch_size_per_image=64,
+        box_head=TwoMLPHead(channels * 7 * 7, hidden),
+        box_predictor=FastRCNNPredictor(hidden, num_classes),
+        mask_head=MaskRCNNHeads(channels, (channels,) * 4, 1),
+        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
+        **sizes,
+    )
+
+
+def _fetch_weights(name: str) -> dict[str, Any] | None:
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # a network that swallows packets would hang for minutes
+    try:
+        return _WEIGHTS[name].get_state_dict(progress=sys.stderr.isatty(), check_hash=True)
+    # RuntimeError: wrong hash, or a file of torch.hub's cache that was cut short.
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, http.client.HTTPException) as error:
+        warnings.warn(
+            f"{name} starts from random weights because its pretrained ones could not be had "
+            f"({getattr(error, 'reason', error)}). It will learn, but needs many more steps.",
+            ColabUtilsWarning,
+            stacklevel=3,
+        )
+        return None
+    finally:
+        socket.setdefaulttimeout(timeout)
+
+
+def _check_name(name: str) -> None:
+    if name not in MODEL_NAMES:
+        raise ColabUtilsError(
+            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these names."
+        )

@@ -1,0 +1,216 @@
+"""Diagnosis: the verdict, the layers, and the fixes, on loaders whose bottleneck was put there on purpose."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from colab_utils.data.coco import read_coco
+from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep
+from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate
+from colab_utils.diagnosis.layers import Fix, describe_verdict, diagnose
+from colab_utils.diagnosis.strategies import write_subset
+from colab_utils.drive import DriveProfile
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import CocoFolder, ShardDataset, make_loader
+
+SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
+
+
+class _Sleepy(Dataset):
+    def __init__(self, load_s, n=64):
+        self.load_s, self.n = load_s, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        time.sleep(self.load_s)
+        return torch.zeros(3, 8, 8), index
+
+
+def _collate(samples):
+    return tuple(zip(*samples, strict=True))
+
+
+def _sleep_step(seconds):
+    return lambda *batch: time.sleep(seconds)
+
+
+def _by_name(parts):
+    return {part.name: part for part in parts}
+
+
+def test_a_loader_that_keeps_up_is_fine():
+    loader = DataLoader(_Sleepy(0.0), batch_size=4)
+    found = diagnose(loader, _sleep_step(0.02), seconds=2)
+    assert found.verdict.startswith("Your loader is fine, stop here")
+    assert found.headspace < 1.1
+    assert found.fixes == ()
+    assert found.stall_share < 0.2
+    assert found.step == "real"
+
+
+def test_a_stalled_loader_is_told_what_it_could_win():
+    # loading 4 images takes 40 ms in one worker, the step 10 ms: five times as fast at most, workers cure it
+    loader = DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1)
+    found = diagnose(loader, _sleep_step(0.01), seconds=3)
+    assert found.verdict.startswith("Training waits")
+    assert found.headspace > 2
+    assert found.stall_share > 0.4
+    assert [layer.name for layer in found.layers] == ["wait", "step"]
+    workers = _by_name(found.fixes)["more workers"]
+    assert workers.forecast_images_per_second > 1.3 * found.images_per_second
+    assert workers.measured_images_per_second is None
+    assert f"{found.batches} batches" in found.verdict
+    assert found.confidence.startswith(("high", "medium", "low"))
+
+
+def test_verify_tries_more_workers():
+    loader = DataLoader(_Sleepy(0.02), batch_size=4, num_workers=1)
+    found = diagnose(loader, _sleep_step(0.01), seconds=3, verify=True)
+    workers = _by_name(found.fixes)["more workers"]
+    assert workers.measured_images_per_second > 1.2 * found.images_per_second
+
+
+def test_a_slow_drive_is_named_and_shards_are_forecast(tiny_dataset):
+    loader = make_loader(
+        CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW), batch_size=2, workers=1
+    )
+    try:
+        found = diagnose(loader, EmulatedStep(10), seconds=4)
+    finally:
+        loader.close()
+    layers, fixes = _by_name(found.layers), _by_name(found.fixes)
+    assert list(layers) == ["read", "decode", "masks", "collate and hand-off", "wait", "step"]
+    assert layers["read"].median_ms >= 30
+    assert layers["read"].cpu_ms < 5
+    assert max(layers.values(), key=lambda layer: layer.median_ms).name in ("read", "wait")
+    assert "the largest layer is read" in found.verdict
+    assert "(emulated)" in found.verdict
+    assert found.step == "emulated 10 ms"
+    assert set(fixes) == {"more workers", "shards on the local SSD", "packed masks"}
+    assert fixes["shards on the local SSD"].forecast_images_per_second > 1.5 * found.images_per_second
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["torch's DataLoader", "make_loader"])
+def test_verify_measures_shards_of_a_sample(tiny_dataset, plain):
+    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+    loader = (
+        DataLoader(dataset, batch_size=2, collate_fn=_collate)
+        if plain
+        else make_loader(dataset, batch_size=2, workers=0)
+    )
+    found = diagnose(loader, _sleep_step(0.002), seconds=2, verify=True)
+    fixes = _by_name(found.fixes)
+    for name in ("shards on the local SSD", "packed masks"):
+        assert fixes[name].measured_images_per_second > found.images_per_second
+
+
+def test_shards_on_a_slow_drive(tiny_shards):
+    loader = make_loader(ShardDataset(tiny_shards, profile=SLOW, whole_shards=False), batch_size=2, workers=0)
+    found = diagnose(loader, _sleep_step(0.002), seconds=2, verify=True)
+    fixes = _by_name(found.fixes)
+    assert "packed masks" not in fixes  # they are packed already
+    assert fixes["shards on the local SSD"].measured_images_per_second > found.images_per_second
+
+
+def test_large_images_should_be_resized_once(tiny_dataset):
+    # 160 x 128 pixels where training needs 40 x 32
+    loader = make_loader(CocoFolder(tiny_dataset.images, tiny_dataset.annotations), batch_size=2, workers=0)
+    found = diagnose(loader, seconds=2, min_size=32, max_size=64)
+    assert "6% of the pixels" in _by_name(found.fixes)["resize once offline"].sentence
+
+
+def test_without_a_step_only_the_loader_is_judged(tiny_shards):
+    loader = make_loader(ShardDataset(tiny_shards), batch_size=4, workers=0)
+    found = diagnose(loader, seconds=1)
+    assert found.verdict.startswith("The loader alone gives")
+    assert found.step == "none"
+    assert found.headspace > 0
+    assert "step" not in _by_name(found.layers)
+
+
+def test_three_images(tiny_dataset, tmp_path):
+    annotations = write_subset(read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json")
+    loader = make_loader(CocoFolder(tiny_dataset.images, annotations), batch_size=2, workers=0)
+    found = diagnose(loader, EmulatedStep(5), seconds=1)
+    assert found.images_per_second > 0
+    assert found.batches > 3
+
+
+def test_the_order_of_the_loader_is_put_back(tiny_shards):
+    loader = make_loader(ShardDataset(tiny_shards), batch_size=5, workers=0, seed=3)
+    before, random = loader.state_dict(), torch.random.get_rng_state()
+    diagnose(loader, _sleep_step(0.001), seconds=0.5)
+    assert loader.state_dict() == before
+    assert torch.equal(torch.random.get_rng_state(), random)
+
+
+def test_a_step_that_lacks_cpu_beside_the_loader_is_named():
+    def make_times(wait_s, step_s):
+        return BatchTimes((wait_s,) * 20, (step_s,) * 20, 80, 0.1, 1.0, 0.5, 0.1)
+
+    words = describe_verdict(make_times(0.02, 0.15), make_times(0.0, 0.1), (), [], "emulated 100 ms", "high: 20")
+    assert "beside the loader the step itself takes 1.5 times as long" in words
+    words = describe_verdict(make_times(0.20, 0.10), make_times(0.0, 0.1), (), [], "emulated 100 ms", "high: 20")
+    assert "beside the loader" not in words
+
+
+def test_the_verdict_trusts_what_was_measured():
+    def describe(fixes):
+        return describe_verdict(now, cached, (), fixes, "real", "low")
+
+    now, cached = (BatchTimes((wait_s,) * 20, (0.1,) * 20, 80, 0.1, 1.0, 0.5, 0.1) for wait_s in (0.2, 0.0))
+    fixes = [Fix("more workers", 39.0, 14.0, ""), Fix("packed masks", 20.0, 25.0, "")]
+    assert "Best fix: packed masks, 25.0 images/s (measured)." in describe_verdict(
+        now, cached, (), fixes, "real", "low"
+    )
+    fixes = [dataclasses.replace(fix, measured_images_per_second=None) for fix in fixes]
+    assert "Best fix: more workers, 39.0 images/s (forecast)." in describe_verdict(
+        now, cached, (), fixes, "real", "low"
+    )
+
+
+def test_few_batches_make_low_confidence():
+    found = diagnose(DataLoader(_Sleepy(0.05), batch_size=4), _sleep_step(0.01), seconds=1)
+    assert found.confidence.startswith("low: ")
+    assert "(low confidence" in found.verdict
+
+
+def test_an_iterator_is_refused():
+    with pytest.raises(ColabUtilsError, match="found an iterator"):
+        diagnose(iter([(["a"], [{}])] * 9))
+
+
+def test_a_broken_image_is_named(tiny_dataset, tmp_path):
+    annotations = write_subset(read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json")
+    loader = make_loader(CocoFolder(tmp_path, annotations), batch_size=2, workers=0)
+    with pytest.raises(ColabUtilsError, match=r"batch 1 .*tmp|batch 1 .*\.jpg"):
+        diagnose(loader, seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("costs", "workers", "cores", "rate"),
+    [
+        (Costs(load_s=0.060, cpu_s=0.001), 2, 2, 2 / 0.060),  # waiting for Drive: the workers are the limit
+        (Costs(load_s=0.060, cpu_s=0.001), 0, 2, 1 / 0.060),  # the training process loads itself
+        (Costs(load_s=0.001, cpu_s=0.001, step_s=0.1), 2, 2, 10),  # the step is the limit
+        (Costs(load_s=0.001, cpu_s=0.001, step_s=0.1, serial_s=0.1), 2, 2, 5),  # the training process is
+        (Costs(load_s=0.020, cpu_s=0.020, step_s=0.01, step_cpu_s=0.01), 8, 1.5, 50),  # the cores are
+        (Costs(load_s=0.1, cpu_s=0.1, step_s=0.1), 0, 2, 5),  # no workers: loading and training alternate
+    ],
+)
+def test_forecast_is_the_bound_of_what_runs_out_first(costs, workers, cores, rate):
+    assert forecast_rate(costs, workers=workers, cores=cores) == pytest.approx(rate)
+
+
+def test_workers_are_chosen_for_the_limit():
+    waiting = Costs(load_s=0.08, cpu_s=0.001, step_s=0.02)
+    assert choose_workers(waiting, workers=1, cores=2) == 4
+    busy = Costs(load_s=0.02, cpu_s=0.02, step_s=0.001)
+    assert choose_workers(busy, workers=2, cores=2) == 4  # more win nothing: the next count up

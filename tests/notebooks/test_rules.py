@@ -1,0 +1,216 @@
+"""The notebooks as files: their order, their size, their links; no kernel is started."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+NAMES = [
+    "01_detect_bottleneck",
+    "02_preprocess_to_shards",
+    "03_copy_to_local_ssd",
+    "04_train_mask_rcnn",
+    "05_compare_timings",
+]
+BADGE = re.compile(
+    r"\[!\[Open In Colab\]\(https://colab\.research\.google\.com/assets/colab-badge\.svg\)\]"
+    r"\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)/blob/main/(notebooks/\w+\.ipynb)\)"
+)
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def text(name):
+    return (FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def notebook(text):
+    return json.loads(text)
+
+
+@pytest.fixture
+def sources(notebook):
+    return [(cell["cell_type"], "".join(cell["source"]), cell) for cell in notebook["cells"]]
+
+
+@pytest.fixture
+def prose(sources):
+    return "\n".join(source for kind, source, _ in sources if kind == "markdown")
+
+
+@pytest.fixture
+def codes(sources):
+    return [source for kind, source, _ in sources if kind == "code"]
+
+
+def strip_magics(source):
+    return re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.MULTILINE)
+
+
+def test_the_folder_holds_these_five():
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
+
+
+def test_the_file_is_written_the_one_way(text, notebook):
+    assert text == json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def test_nothing_that_ran_is_kept(notebook):
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+    assert "widgets" not in notebook["metadata"]
+
+
+def test_the_metadata_selects_the_machine(name, notebook):
+    metadata = notebook["metadata"]
+    assert metadata["kernelspec"]["name"] == "python3"
+    assert metadata["colab"]["provenance"] == []
+    wants_gpu = name[:2] in ("01", "04", "05")
+    assert metadata.get("accelerator") == ("GPU" if wants_gpu else None)
+    assert metadata["colab"].get("gpuType") == ("T4" if wants_gpu else None)
+
+
+def test_cell_ids_are_readable_and_unique(notebook):
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch(r"[a-z][a-z0-9-]+", cell_id) for cell_id in ids)
+
+
+def test_one_heading_of_the_first_level_in_the_first_cell(sources):
+    heads = [n for n, (kind, source, _) in enumerate(sources) if kind == "markdown" and re.search(r"^# ", source, re.M)]
+    assert heads == [0]
+    assert len(re.findall(r"^# ", sources[0][1], re.M)) == 1
+
+
+def test_the_badge_opens_this_very_notebook(name, sources):
+    match = BADGE.search(sources[0][1])
+    assert match
+    assert match[2] == f"notebooks/{name}.ipynb"
+
+
+def test_all_badges_and_installs_name_one_repository():
+    texts = [(FOLDER / f"{name}.ipynb").read_text(encoding="utf-8") for name in NAMES]
+    repositories = {match[1] for text in texts for match in BADGE.finditer(text)}
+    repositories |= {match[1] for text in texts for match in re.finditer(r"git\+https://github\.com/([\w./-]+)", text)}
+    assert len(repositories) == 1
+
+
+def test_the_order_of_the_parts(sources):
+    order = ["What you will learn", "## Setup", "@title Setup", "import ", "## Settings", "# @title Settings"]
+    order += ["## In this notebook you have", "## Exercise", "# @title Solution", ".ipynb)"]
+    positions = []
+    for part in order:
+        start = positions[-1] if positions else 1
+        positions.append(next(n for n, (_, source, _) in enumerate(sources) if n >= start and part in source))
+    assert positions == sorted(positions)
+    assert positions[-1] == len(sources) - 1
+
+
+def test_time_and_runtime_type_are_said(sources):
+    assert "**Time:** about" in sources[1][1]
+    assert "**Runtime type:**" in sources[1][1]
+
+
+def test_the_budget_of_cells(sources, codes):
+    assert 25 <= len(sources) <= 45
+    assert 1.1 <= (len(sources) - len(codes)) / len(codes) <= 1.5
+
+
+def test_the_budget_of_lines(codes):
+    lines = [sum(bool(line.strip()) for line in source.splitlines()) for source in codes]
+    assert 3 <= statistics.median(lines) <= 6
+    assert max(lines) <= 20
+    assert max(len(line) for source in codes for line in source.splitlines()) <= 120
+
+
+def test_no_long_function(codes):
+    for source in codes:
+        for node in ast.walk(ast.parse(strip_magics(source))):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 10, node.name
+
+
+def test_what_you_should_see_is_said(prose):
+    assert prose.count("*What you should see:*") >= 4
+    assert "ours will differ" in prose
+
+
+def test_parameters_are_literals_with_forms(sources):
+    tagged = [source for _, source, cell in sources if "parameters" in cell["metadata"].get("tags", ())]
+    assert len(tagged) == 1
+    for node in ast.parse(tagged[0]).body:
+        assert isinstance(node, ast.Assign)
+        assert node.targets[0].id.isupper()
+        ast.literal_eval(node.value)
+    assignments = [line for line in tagged[0].splitlines() if "=" in line and not line.startswith("#")]
+    assert all("# @param" in line for line in assignments)
+
+
+def test_every_setting_is_used(sources):
+    tagged = next(source for _, source, cell in sources if "parameters" in cell["metadata"].get("tags", ()))
+    rest = "\n".join(source for _, source, cell in sources if source is not tagged)
+    for node in ast.parse(tagged).body:
+        assert re.search(rf"\b{node.targets[0].id}\b", rest), node.targets[0].id
+
+
+def test_names_imported_from_the_package_exist(codes):
+    found = 0
+    for source in codes:
+        for node in ast.walk(ast.parse(strip_magics(source))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("colab_utils"):
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    found += 1
+                    assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+    assert found > 4
+
+
+def test_only_the_setup_installs(sources):
+    for _, source, cell in sources:
+        if re.search(r"\bpip3?\s+install\b|\bconda\s+install\b|\bapt(-get)?\s+install\b", source):
+            assert cell["id"] == "setup"
+            assert "--no-deps" in source
+
+
+def test_no_state_by_magic(codes):
+    for source in codes:
+        assert not re.search(r"^\s*[%!](?!pip )", source, re.MULTILINE), "only %pip is a magic here"
+
+
+def test_folded_cells_are_forms(sources):
+    for _, source, cell in sources:
+        assert ('display-mode: "form"' in source) == (cell["metadata"].get("cellView") == "form")
+
+
+def test_relative_links_lead_somewhere(prose):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", prose)
+    assert links
+    for link in links:
+        assert (FOLDER / link).is_file(), link
+
+
+def test_links_lead_on(name, prose):
+    position = NAMES.index(name)
+    assert position == 0 or ("Previous: [" in prose and f"({NAMES[position - 1]}.ipynb)" in prose)
+    assert position == len(NAMES) - 1 or ("Next: [" in prose and f"({NAMES[position + 1]}.ipynb)" in prose)
+
+
+def test_plain_words(prose):
+    assert not re.findall(r"\b(just|simply|easily|easy|obviously)\b", prose, re.IGNORECASE)
+
+
+def test_no_path_of_another_machine(text):
+    assert not re.search(r'"[^"]*(/work/|/home/|/tmp/|C:\\\\)', text)

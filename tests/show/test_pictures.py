@@ -1,0 +1,144 @@
+"""Pictures: what is drawn, what the title says, and that nothing is shown by itself."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from matplotlib.patches import Rectangle
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import ShardDataset
+from colab_utils.show.pictures import draw_pairs, draw_predictions, draw_samples
+
+
+class Samples(list):
+    class_names = {1: "ball", 2: "tile"}  # noqa: RUF012
+
+
+def make_sample(*boxes, height=40, width=60):
+    masks = np.zeros((len(boxes), height, width), np.uint8)
+    for mask, (x0, y0, x1, y1) in zip(masks, boxes, strict=True):
+        mask[y0:y1, x0:x1] = 1
+    target = {
+        "boxes": np.array(boxes, np.float32).reshape(-1, 4),
+        "labels": np.arange(len(boxes)) % 2 + 1,
+        "masks": masks,
+    }
+    return np.full((3, height, width), 200, np.uint8), target
+
+
+def list_boxes(axis):
+    return [patch.get_bbox().extents.tolist() for patch in axis.patches if isinstance(patch, Rectangle)]
+
+
+def list_names(axis):
+    return [text.get_text() for text in axis.texts]
+
+
+def test_a_sample_shows_its_mask_box_and_name():
+    sample = make_sample((10, 5, 30, 25))
+    figure = draw_samples(Samples([sample]))
+    (axis,) = figure.axes
+    assert list_boxes(axis) == [[10, 5, 30, 25]]
+    assert list_names(axis) == ["ball"]
+    drawn = axis.images[0].get_array()
+    assert drawn.shape == (40, 60, 3)
+    changed = np.abs(drawn - 200 / 255).max(axis=2) > 0.01
+    assert np.array_equal(changed, sample[1]["masks"][0].astype(bool))
+
+
+def test_the_title_counts_what_is_drawn():
+    dataset = Samples([make_sample((1, 1, 9, 9), (20, 1, 30, 9)), make_sample((5, 5, 9, 9))])
+    assert draw_samples(dataset, indices=[0, 1]).get_suptitle() == "2 samples with 3 objects: ball, tile"
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        make_sample(),  # no objects
+        make_sample((0, 0, 60, 40)),  # an object that fills the image
+        make_sample((0, 0, 1, 1)),  # one pixel
+        make_sample((3, 3, 9, 9), height=400, width=30),  # a tall image
+    ],
+)
+def test_odd_samples_are_drawn(sample):
+    figure = draw_samples(Samples([sample]))
+    figure.canvas.draw()
+    assert len(list_boxes(figure.axes[0])) == len(sample[1]["boxes"])
+
+
+def test_float_images_are_drawn_as_they_are():
+    image, target = make_sample()
+    figure = draw_samples(Samples([(image.astype(np.float32) / 255, target)]))
+    assert figure.axes[0].images[0].get_array().max() == pytest.approx(200 / 255)
+
+
+def test_samples_are_spread_over_the_dataset():
+    dataset = Samples([make_sample() for _ in range(9)])
+    titles = [axis.get_title(loc="left") for axis in draw_samples(dataset, columns=3).axes]
+    assert titles == ["sample 0", "sample 3", "sample 6"]
+
+
+def test_shards_are_drawn(tiny_shards):
+    dataset = ShardDataset(tiny_shards)
+    figure = draw_samples(dataset, indices=[0, 1, 2], columns=2)
+    objects = sum(len(dataset[i][1]["labels"]) for i in range(3))
+    assert sum(len(list_boxes(axis)) for axis in figure.axes) == objects
+    assert set(list_names(figure.axes[0])) <= set(dataset.class_names.values())
+
+
+def test_nothing_is_left_open_in_pyplot():
+    draw_samples(Samples([make_sample()]))
+    assert plt.get_fignums() == []
+
+
+def test_no_samples_is_said():
+    with pytest.raises(ColabUtilsError, match="expected samples to draw"):
+        draw_samples(Samples())
+
+
+def test_pairs_say_that_they_are_equal_or_how_many_values_differ():
+    (image, target), names = make_sample((3, 3, 9, 9)), Samples.class_names
+    same = draw_pairs([(image, target)], [(image.copy(), target)], class_names=names)
+    assert same.get_suptitle() == "Pixel for pixel the same image, with the same masks"
+    other = image.copy()
+    other[0, :2, :3] = 0
+    differing = draw_pairs([(image, target)], [(other, target)], class_names=names)
+    assert differing.get_suptitle() == "6 image values differ, and the same masks"
+    moved = {**target, "masks": np.roll(target["masks"], 1)}
+    assert "the masks differ" in draw_pairs([(image, target)], [(image, moved)], class_names=names).get_suptitle()
+    with pytest.raises(ColabUtilsError, match="found 1 and 0"):
+        draw_pairs([(image, target)], [], class_names=names)
+
+
+def make_prediction(scores):
+    count = len(scores)
+    masks = torch.zeros(count, 1, 40, 60)
+    masks[:, :, 5:25, 10:30] = 0.9
+    return {
+        "boxes": torch.tensor([[10.0, 5, 30, 25]]).repeat(count, 1),
+        "labels": torch.ones(count, dtype=torch.int64),
+        "scores": torch.tensor(scores),
+        "masks": masks,
+    }
+
+
+def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
+    dataset = Samples([make_sample((10, 5, 30, 25), (40, 5, 50, 25))])
+    figure = draw_predictions(dataset, [make_prediction([0.9, 0.6, 0.2])], min_score=0.5)
+    truth, predicted = figure.axes
+    assert len(list_boxes(truth)) == 2
+    assert list_names(predicted) == ["ball 0.90", "ball 0.60"]
+    assert figure.get_suptitle() == "2 objects to find, 2 predictions with a score of 0.5 or more"
+
+
+def test_no_prediction_at_all_is_a_picture_too():
+    figure = draw_predictions(Samples([make_sample((1, 1, 9, 9))]), [make_prediction([])])
+    assert figure.get_suptitle() == "1 object to find, 0 predictions with a score of 0.5 or more"
+
+
+def test_predictions_must_match_their_samples():
+    with pytest.raises(ColabUtilsError, match="one prediction for each of 2 samples, found 1"):
+        draw_predictions(Samples([make_sample()]), [make_prediction([0.9])], indices=[0, 0])

@@ -1,0 +1,50 @@
+"""Tables: escaped HTML for notebooks, aligned text for terminals."""
+
+from __future__ import annotations
+
+import pytest
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.show.table import make_table
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),  # not measured
+        (True, "yes"),  # a flag
+        (0.0, "0"),  # zero has no digits
+        (0.04567, "0.0457"),  # small: three digits
+        (12.34, "12.3"),  # middle: three digits
+        (118287, "118,287"),  # whole numbers keep all digits
+        (29114.4, "29,114"),  # large: no decimals
+        ("as it is", "as it is"),  # text
+    ],
+)
+def test_values_are_written_as_people_read_them(value, text):
+    assert make_table([{"column": value}]).rows == ((text,),)
+
+
+def test_text_is_escaped_in_html():
+    html = make_table([{"<b>name</b>": "<script>alert(1)</script>"}]).to_html()
+    assert "<script>" not in html
+    assert "<b>" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+
+
+def test_a_notebook_gets_html_and_a_terminal_text():
+    table = make_table([{"way": "Drive", "images/s": 16}, {"way": "SSD", "images/s": None}])
+    assert table._repr_html_() == table.to_html()
+    assert str(table).splitlines() == ["way    images/s", "Drive        16", "SSD           –"]
+
+
+def test_numbers_stand_on_the_right():
+    table = make_table([{"a": "x", "b": 1, "c": None, "d": True}])
+    assert table.is_number == (False, True, True, False)
+
+
+def test_wrong_rows_are_said():
+    with pytest.raises(ColabUtilsError, match="found none"):
+        make_table([])
+    with pytest.raises(ColabUtilsError, match=r"\['b'\]"):
+        make_table([{"a": 1}, {"b": 1}])

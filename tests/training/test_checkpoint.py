@@ -1,0 +1,158 @@
+"""Checkpoints: whole or not at all, the newest two, torn ones set aside, nothing of others touched."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.shards.format import write_file
+from colab_utils.training.checkpoint import CheckpointFolder
+
+
+def make_state(value: float = 1.0) -> dict:
+    return {"model": {"weight": torch.full((50, 50), value)}, "losses": [1.5, value], "nested": {"a": (1, "b")}}
+
+
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "deep" / "run")
+    assert folder.load_newest() is None
+    assert folder.newest is None
+    path = folder.save(make_state(2.0), step=7)
+    state = CheckpointFolder(folder.run).load_newest()
+    assert path == folder.newest == folder.run / "checkpoint-00000007.pt"
+    assert torch.equal(state["model"]["weight"], torch.full((50, 50), 2.0))
+    assert (state["losses"], state["nested"], state["step"]) == ([1.5, 2.0], {"a": (1, "b")}, 7)
+
+
+def test_the_newest_two_stay_and_nothing_else_goes(tmp_path: Path):
+    (tmp_path / "checkpoint-best.pt").write_bytes(b"the user's")
+    for step in (10, 20):
+        CheckpointFolder(tmp_path).save(make_state(step), step=step)
+    leftover = tmp_path / ".checkpoint-00000030.pt.4711.part"
+    leftover.write_bytes(b"killed while it wrote")
+    resumed = CheckpointFolder(tmp_path)
+    resumed.prepare(anew=False)
+    assert not leftover.exists()
+    for step in (30, 40):
+        resumed.save(make_state(step), step=step)
+    assert list_names(tmp_path) == ["checkpoint-00000030.pt", "checkpoint-00000040.pt", "checkpoint-best.pt"]
+
+
+@pytest.mark.parametrize(
+    "tear",
+    [
+        lambda data: data[: len(data) // 2],  # cut short by a full disk
+        lambda data: b"",  # Drive made the name but not the content
+        lambda data: data[:4000] + bytes(2000) + data[6000:],  # the right size, a hole in the middle
+        lambda data: b"not a zip" * 100,  # something else altogether
+    ],
+)
+def test_torn_newest_is_set_aside_and_named(tmp_path: Path, tear):
+    folder = CheckpointFolder(tmp_path)
+    folder.save(make_state(10), step=10)
+    torn = folder.save(make_state(20), step=20)
+    data = tear(torn.read_bytes())
+    torn.write_bytes(data)
+    with pytest.warns(ColabUtilsWarning, match=r"checkpoint-00000020.pt is torn .*renamed to"):
+        state = CheckpointFolder(tmp_path).load_newest()
+    assert state["step"] == 10
+    assert state["losses"][1] == 10
+    assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt.torn-1"]
+    assert (tmp_path / "checkpoint-00000020.pt.torn-1").read_bytes() == data
+
+
+def test_all_torn_means_a_new_start(tmp_path: Path):
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step:08d}.pt").write_bytes(b"torn")
+    (tmp_path / "checkpoint-00000002.pt.torn-1").write_bytes(b"an earlier one")
+    with pytest.warns(ColabUtilsWarning, match="torn"):
+        assert CheckpointFolder(tmp_path).load_newest() is None
+    assert len(list_names(tmp_path)) == 3
+    assert (tmp_path / "checkpoint-00000002.pt.torn-1").read_bytes() == b"an earlier one"
+
+
+def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "run")
+    folder.save(make_state(), step=10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # the kernel refuses to write any further
+    try:
+        with pytest.raises(
+            ColabUtilsError, match=r"could not write checkpoint .*0020.pt.* last whole one is .*0010.pt"
+        ):
+            folder.save(make_state(), step=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list_names(tmp_path / "run") == ["checkpoint-00000010.pt"]
+    assert CheckpointFolder(tmp_path / "run").load_newest()["step"] == 10
+
+
+def test_a_write_that_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch):
+    def lose_a_block(path: Path, data: bytes) -> None:
+        write_file(path, data[:2000] + bytes(500) + data[2500:])
+
+    CheckpointFolder(tmp_path).save(make_state(), step=10)
+    monkeypatch.setattr("colab_utils.training.checkpoint.write_file", lose_a_block)
+    with pytest.raises(ColabUtilsError, match=r"reads back differently\); the last whole one is .*00010.pt.*Free disk"):
+        CheckpointFolder(tmp_path).save(make_state(), step=20)
+    assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
+
+
+def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch):
+    folder = CheckpointFolder(tmp_path)
+    folder.save(make_state(), step=10)
+
+    def fail(path, *args, **options):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("zipfile.ZipFile", fail)
+    with pytest.raises(
+        ColabUtilsError, match=r"expected to read .*00010.pt, found that Drive got disconnected.*remount"
+    ):
+        CheckpointFolder(tmp_path).load_newest()
+    assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
+
+
+def test_a_file_of_another_program_is_left_alone(tmp_path: Path):
+    torch.save({"weights": torch.ones(3)}, tmp_path / "checkpoint-00000005.pt")
+    with pytest.raises(ColabUtilsError, match="format 1, found None"):
+        CheckpointFolder(tmp_path).load_newest()
+    assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
+
+
+def test_a_newer_format_is_refused_in_words(tmp_path: Path):
+    torch.save({"format": 99}, tmp_path / "checkpoint-00000005.pt")
+    with pytest.raises(ColabUtilsError, match=r"format 1, found 99 in .*Update colab_utils"):
+        CheckpointFolder(tmp_path).load_newest()
+
+
+def test_loading_runs_no_code(tmp_path: Path):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "was-here"),)
+
+    torch.save({"format": 1, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
+    with pytest.warns(ColabUtilsWarning, match="torn"):
+        assert CheckpointFolder(tmp_path).load_newest() is None
+    assert not (tmp_path / "was-here").exists()
+
+
+def test_anew_moves_and_never_deletes(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path)
+    folder.prepare(anew=True)
+    assert list_names(tmp_path) == []
+    for number in (1, 2):
+        folder.save(make_state(), step=10)
+        folder.save(make_state(), step=20)
+        folder.prepare(anew=True)
+        assert list_names(tmp_path / f"previous-{number}") == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
+    assert folder.load_newest() is None

@@ -1,0 +1,185 @@
+"""The step, the flip, the plan's numbers and the meter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.training.meter import Pace, StepMeter
+from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES
+from colab_utils.training.step import (
+    TrainingStep,
+    choose_precision,
+    choose_rate,
+    compute_rate,
+    flip_batch,
+    make_optimizer,
+)
+
+
+class TinyDetector(nn.Module):
+    """Losses as torchvision gives them, from one weight: what a step does to it is known exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, images, targets):
+        return {"loss_box": self.weight * images[0].mean(), "loss_mask": self.weight**2}
+
+
+def test_step_sums_the_losses_and_moves_the_weights():
+    model = TinyDetector().eval()
+    step = TrainingStep(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = step([torch.ones(3, 4, 4)], [{}])
+    assert model.training
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(2 + 4)
+    assert model.weight.item() == pytest.approx(2 - 0.1 * (1 + 2 * 2))
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])  # float16 goes through the scaler
+def test_step_in_half_precision_moves_the_weights_as_far(precision, monkeypatch):
+    monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: precision)
+    model = TinyDetector()
+    step = TrainingStep(model, "cpu")
+    assert step.scaler.is_enabled() == (precision == torch.float16)
+    losses = [step([torch.ones(3, 4, 4)], [{}]).item() for _ in range(3)]
+    reference = TrainingStep(expected := TinyDetector(), "cpu")
+    monkeypatch.undo()
+    reference.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    reference.precision = torch.float32
+    assert losses == pytest.approx([reference([torch.ones(3, 4, 4)], [{}]).item() for _ in range(3)], rel=0.01)
+    assert model.weight.item() == pytest.approx(expected.weight.item(), rel=0.001)
+
+
+def test_overflow_in_float16_skips_the_step(monkeypatch):
+    monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: torch.float16)
+    model = TinyDetector()
+    step = TrainingStep(model, "cpu")
+    scale = step.scaler.get_scale()
+    step([torch.full((3, 4, 4), float("inf"))], [{}])
+    assert model.weight.item() == 2
+    assert step.scaler.get_scale() == scale / 2
+
+
+def test_out_of_memory_is_said_in_words():
+    class Greedy(TinyDetector):
+        def forward(self, images, targets):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    step = TrainingStep(Greedy(), "cpu")
+    with pytest.raises(ColabUtilsError, match=r"2 images with 3 objects .* smaller batch size"):
+        step([torch.zeros(3, 4, 4)] * 2, [{"labels": torch.ones(1)}, {"labels": torch.ones(2)}])
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [
+        ((7, 5), torch.float16),  # T4: bfloat16 is emulated there
+        ((8, 0), torch.bfloat16),  # A100
+        ((8, 9), torch.bfloat16),  # L4
+    ],
+)
+def test_precision_follows_the_gpu(capability, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_precision("cuda") is precision
+
+
+def test_flip_moves_pixels_boxes_and_masks_together():
+    generator = torch.Generator().manual_seed(3)
+    images, targets = [], []
+    for x in range(12):
+        image = torch.zeros(3, 6, 20)
+        image[:, 1:4, x : x + 5] = 1
+        images.append(image)
+        targets.append({"boxes": torch.tensor([[x, 1.0, x + 5, 4.0]]), "masks": image[:1].byte(), "image_id": x})
+    before = [target["boxes"].clone() for target in targets]
+    flipped_images, flipped_targets = flip_batch(images, targets, generator=generator)
+    flips = 0
+    for x, (image, target) in enumerate(zip(flipped_images, flipped_targets, strict=True)):
+        x0, y0, x1, y1 = target["boxes"][0].int().tolist()
+        inside = torch.zeros(6, 20)
+        inside[y0:y1, x0:x1] = 1
+        assert torch.equal(image[0], inside)
+        assert torch.equal(target["masks"][0], inside.byte())
+        assert target["image_id"] == x
+        flips += x0 != x
+    assert 0 < flips < 12
+    assert all(torch.equal(a, target["boxes"]) for a, target in zip(before, targets, strict=True))
+
+
+def test_flip_keeps_images_without_objects():
+    target = {"boxes": torch.zeros(0, 4), "masks": torch.zeros(0, 6, 8, dtype=torch.uint8)}
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        _, targets = flip_batch([torch.zeros(3, 6, 8)], [target], generator=generator)
+        assert targets[0]["boxes"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 90_000])  # shorter than any warm-up, up to a real run
+def test_learning_rate_warms_up_and_falls(steps: int):
+    rates = [compute_rate(step, steps=steps, highest=0.02) for step in range(0, steps, max(1, steps // 500))]
+    peak = rates.index(max(rates))
+    assert all(0 < rate <= 0.02 for rate in rates)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert max(rates) == pytest.approx(0.02, rel=0.01)
+
+
+def test_learning_rate_follows_the_batch_size():
+    assert choose_rate("maskrcnn_resnet50_fpn", 16) == 0.02
+    assert choose_rate("maskrcnn_resnet50_fpn", 2) == pytest.approx(0.0025)
+    assert choose_rate(LIGHT_MODEL, 8) / choose_rate(LIGHT_MODEL, 2) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_optimiser_leaves_frozen_weights_alone(name: str):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = make_optimizer(model, name=name, learning_rate=0.1)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in model[1].parameters()}
+
+
+def test_meter_separates_waiting_from_work(monkeypatch):
+    marks = iter([0.0, 3.0, 4.0, 4.0, 4.5, 6.5])  # 3 s wait, 1 s step; 0.5 s wait, 2 s step
+    monkeypatch.setattr("colab_utils.training.meter.perf_counter", lambda: next(marks))
+    meter = StepMeter(torch.device("cpu"))
+    for _ in range(6):
+        meter.mark()
+    pace = meter.collect(images=6)
+    assert pace == Pace(images=6, wait_s=3.5, step_s=3.0)
+    assert pace.wait_share == pytest.approx(3.5 / 6.5)
+    assert pace.images_per_second == pytest.approx(6 / 6.5)
+
+
+def test_meter_on_a_gpu_reads_events_and_only_on_collect(monkeypatch):
+    class FakeEvent:
+        clock_ms, waited = iter([0.0, 3000.0, 4000.0]), 0
+
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = next(self.clock_ms)
+
+        def synchronize(self):
+            FakeEvent.waited += 1
+
+        def elapsed_time(self, end):
+            return end.at_ms - self.at_ms
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    meter = StepMeter(torch.device("cuda"))
+    for _ in range(3):
+        meter.mark()
+    assert FakeEvent.waited == 0
+    assert meter.collect(images=4) == Pace(images=4, wait_s=3.0, step_s=1.0)
+
+
+def test_paces_add_up_and_no_steps_have_none():
+    assert Pace(2, 1.0, 3.0) + Pace(4, 0.5, 1.5) == Pace(6, 1.5, 4.5)
+    assert (Pace().wait_share, Pace().images_per_second) == (0, 0)
