@@ -63,8 +63,8 @@ def _finish(report: Any, options: argparse.Namespace) -> int:
     if bad:
         more = f" ({len(bad)} bad shards in all)" if len(bad) > 1 else ""
         return _fail(
-            f"expected whole shards, found {bad[0].reason}{more}. Copy the named file again from a good folder, or delete it "
-            "and run preprocess again: it makes what is missing."
+            f"expected whole shards, found {bad[0].reason}{more}. Copy the named file again from a good folder, "
+            "or delete it and run preprocess again: it makes what is missing."
         )
     if getattr(report, "ok", True) is False:
         first = next((problem for problem in report.problems if not problem.effect.startswith("note")), None)

@@ -6,13 +6,25 @@ import os
 import platform
 import shutil
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Machine", "count_cores", "describe_machine", "format_bytes", "is_colab", "show_progress"]
+__all__ = [
+    "Machine",
+    "count_cores",
+    "describe_machine",
+    "format_bytes",
+    "is_colab",
+    "is_watched",
+    "quiet_fork",
+    "show_progress",
+]
 
 
 def count_cores() -> int:
@@ -92,11 +104,27 @@ def show_progress(label: str, *, total: int | None, unit: str = "it", scale: boo
     """
     from tqdm import tqdm
 
-    visible = sys.stderr.isatty() or "ipykernel" in sys.modules
     return tqdm(
-        total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=not visible,
+        total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=not is_watched(),
         dynamic_ncols=True, mininterval=0.3,
     )  # fmt: skip
+
+
+def is_watched() -> bool:
+    """Whether somebody sees a progress bar: on a terminal, or in a notebook's kernel."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
+
+
+@contextmanager
+def quiet_fork() -> Iterator[None]:
+    """Start worker processes without two warnings that tell you nothing here."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns that a process with threads forks; what runs in our workers touches none of them
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        # the number of workers is chosen already; torch warns of more than it counts cores
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        yield
 
 
 def format_bytes(count: float) -> str:

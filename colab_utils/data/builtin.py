@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -25,7 +24,7 @@ from pycocotools import mask as coco_mask
 from colab_utils.data.contours import encode_runs, trace_polygons
 from colab_utils.data.painting import SHAPES, Scene, paint_scene
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, format_bytes, show_progress
+from colab_utils.runtime import count_cores, format_bytes, quiet_fork, show_progress
 
 __all__ = ["CATEGORIES", "BuiltinDataset", "make_dataset"]
 
@@ -220,9 +219,7 @@ def _make_images(folder: Path, arguments: dict[str, Any], workers: int) -> list[
             initargs=(signal.SIGINT, signal.SIG_IGN),
         )
         try:
-            with warnings.catch_warnings():
-                # The workers only paint: they touch no thread or lock of this process.
-                warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+            with quiet_fork():
                 results = pool.map(paint, range(n), ids, names, chunksize=max(1, min(4, n // (8 * workers))))
             for record in results:
                 records.append(record)

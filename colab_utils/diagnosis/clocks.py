@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep, thread_time
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import quiet_fork
 
 __all__ = ["BatchTimes", "EmulatedStep", "Layer", "time_batches", "time_calls"]
 
@@ -213,24 +212,13 @@ def describe_error(error: BaseException) -> str:
     return message if isinstance(error, ColabUtilsError) else f"{kind}: {message}"
 
 
-@contextmanager
-def quiet_workers() -> Iterator[None]:
-    """Start workers without two warnings that tell you nothing here."""
-    with warnings.catch_warnings():
-        # Python 3.12 warns that a process with threads forks; torch's own loader does, by design
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-        # the clock is not the place to hear of too many workers
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        yield
-
-
 def _fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """The batches of one epoch after the other; an error in the loader becomes one line that says where."""
     number, batches = 0, None
     while True:
         before = number
         try:
-            with quiet_workers():
+            with quiet_fork():
                 batches = iter(loader)
             for batch in batches:
                 number += 1

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from colab_utils.data.masks import unpack_masks
-from colab_utils.diagnosis.clocks import BatchTimes, Layer, quiet_workers, time_batches, time_calls
+from colab_utils.diagnosis.clocks import BatchTimes, Layer, time_batches, time_calls
 from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate
 from colab_utils.diagnosis.strategies import is_on_drive, write_subset
 from colab_utils.loading.batch import collate_packed
@@ -20,7 +20,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.sample import pack_target
-from colab_utils.runtime import count_cores
+from colab_utils.runtime import count_cores, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
 from colab_utils.shards.write import write_shards
@@ -93,7 +93,7 @@ class Situation:
             copied = ("collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context")
             settings = {name: getattr(loader, name) for name in copied} | {"persistent_workers": workers > 0}
             size = batch_size if loader.batch_sampler else None
-            with quiet_workers():
+            with quiet_fork():
                 rebuilt = DataLoader(dataset, batch_size=size, shuffle=True, num_workers=workers, **settings)
         try:
             times = time_batches(rebuilt, self.step, batches=200, max_s=max_s)

@@ -14,14 +14,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.diagnosis.clocks import describe_error, quiet_workers
+from colab_utils.diagnosis.clocks import describe_error
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.order import BatchOrder
-from colab_utils.runtime import show_progress
+from colab_utils.runtime import quiet_fork, show_progress
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import write_file
 from colab_utils.shards.write import write_shards
@@ -104,7 +104,7 @@ class DenseLoader:
     def __init__(self, dataset: Any, *, batch_size: int, workers: int, device: str) -> None:
         self._device = device
         self._order = BatchOrder(dataset, batch_size, max(1, workers), seed=0)
-        with quiet_workers():
+        with quiet_fork():
             self._loader: DataLoader[Any] = DataLoader(
                 dataset,
                 batch_sampler=self._order,
@@ -114,7 +114,7 @@ class DenseLoader:
             )
 
     def __iter__(self) -> Iterator[tuple[list[Any], list[Any]]]:
-        with quiet_workers():
+        with quiet_fork():
             batches = iter(self._loader)
         for images, targets in batches:
             yield (

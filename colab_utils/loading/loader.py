@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +15,7 @@ from colab_utils.loading.batch import PackedBatch, Parcel, collate_packed
 from colab_utils.loading.order import BatchOrder
 from colab_utils.loading.sample import PackedSample, Target
 from colab_utils.loading.workers import PackedView, explain_death, pass_on, start_worker
-from colab_utils.runtime import count_cores
+from colab_utils.runtime import count_cores, quiet_fork
 
 __all__ = ["Loader", "make_loader"]
 
@@ -111,7 +109,7 @@ class Loader:
         options: dict[str, Any] = (
             {"prefetch_factor": prefetch, "persistent_workers": True, "worker_init_fn": start_worker} if workers else {}
         )
-        with _quiet_start():
+        with quiet_fork():
             self._loader: DataLoader[Any] = DataLoader(
                 PackedView(dataset, batch_size),
                 batch_sampler=self._order,
@@ -158,7 +156,7 @@ class Loader:
     def _receive(self) -> Iterator[Any]:
         """What the workers give, in order; ends them where something goes wrong."""
         try:
-            with _quiet_start():
+            with quiet_fork():
                 results = iter(self._loader)
             for result in results:
                 if isinstance(result, ColabUtilsError):
@@ -211,16 +209,6 @@ class Loader:
         self._loader._iterator = None
         if iterator is not None:
             iterator._shutdown_workers()
-
-
-@contextmanager
-def _quiet_start() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # Python 3.12 warns that a process with threads forks; torch's own loader does, by design
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-        # the number of workers is yours to choose; torch warns of more than it counts cores
-        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-        yield
 
 
 def _find_device(device: torch.device | str) -> torch.device:

@@ -6,14 +6,11 @@ import multiprocessing
 import os
 import signal
 import threading
-import warnings
-from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, show_progress
+from colab_utils.runtime import count_cores, quiet_fork, show_progress
 from colab_utils.shards.format import SkippedImage, remove_leftovers
 from colab_utils.shards.jobs import ShardJob, ShardResult, write_shard
 
@@ -48,7 +45,7 @@ def run_jobs(
             return results
         context = multiprocessing.get_context("fork")
         done, stop = context.Value("q", 0), context.Event()
-        with ProcessPoolExecutor(count, context, _start_worker, (done, stop)) as pool, _quiet_fork():
+        with ProcessPoolExecutor(count, context, _start_worker, (done, stop)) as pool, quiet_fork():
             try:
                 return _collect([pool.submit(_work, job) for job in jobs], total, allowed, bar, done)
             except BaseException:
@@ -123,11 +120,3 @@ def _count_done(images: int) -> None:
     if _done is not None:
         with _done.get_lock():
             _done.value += images
-
-
-@contextmanager
-def _quiet_fork() -> Iterator[None]:
-    """Python 3.12 warns when a process with threads forks; these children touch neither torch nor its threads."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-        yield

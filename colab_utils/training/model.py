@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import pickle
 import socket
-import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.runtime import is_watched
 
 __all__ = ["GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "assemble_mask_rcnn", "build_mask_rcnn"]
 
@@ -159,7 +159,7 @@ def _fetch_weights(name: str) -> dict[str, Any] | None:
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # a network that swallows packets would hang for minutes
     try:
-        return _WEIGHTS[name].get_state_dict(progress=sys.stderr.isatty(), check_hash=True)
+        return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
     # RuntimeError: wrong hash, or a file of torch.hub's cache that was cut short.
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, http.client.HTTPException) as error:
         warnings.warn(
