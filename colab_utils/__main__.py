@@ -207,8 +207,9 @@ def _run_train(options: argparse.Namespace) -> Any:
 
 def _run_compare(options: argparse.Namespace) -> Any:
     from colab_utils.diagnosis.comparison import compare
-    from colab_utils.show.report import write_receipt
+    from colab_utils.show.report import check_receipt_folder, write_receipt
 
+    check_receipt_folder(options.report)
     report = compare(
         options.images,
         options.annotations,

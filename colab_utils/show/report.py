@@ -19,7 +19,9 @@ from colab_utils.show.table import Table, make_table
 if TYPE_CHECKING:
     from colab_utils.diagnosis.comparison import Comparison
 
-__all__ = ["describe_comparison", "tabulate_comparison", "write_receipt"]
+__all__ = ["check_receipt_folder", "describe_comparison", "tabulate_comparison", "write_receipt"]
+
+_TITLE = "Receipt: ways of loading, side by side"
 
 
 def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
@@ -28,9 +30,10 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
     The page holds its style, its chart and every number; all text is escaped.
 
     Raises:
-        ColabUtilsError: the folder cannot be written.
+        ColabUtilsError: the folder cannot be written, or holds a page that is no receipt.
     """
     folder = Path(folder)
+    check_receipt_folder(folder)
     content = json.loads(json.dumps(asdict(comparison)))
     parts = [describe_comparison(content), "<h2>What each name means</h2><dl>"]
     for row in content["strategies"]:
@@ -40,7 +43,7 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
         '</dl><p class="quiet">All numbers of this page: <a href="comparison.json">comparison.json</a>. '
         f"Data: {escape(content['dataset']['name'])}, fingerprint {escape(content['dataset']['fingerprint'])}.</p>"
     )
-    page = build_page("Receipt: ways of loading, side by side", "\n".join(parts), style=WIDE)
+    page = build_page(_TITLE, "\n".join(parts), style=WIDE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / "comparison.json", (json.dumps(content, indent=1) + "\n").encode())
@@ -50,6 +53,20 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
             f"expected to write the receipt into {folder}, found: {error.strerror or error}. Choose another folder."
         ) from error
     return folder / "index.html"
+
+
+def check_receipt_folder(folder: str | Path) -> None:
+    """Refuse a folder where a receipt would overwrite somebody's page.
+
+    Raises:
+        ColabUtilsError: ``index.html`` is there and is no receipt.
+    """
+    page = Path(folder) / "index.html"
+    if page.exists() and not (page.is_file() and f"<title>{_TITLE}</title>" in page.read_text(errors="replace")):
+        raise ColabUtilsError(
+            f"expected a new folder or one with an earlier receipt, found another index.html in {folder}. Name another "
+            "folder: nothing of yours is overwritten."
+        )
 
 
 def tabulate_comparison(comparison: Comparison | Mapping[str, Any], *, brief: bool = False) -> Table:

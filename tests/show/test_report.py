@@ -120,3 +120,12 @@ def test_a_folder_that_cannot_be_is_said(tmp_path, timing, make_comparison):
     (tmp_path / "file").touch()
     with pytest.raises(ColabUtilsError, match="expected to write the receipt into"):
         write_receipt(make_comparison(timing), tmp_path / "file" / "receipt")
+
+
+def test_somebody_elses_page_stays(tmp_path, timing, make_comparison):
+    (tmp_path / "index.html").write_text("<title>my thesis</title>")
+    with pytest.raises(ColabUtilsError, match=r"another index.html in .*nothing of yours"):
+        write_receipt(make_comparison(timing), tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
+        ("index.html", "<title>my thesis</title>")
+    ]
