@@ -66,7 +66,7 @@ def write_demo_index(path: Path, links: Sequence[PageLink], *, comparison: Mappi
     """
     parts = [describe_comparison(comparison, brief=True)] if comparison else ["<h1>The notebooks</h1>"]
     total_s = sum(link.seconds for link in links)
-    parts.append(f"<h2>The notebooks, run just now in {total_s / 60:.1f} minutes</h2><ol>")
+    parts.append(f"<h2>The notebooks, run in {total_s / 60:.1f} minutes</h2><ol>")
     parts += [
         f'<li value="{number}"><a href="{escape(link.href)}">{escape(re.sub(r"^[0-9]+[.] ", "", link.title))}</a> '
         f'<span class="quiet">{link.seconds:.0f} s</span></li>'
