@@ -140,7 +140,9 @@ class _Copy:
             pending = {pool.submit(self._copy_file, *file): file[0] for file in files}
             try:
                 while pending:
-                    for future in wait(pending, timeout=0.2, return_when=FIRST_COMPLETED).done:
+                    done = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED).done
+                    # files that are whole first: an error among them must not hide how many are safe
+                    for future in sorted(done, key=lambda future: future.exception() is not None):
                         name = pending.pop(future)
                         if future.result():
                             self.copied.add(name)
