@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.shards.format import write_file
+from colab_utils.runtime import write_file
 
 __all__ = ["main"]
 

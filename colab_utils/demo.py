@@ -15,8 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import show_progress
-from colab_utils.shards.format import write_file
+from colab_utils.runtime import show_progress, write_file
 from colab_utils.show.pages import PageLink, write_demo_index, write_notebook_page
 
 __all__ = ["DemoReport", "NotebookRun", "inject_parameters", "run_demo"]

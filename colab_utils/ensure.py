@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import format_bytes
-from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index, write_file
+from colab_utils.runtime import format_bytes, write_file
+from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
 from colab_utils.workspace import Workspace
 
 __all__ = [

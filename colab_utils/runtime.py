@@ -1,4 +1,4 @@
-"""Where am I: cores, memory, disks, GPU, Colab or not; and the one progress bar everything uses."""
+"""Where am I: cores, memory, disks, GPU, Colab or not; and the one progress bar and whole-file write all use."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ __all__ = [
     "is_watched",
     "quiet_fork",
     "show_progress",
+    "write_file",
 ]
 
 
@@ -125,6 +126,19 @@ def quiet_fork() -> Iterator[None]:
         # the number of workers is chosen already; torch warns of more than it counts cores
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         yield
+
+
+def write_file(path: Path, data: bytes | bytearray) -> None:
+    """Write a whole file under a temporary name, then rename it; a failure leaves nothing behind."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def format_bytes(count: float) -> str:

@@ -16,7 +16,7 @@ from colab_utils.data.masks import encode_segmentation
 from colab_utils.data.parsing import decode_text, read_bytes
 from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import show_progress
+from colab_utils.runtime import show_progress, write_file
 
 __all__ = ["DatasetReport", "Problem", "check_dataset", "repair_annotations"]
 
@@ -143,14 +143,10 @@ def repair_annotations(images: str | Path, annotations: str | Path, *, output: s
         and annotation["category_id"] in known_categories
         and (annotation["image_id"], annotation.get("id", row)) not in bad_annotations
     ]
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(json.dumps(raw), encoding="utf-8")
-        os.replace(temporary, output)
+        write_file(output, json.dumps(raw).encode())
     except OSError as error:
         raise ColabUtilsError(f"expected to write {output}, found: {error.strerror}. Name another file.") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return check_dataset(images, output)
 
 

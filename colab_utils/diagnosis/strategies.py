@@ -21,9 +21,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.order import BatchOrder
-from colab_utils.runtime import quiet_fork, show_progress
+from colab_utils.runtime import quiet_fork, show_progress, write_file
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.format import write_file
 from colab_utils.shards.write import write_shards
 
 __all__ = ["STRATEGIES", "DenseLoader", "Places", "Strategy", "is_on_drive", "prepare_places", "write_subset"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import tarfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import write_file
 
 __all__ = [
     "FORMAT_VERSION",
@@ -33,7 +33,6 @@ __all__ = [
     "pad_member",
     "read_index",
     "remove_leftovers",
-    "write_file",
     "write_index",
 ]
 
@@ -171,19 +170,6 @@ def write_index(folder: Path, index: ShardIndex) -> None:
         **asdict(index),
     }
     write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
-
-
-def write_file(path: Path, data: bytes | bytearray) -> None:
-    """Write a whole file under a temporary name, then rename it; a failure leaves nothing behind."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from colab_utils.data.coco import CocoDataset
 from colab_utils.drive import DriveLostError, read_file
 from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import write_file
 from colab_utils.shards.arrays import ArraysBuilder, dump_arrays, load_arrays, read_head
 from colab_utils.shards.format import (
     BLOCK_BYTES,
@@ -19,7 +20,6 @@ from colab_utils.shards.format import (
     explain_write,
     hash_bytes,
     pad_member,
-    write_file,
 )
 from colab_utils.shards.images import make_record, store_image
 

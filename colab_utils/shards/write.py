@@ -18,7 +18,7 @@ import numpy as np
 from colab_utils.data.coco import CocoDataset, is_safe_name, read_coco
 from colab_utils.drive import DriveLostError, guard_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import format_bytes
+from colab_utils.runtime import format_bytes, write_file
 from colab_utils.shards.arrays import read_head
 from colab_utils.shards.format import (
     FORMAT_VERSION,
@@ -30,7 +30,6 @@ from colab_utils.shards.format import (
     pad_member,
     read_index,
     remove_leftovers,
-    write_file,
     write_index,
 )
 from colab_utils.shards.images import JPEG_QUALITY

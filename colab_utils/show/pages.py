@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from colab_utils.shards.format import write_file
+from colab_utils.runtime import write_file
 from colab_utils.show.html import WIDE, build_page
 from colab_utils.show.report import describe_comparison
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import Machine
-from colab_utils.shards.format import write_file
+from colab_utils.runtime import Machine, write_file
 from colab_utils.show.html import WIDE, build_page, embed_figure
 from colab_utils.show.plots import name_strategy, plot_comparison
 from colab_utils.show.table import Table, make_table

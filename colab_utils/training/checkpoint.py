@@ -17,7 +17,7 @@ import torch
 
 from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.shards.format import write_file
+from colab_utils.runtime import write_file
 
 __all__ = ["CheckpointFolder"]
 

@@ -12,6 +12,7 @@ import pytest
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import write_file
 from colab_utils.shards.format import (
     ShardIndex,
     ShardInfo,
@@ -22,7 +23,6 @@ from colab_utils.shards.format import (
     pad_member,
     read_index,
     remove_leftovers,
-    write_file,
     write_index,
 )
 

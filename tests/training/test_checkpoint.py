@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.shards.format import write_file
+from colab_utils.runtime import write_file
 from colab_utils.training.checkpoint import CheckpointFolder
 
 
