@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
 from types import TracebackType
+from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 
@@ -145,25 +146,24 @@ class DriveFile:
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
+        content = bytearray(n)
+        return bytes(memoryview(content)[: self.readinto(content, offset)])
+
+    def readinto(self, buffer: Any, offset: int) -> int:
+        """Fill a writable buffer of bytes from ``offset``; returns how many came, fewer only at the end of the file."""
         started = perf_counter()
-        content = self._pread(n, offset)
+        view, got = memoryview(buffer).cast("B"), 0
+        with guard_drive(self.path):
+            while got < len(view):  # a network file may hand over less than was asked for
+                count = os.preadv(self._descriptor, [view[got:]], offset + got)
+                if not count:
+                    break
+                got += count
         if self.profile is not None:
             jump_s = 0.0 if self._next in (None, offset) else self.profile.open_s
-            _wait(jump_s + len(content) / self.profile.bytes_per_s, started)
-        self._next = offset + len(content)
-        return content
-
-    def _pread(self, n: int, offset: int) -> bytes:
-        with guard_drive(self.path):
-            content = os.pread(self._descriptor, n, offset)
-            if len(content) == n:
-                return content
-            pieces = [content]  # a network file may hand over less than was asked for
-            got = len(content)
-            while got < n and pieces[-1]:
-                pieces.append(os.pread(self._descriptor, n - got, offset + got))
-                got += len(pieces[-1])
-        return b"".join(pieces)
+            _wait(jump_s + got / self.profile.bytes_per_s, started)
+        self._next = offset + got
+        return got
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ __all__ = [
     "Machine",
     "count_cores",
     "describe_machine",
+    "end_with_parent",
+    "find_free_memory",
     "format_bytes",
     "is_colab",
     "is_watched",
@@ -43,6 +47,27 @@ def count_cores() -> int:
     except (OSError, ValueError):
         pass  # no cgroup v2 here: the affinity mask is all there is to know
     return cores
+
+
+def find_free_memory() -> int:
+    """Bytes of memory that can be had now without swapping, in this container if it has a limit of its own.
+
+    Example:
+        >>> find_free_memory() > 0
+        True
+    """
+    import psutil
+
+    free: int = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+            free = min(free, int(limit) - used + int(stat.get("inactive_file", 0)))  # page cache can be dropped
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here
+    return max(0, free)
 
 
 def is_colab() -> bool:
@@ -115,6 +140,18 @@ def is_watched() -> bool:
     """Whether somebody sees a progress bar: on a terminal, or in a notebook's kernel."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
+
+
+def end_with_parent() -> None:
+    """In a worker process: end when the process that started it is killed; nobody would end it then."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep, thread_time
@@ -13,52 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.emulated import EmulatedStep
 from colab_utils.runtime import quiet_fork
 
 __all__ = ["BatchTimes", "EmulatedStep", "Layer", "time_batches", "time_calls"]
-
-_BUSY = 0.9  # of a core: what a training process takes to launch kernels
-_BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
-
-
-class EmulatedStep:
-    """A stand-in for a training step on a machine without a GPU; label its figures *emulated*.
-
-    It uses 0.9 of a core for ``step_ms`` milliseconds (more than 0), and longer where others take the core away:
-    a step that only sleeps flatters every loader. Raises ColabUtilsError for a step that takes no time.
-
-    Example:
-        >>> step = EmulatedStep(5)
-        >>> step([], [])
-        >>> print(step)
-        emulated 5 ms
-    """
-
-    emulated = True
-
-    def __init__(self, step_ms: float) -> None:
-        if not 0 < step_ms < float("inf"):
-            raise ColabUtilsError(f"expected step_ms over 0, found {step_ms!r}: give milliseconds, like 100")
-        self.step_ms = float(step_ms)
-
-    def __call__(self, images: Any, targets: Any = None) -> None:
-        """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at neither."""
-        length_s = self.step_ms / 1000
-        began_s, cpu_began_s = perf_counter(), thread_time()
-        while True:
-            cpu_s = thread_time() - cpu_began_s
-            rest_s = min(cpu_s / _BUSY, length_s) - (perf_counter() - began_s)
-            if rest_s > 0:
-                sleep(rest_s)
-            elif cpu_s >= _BUSY * length_s:
-                return
-            slice_end_s = cpu_began_s + min(cpu_s + 0.002, _BUSY * length_s)  # work and rest alternate in 2 ms slices
-            while thread_time() < slice_end_s:
-                zlib.crc32(_BLOCK)
-
-    def __str__(self) -> str:
-        return f"emulated {self.step_ms:g} ms"
-
 
 @dataclass(frozen=True)
 class BatchTimes:

@@ -191,8 +191,8 @@ def _forecast_cure(
     ratio, expand_s = share if cure.shrinks else 1.0, 0.0
     if cure.packs and not packs:
         few = [sample.read_packed(i) for i in images[:4]]
-        dense_bytes = sum(one.image.nbytes // 3 * (3 + len(one.labels)) for one in few)
-        ratio = sum(one.image.nbytes + one.masks.bits.nbytes for one in few) / dense_bytes
+        dense_bytes = sum(one.pixels.nbytes // 3 * (3 + len(one.labels)) for one in few)
+        ratio = sum(one.pixels.nbytes + one.masks.bits.nbytes for one in few) / dense_bytes
         batch, device = collate_packed(few), "cuda" if torch.cuda.is_available() else "cpu"
         expand = time_calls("expand", lambda _: (batch.to_images(device), batch.to_targets(device)), range(8), max_s=1)
         expand_s = expand.median_ms / 1000 / len(few)

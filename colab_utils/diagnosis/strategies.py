@@ -102,7 +102,10 @@ class DenseLoader:
 
     def __init__(self, dataset: Any, *, batch_size: int, workers: int, device: str) -> None:
         self._device = device
-        self._order = BatchOrder(dataset, batch_size, max(1, workers), seed=0)
+        shards = dataset.shard_of if dataset.whole_shards else None
+        self._order = BatchOrder(
+            len(dataset), batch_size, 0, sizes=dataset.sizes, shard_of=shards, streams=max(1, workers)
+        )
         with quiet_fork():
             self._loader: DataLoader[Any] = DataLoader(
                 dataset,

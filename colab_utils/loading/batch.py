@@ -1,43 +1,33 @@
-"""Batches: one flat buffer between processes, float images and dense masks on the device."""
+"""Batches: flat tensors in one buffer from the worker to the device, float images and dense masks made there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.sample import PackedSample, Target, pack_target
-from colab_utils.runtime import format_bytes
+from colab_utils.loading.masks import MaskBits, expand_masks
+from colab_utils.loading.sample import BadSampleError, PackedSample, Target, join_tables
 
 __all__ = [
+    "BatchShape",
+    "BatchSource",
     "MaskBits",
     "PackedBatch",
-    "PackedSample",
-    "Parcel",
-    "Target",
+    "PackedSamples",
     "collate_packed",
-    "pack_parcel",
-    "pack_target",
+    "open_batch",
+    "write_batch",
 ]
-
-
-class MaskBits(NamedTuple):
-    """The masks of T objects as in ``PackedMasks``, in tensors."""
-
-    bits: Tensor
-    """uint8 [bytes]: each mask's crop row by row, one bit a pixel, most significant bit first."""
-    crops: Tensor
-    """int32 [T, 4]: x0, y0, x1, y1 of each crop in pixels, half open."""
-    offsets: Tensor
-    """int64 [T + 1]: where each mask's bytes start in ``bits``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +38,8 @@ class PackedBatch:
     code reads them, and reading them from a GPU would make it wait.
     """
 
-    images: Tensor
-    """uint8 [B, 3, H, W]: each image in the top left corner, zeros around."""
+    pixels: Tensor
+    """uint8 [bytes]: each image's pixels, [h, w, 3], one image after the other."""
     sizes: Tensor
     """int32 [B, 2]: height and width of each image in pixels."""
     image_ids: Tensor
@@ -67,23 +57,40 @@ class PackedBatch:
     masks: MaskBits
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.sizes)
+
+    @cached_property
+    def images(self) -> Tensor:
+        """uint8 [B, 3, H, W]: each image in the top left corner, zeros around; strides as in channels_last."""
+        height, width = self.sizes.max(0).values.tolist()
+        if bool((self.sizes == self.sizes[0]).all()):
+            return self.pixels.view(len(self), height, width, 3).permute(0, 3, 1, 2)
+        padded = self.pixels.new_zeros((len(self), height, width, 3)).permute(0, 3, 1, 2)
+        for row, image in zip(padded, self.split_images(), strict=True):
+            row[:, : image.shape[1], : image.shape[2]] = image
+        return padded
+
+    def split_images(self) -> list[Tensor]:
+        """Each image at its own size, uint8 [3, h, w]: views of ``pixels``."""
+        sizes: list[list[int]] = self.sizes.tolist()
+        parts = self.pixels.split([3 * h * w for h, w in sizes])
+        return [part.view(h, w, 3).permute(2, 0, 1) for part, (h, w) in zip(parts, sizes, strict=True)]
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with its pixels, objects and mask bits on a device."""
-        moved = {name: getattr(self, name).to(device) for name in ("images", "boxes", "labels", "areas", "iscrowd")}
+        moved = {name: getattr(self, name).to(device) for name in ("pixels", "boxes", "labels", "areas", "iscrowd")}
         return replace(self, masks=self.masks._replace(bits=self.masks.bits.to(device)), **moved)
 
     def to_images(self, device: torch.device | str) -> list[Tensor]:
         """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device."""
-        pixels = self.images.to(device)
-        return [image[:, :h, :w].float().div_(255) for image, (h, w) in zip(pixels, self.sizes.tolist(), strict=True)]
+        images = replace(self, pixels=self.pixels.to(device)).split_images()
+        return [image.to(torch.float32, memory_format=torch.contiguous_format).div_(255) for image in images]
 
     def to_targets(self, device: torch.device | str) -> list[Target]:
         """The targets as torchvision models take them, with dense masks, on the device."""
         counts: list[int] = self.counts.tolist()
         masks = expand_masks(self.masks._replace(bits=self.masks.bits.to(device)), self.sizes.tolist(), counts)
-        # copies: a box that you keep must not keep the whole batch in shared memory
+        # copies: a box that you keep must not keep the whole batch
         objects = [
             part.to(device, copy=True).split(counts) for part in (self.boxes, self.labels, self.areas, self.iscrowd)
         ]
@@ -92,107 +99,111 @@ class PackedBatch:
         return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-class Parcel(NamedTuple):
-    """A packed batch as it crosses between processes: one buffer, because each tensor costs a hand-over."""
+class BatchShape(NamedTuple):
+    """All that must be known of a batch's buffer to open it: plain numbers, which cross between processes."""
 
-    buffer: Tensor
-    """uint8 [bytes]."""
-    shapes: tuple[tuple[int, ...], ...]
-    """The shape of each part, in the order of ``_DTYPES``."""
+    images: int
+    objects: int
+    pixel_bytes: int
+    mask_bytes: int
 
-    def open(self) -> PackedBatch:
-        """The batch; its tensors are views of the buffer."""
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, _DTYPES.values(), strict=True)]
-        starts = accumulate((_align(size) for size in sizes), initial=0)
-        parts = {
-            name: self.buffer[start : start + size].view(dtype).view(shape)
-            for (name, dtype), start, size, shape in zip(_DTYPES.items(), starts, sizes, self.shapes, strict=False)
-        }
-        masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
-        return PackedBatch(masks=masks, **parts)
+    def lay_out(self) -> tuple[dict[str, tuple[int, int, tuple[int, ...]]], int]:
+        """Name: where it starts, its bytes, its shape; and the bytes of the whole buffer."""
+        b, t = self.images, self.objects
+        shapes: dict[str, tuple[int, ...]] = {
+            "pixels": (self.pixel_bytes,), "bits": (self.mask_bytes,), "sizes": (b, 2), "image_ids": (b,),
+            "counts": (b,), "boxes": (t, 4), "labels": (t,), "areas": (t,), "iscrowd": (t,), "crops": (t, 4),
+            "offsets": (t + 1,),
+        }  # fmt: skip
+        sizes = [int(np.prod(shape)) * _DTYPES[name].itemsize for name, shape in shapes.items()]
+        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        parts = zip(starts[:-1], sizes, shapes.values(), strict=True)
+        return dict(zip(shapes, parts, strict=True)), starts[-1]
 
 
+_ALIGNMENT = 64
 _DTYPES = {
-    "images": torch.uint8,
-    "sizes": torch.int32,
-    "image_ids": torch.int64,
-    "counts": torch.int64,
-    "boxes": torch.float32,
-    "labels": torch.int64,
-    "areas": torch.float32,
-    "iscrowd": torch.int64,
-    "bits": torch.uint8,
-    "crops": torch.int32,
-    "offsets": torch.int64,
-}
+    name: np.dtype(kind)
+    for name, kind in {
+        "pixels": "u1", "bits": "u1", "sizes": "i4", "image_ids": "i8", "counts": "i8", "boxes": "f4", "labels": "i8",
+        "areas": "f4", "iscrowd": "i8", "crops": "i4", "offsets": "i8",
+    }.items()
+}  # fmt: skip
+_TORCH = {name: torch.from_numpy(np.empty(0, dtype)).dtype for name, dtype in _DTYPES.items()}
+
+
+class BatchSource(Protocol):
+    """What a batch is written from."""
+
+    def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """The tables of ``PackedBatch`` but the pixels, and ``mask_bytes`` int64 [T] in place of the offsets."""
+
+    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
+        """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
+
+
+def write_batch(source: BatchSource, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]]) -> BatchShape:
+    """Write a batch into memory that ``reserve`` gives for its size in bytes.
+
+    Raises:
+        BadSampleError: if an image cannot be read.
+    """
+    tables = source.describe(indices)
+    lengths = tables.pop("mask_bytes")
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    sizes: list[list[int]] = tables["sizes"].tolist()
+    shape = BatchShape(len(sizes), len(lengths), sum(3 * h * w for h, w in sizes), int(offsets[-1]))
+    layout, size = shape.lay_out()
+    buffer = reserve(size)
+    views = {name: buffer[start : start + length] for name, (start, length, _) in layout.items()}
+    for name, table in (*tables.items(), ("offsets", offsets)):
+        views[name][:] = np.ascontiguousarray(table, _DTYPES[name]).reshape(-1).view(np.uint8)
+    first = pixel = 0
+    rows = zip(indices, sizes, tables["counts"].tolist(), strict=True)
+    for place, (index, (height, width), count) in enumerate(rows):
+        pixels = views["pixels"][pixel : pixel + 3 * height * width].reshape(height, width, 3)
+        try:
+            source.read_into(index, pixels, views["bits"][offsets[first] : offsets[first + count]])
+        except DriveLostError:
+            raise
+        except ColabUtilsError as error:
+            raise BadSampleError(error, place) from None
+        pixel, first = pixel + pixels.size, first + count
+    return shape
+
+
+def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
+    """The batch in a buffer, uint8 [bytes]; its tensors are views of it."""
+    parts = {
+        name: buffer[start : start + length].view(_TORCH[name]).view(part)
+        for name, (start, length, part) in shape.lay_out()[0].items()
+    }
+    masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
+    return PackedBatch(masks=masks, **parts)
+
+
+class PackedSamples:
+    """Samples at hand as what a batch is written from."""
+
+    def __init__(self, samples: Sequence[PackedSample]) -> None:
+        self.samples = samples
+
+    def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
+        return join_tables([self.samples[i] for i in indices])
+
+    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
+        np.copyto(pixels, self.samples[index].pixels)
+        np.copyto(bits, self.samples[index].masks.bits)
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:
     """Put samples into one packed batch."""
-    return pack_parcel(samples, shared=False).open()
+    buffers: list[NDArray[np.uint8]] = []
 
+    def keep(size: int) -> NDArray[np.uint8]:
+        buffers.append(np.empty(size, np.uint8))
+        return buffers[0]
 
-def pack_parcel(samples: Sequence[PackedSample], *, shared: bool) -> Parcel:
-    """Put samples into one buffer, in shared memory where another process is to have it."""
-    sizes = np.array([sample.image.shape[-2:] for sample in samples], np.int32)
-    lengths = np.concatenate([np.diff(sample.masks.offsets) for sample in samples])
-    tables: list[NDArray[Any]] = [
-        sizes,
-        np.array([sample.image_id for sample in samples], np.int64),
-        np.array([len(sample.labels) for sample in samples], np.int64),
-        np.concatenate([sample.boxes for sample in samples]),
-        np.concatenate([sample.labels for sample in samples]),
-        np.concatenate([sample.areas for sample in samples]),
-        np.concatenate([sample.iscrowd for sample in samples]),
-        np.concatenate([sample.masks.bits for sample in samples]),
-        np.concatenate([sample.masks.crops for sample in samples]),
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
-    ]
-    shapes = ((len(samples), 3, *sizes.max(0).tolist()), *(table.shape for table in tables))
-    total = sum(_align(prod(shape) * dtype.itemsize) for shape, dtype in zip(shapes, _DTYPES.values(), strict=True))
-    parcel = Parcel(_make_zeros(total, shared=shared), shapes)
-    batch = parcel.open()
-    for row, sample, (height, width) in zip(batch.images, samples, sizes.tolist(), strict=True):
-        row[:, :height, :width] = sample.image
-    parts = {**vars(batch), **batch.masks._asdict()}
-    for name, table in zip(list(_DTYPES)[1:], tables, strict=True):
-        parts[name].copy_(torch.from_numpy(table))
-    return parcel
-
-
-def _align(size: int) -> int:
-    return -(-size // 8) * 8
-
-
-def _make_zeros(size: int, *, shared: bool) -> Tensor:
-    if not shared:
-        return torch.zeros(size, dtype=torch.uint8)
-    try:
-        # new shared memory is zeros; torch's own collate function makes it the same way
-        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
-    except RuntimeError as error:
-        raise ColabUtilsError(
-            f"expected {format_bytes(size)} of shared memory (/dev/shm) for a batch, found too little "
-            f"({str(error).splitlines()[0]}). Use fewer workers, a smaller prefetch or a smaller batch."
-        ) from None
-
-
-def expand_masks(masks: MaskBits, sizes: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
-    """Dense masks of each image, uint8 [N, height, width], on the device that the bits are on.
-
-    Args:
-        masks: the packed masks of all images.
-        sizes: height and width of each image in pixels.
-        counts: objects of each image.
-    """
-    powers = 128 >> torch.arange(8, dtype=torch.uint8, device=masks.bits.device)
-    pixels = (masks.bits[:, None] & powers).ne_(0).flatten()
-    objects = iter(zip(masks.crops.tolist(), (masks.offsets[:-1] * 8).tolist(), strict=True))
-    dense = []
-    for (height, width), count in zip(sizes, counts, strict=True):
-        image = pixels.new_zeros((count, height, width))
-        for mask in image:
-            (x0, y0, x1, y1), start = next(objects)
-            mask[y0:y1, x0:x1] = pixels[start : start + (y1 - y0) * (x1 - x0)].view(y1 - y0, x1 - x0)
-        dense.append(image)
-    return dense
+    shape = write_batch(PackedSamples(samples), range(len(samples)), keep)
+    return open_batch(torch.from_numpy(buffers[0]), shape)

@@ -8,6 +8,7 @@ iscrowd int64 [N]. Crowds and boxes without area are left out, as torchvision's 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from operator import index as as_int
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from colab_utils.data.decoding import decode_pixels, read_raw_header
 from colab_utils.data.masks import PackedMasks, unpack_masks
 from colab_utils.drive import DriveProfile, get_profile, guard_drive
 from colab_utils.errors import ColabUtilsError
@@ -28,6 +30,8 @@ from colab_utils.shards.arrays import ShardArrays
 from colab_utils.shards.format import read_index
 
 __all__ = ["ShardDataset"]
+
+_NUMPY, _HEAD_BYTES = b"\x93NUMPY", 4096
 
 
 class ShardDataset(Dataset[tuple[Tensor, Target]]):
@@ -52,6 +56,7 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         has_objects: bool [I]: whether an image has an object to train on.
         shard_of: int64 [I]: the number of the shard that each image lies in.
         fingerprint: of the annotations that the shards were made from.
+        is_decoded: whether the images lie in the shards as pixels.
 
     Raises:
         ColabUtilsError: if there is no finished folder of shards, or a file is missing or damaged; and, for a
@@ -87,6 +92,7 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
             labels.num_classes,
         )
         self.fingerprint = self.index.fingerprint
+        self.is_decoded = self.index.recipe.get("form") == "pixels"
         self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
         self.image_ids: NDArray[np.int64] = _join(shards, "image_ids", np.int64, ())
         self.sizes: NDArray[np.int32] = _join(shards, "sizes", np.int32, (2,))
@@ -113,8 +119,9 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         sample = self.read_packed(index)
-        height, width = sample.image.shape[-2:]
-        return sample.image, {
+        height, width = sample.pixels.shape[:2]
+        image = torch.from_numpy(np.ascontiguousarray(sample.pixels.transpose(2, 0, 1)))
+        return image, {
             "boxes": torch.from_numpy(sample.boxes),
             "labels": torch.from_numpy(sample.labels),
             "masks": torch.from_numpy(unpack_masks(sample.masks, height, width)),
@@ -129,49 +136,102 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         return height, width
 
     def read_packed(self, index: int) -> PackedSample:
-        """The sample with packed masks: what the loader's workers send."""
+        """The sample with packed masks."""
         index = self._check(index)
-        rows = slice(self._first[index], self._first[index + 1])
-        data = self.read(index)
-        try:
-            image = self.decode(data)
-        except ColabUtilsError as error:
-            raise self._explain_damage(index, str(error)) from None
-        if list(image.shape[-2:]) != self.sizes[index].tolist():
-            raise self._explain_damage(index, f"it has {image.shape[-1]} x {image.shape[-2]} pixels")
+        tables = self.describe([index])
+        pixels = np.empty((*self.sizes[index], 3), np.uint8)
+        self._read_pixels(index, pixels)
         return PackedSample(
-            image=image,
+            pixels=pixels,
             image_id=int(self.image_ids[index]),
-            boxes=self._boxes[rows].copy(),
-            labels=self._labels[rows].copy(),
-            areas=self._areas[rows].copy(),
-            iscrowd=np.zeros(rows.stop - rows.start, np.int64),
+            **{name: tables[name] for name in ("boxes", "labels", "areas", "iscrowd")},
             masks=self.read_masks(index),
         )
 
-    def read(self, index: int) -> bytes:
+    def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
+        """All but pixels and mask bits of some images, without reading a file: see ``join_tables``."""
+        rows = np.asarray(indices, np.int64)
+        first, counts = self._first[rows], self._first[rows + 1] - self._first[rows]
+        ends = np.cumsum(counts)
+        objects = np.arange(ends[-1]) + np.repeat(first - ends + counts, counts)
+        crops = self._crops[objects]
+        return {
+            "sizes": self.sizes[rows],
+            "image_ids": self.image_ids[rows],
+            "counts": counts,
+            "boxes": self._boxes[objects],
+            "labels": self._labels[objects],
+            "areas": self._areas[objects],
+            "iscrowd": np.zeros(len(objects), np.int64),
+            "crops": crops,
+            "mask_bytes": -(-(crops[:, 2:] - crops[:, :2]).prod(1, dtype=np.int64) // 8),
+        }
+
+    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
+        """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of that size."""
+        self._read_bits(index, bits)
+        self._read_pixels(index, pixels)
+
+    def _read_bits(self, index: int, bits: NDArray[np.uint8]) -> None:
+        if not bits.size:
+            return
+        shard = int(self.shard_of[index])
+        start = int(self._mask_ends[shard][self._first[index] - self._shard_first[shard]])
+        held = self._bits[shard]
+        if isinstance(held, int):
+            self._files.read_into(shard, self.index.shards[shard].arrays_name, held + start, bits)
+        else:
+            np.copyto(bits, held[start : start + bits.size])
+
+    def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
+        if self._read_raw(index, pixels):
+            return
+        data = self.read(index)
+        try:
+            decoded = decode_pixels(data)
+        except ColabUtilsError as error:
+            raise self._explain_damage(index, str(error)) from None
+        if decoded.shape != pixels.shape:
+            raise self._explain_damage(index, f"it has {decoded.shape[1]} x {decoded.shape[0]} pixels")
+        np.copyto(pixels, decoded)
+
+    def _read_raw(self, index: int, pixels: NDArray[np.uint8]) -> bool:
+        """Read raw pixels straight into their place; False where the image is stored in another form."""
+        shard = int(self.shard_of[index])
+        start, length = self._image_spans[index].tolist()
+        if length <= pixels.size:  # shorter than its pixels: compressed
+            return False
+        name = self.index.shards[shard].name
+        head = self._files.read(shard, name, start, min(length - pixels.size, _HEAD_BYTES))
+        if not head.startswith(_NUMPY):
+            return False
+        try:
+            skip, shape = read_raw_header(head)
+        except ColabUtilsError as error:
+            raise self._explain_damage(index, str(error)) from None
+        if shape != pixels.shape or length != skip + pixels.size:
+            raise self._explain_damage(index, f"it has {shape[1]} x {shape[0]} pixels in {length - skip:,} bytes")
+        self._files.read_into(shard, name, start + skip, pixels)
+        return True
+
+    def read(self, index: int) -> bytearray:
         """The image's bytes, as they lie in the shard."""
         index = self._check(index)
         shard = int(self.shard_of[index])
         return self._files.read(shard, self.index.shards[shard].name, *self._image_spans[index].tolist())
 
     @staticmethod
-    def decode(data: bytes) -> Tensor:
-        """JPEG or PNG bytes as uint8 [3, H, W]."""
+    def decode(data: bytes | bytearray) -> Tensor:
+        """The image's bytes as uint8 [3, H, W]."""
         return decode_image(data)
 
     def read_masks(self, index: int) -> PackedMasks:
         """The image's packed masks."""
-        index = self._check(index)
-        shard = int(self.shard_of[index])
-        first, last = self._first[index], self._first[index + 1]
-        ends = self._mask_ends[shard][first - self._shard_first[shard] : last - self._shard_first[shard] + 1]
-        start, length = int(ends[0]), int(ends[-1] - ends[0])
-        bits = self._bits[shard]
-        if isinstance(bits, int):
-            data = self._files.read(shard, self.index.shards[shard].arrays_name, bits + start, length)
-            bits, start = np.frombuffer(bytearray(data), np.uint8), 0
-        return PackedMasks(bits[start : start + length], self._crops[first:last], ends - ends[0])
+        tables = self.describe([self._check(index)])
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(tables["mask_bytes"])])
+        bits = np.empty(offsets[-1], np.uint8)
+        self._read_bits(index % len(self), bits)
+        return PackedMasks(bits, tables["crops"], offsets)
 
     def record(self, index: int) -> dict[str, Any]:
         """The record's JSON: COCO form, crowds included, masks as compressed RLE with text counts."""

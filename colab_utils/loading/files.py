@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,33 +29,44 @@ class ShardFiles:
         self.folder, self.profile, self.whole_shards = folder, profile, whole_shards
         self._open: dict[str, DriveFile] = {}
         self._memory: OrderedDict[int, dict[str, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         # open files and shards in memory stay in this process
-        return {**self.__dict__, "_open": {}, "_memory": OrderedDict()}
+        return {"folder": self.folder, "profile": self.profile, "whole_shards": self.whole_shards}
 
-    def read(self, shard: int, name: str, start: int, length: int) -> bytes:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state.pop("folder"), **state)  # type: ignore[misc]
+
+    def read(self, shard: int, name: str, start: int, length: int) -> bytearray:
         """``length`` bytes from ``start`` of a file that belongs to the shard of that number.
 
         Raises:
             ColabUtilsError: if the file went away or was cut short.
         """
-        path = self.folder / name
+        data = bytearray(length)
+        self.read_into(shard, name, start, data)
+        return data
+
+    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
+        """The same into a writable buffer of bytes."""
+        path, length = self.folder / name, memoryview(buffer).nbytes
         try:
             if self.whole_shards:
                 data = self._read_whole(shard, name)[start : start + length]
+                memoryview(buffer).cast("B")[: len(data)] = data
+                got = len(data)
             else:
-                data = self._open_file(name).pread(length, start)
+                got = self._open_file(name).readinto(buffer, start)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected to read {path}, found: {error.strerror}. Copy the shards again, or mount Drive again."
             ) from None
-        if len(data) < length:
+        if got < length:
             raise ColabUtilsError(
                 f"expected {start + length:,} bytes or more in {path}, found it cut short since it was opened. "
                 "Copy it again, or run preprocess again on this folder."
             )
-        return data
 
     def _open_file(self, name: str) -> DriveFile:
         file = self._open.get(name)
@@ -64,14 +76,15 @@ class ShardFiles:
             file = self._open[name] = DriveFile(self.folder / name, self.profile)
         return file
 
-    def _read_whole(self, shard: int, name: str) -> bytes:
-        files = self._memory.setdefault(shard, {})
-        self._memory.move_to_end(shard)
-        if len(self._memory) > SHARDS_IN_MEMORY:
-            self._memory.popitem(last=False)
-        if name not in files:
-            files[name] = read_file(self.folder / name, self.profile)
-        return files[name]
+    def _read_whole(self, shard: int, name: str) -> memoryview:
+        with self._lock:  # threads that want the same shard wait for the one that reads it
+            files = self._memory.setdefault(shard, {})
+            self._memory.move_to_end(shard)
+            if len(self._memory) > SHARDS_IN_MEMORY:
+                self._memory.popitem(last=False)
+            if name not in files:
+                files[name] = read_file(self.folder / name, self.profile)
+            return memoryview(files[name])
 
 
 def load_shard(

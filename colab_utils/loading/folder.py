@@ -63,7 +63,7 @@ class CocoFolder(Dataset[tuple[Tensor, Target]]):
         self.class_names, self.category_ids = self._labels.class_names, self._labels.category_ids
         self.num_classes = self._labels.num_classes
         self.fingerprint = self.coco.fingerprint
-        self.image_ids = self.coco.image_ids
+        self.image_ids, self.sizes = self.coco.image_ids, self.coco.sizes
 
     def __len__(self) -> int:
         return len(self.coco)

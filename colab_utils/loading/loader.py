@@ -1,24 +1,31 @@
-"""The loader: samples in a seeded order, packed by worker processes, delivered on the device."""
+"""The loader: samples in a seeded order, packed by workers into reused memory, delivered on the device."""
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, Parcel, collate_packed
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.dispatch import Dispatcher, Loaded
 from colab_utils.loading.order import BatchOrder
-from colab_utils.loading.sample import PackedSample, Target
-from colab_utils.loading.workers import PackedView, explain_death, pass_on, start_worker
-from colab_utils.runtime import count_cores, quiet_fork
+from colab_utils.loading.sample import Target
+from colab_utils.loading.source import Source
+from colab_utils.loading.transforms import Transforms, apply_transforms
+from colab_utils.loading.tune import Tuning, tune_workers
+from colab_utils.loading.workers import HandOff
+from colab_utils.runtime import count_cores
 
 __all__ = ["Loader", "make_loader"]
 
+_TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 Delivery = Literal["dense", "packed"]
 
 
@@ -28,27 +35,46 @@ def make_loader(
     batch_size: int,
     device: torch.device | str = "cpu",
     workers: int | Literal["auto"] = "auto",
+    hand_off: HandOff | Literal["auto"] = "auto",
     deliver: Delivery = "dense",
     shuffle: bool = True,
     seed: int = 0,
-    prefetch: int = 2,
+    prefetch: int | Literal["auto"] = "auto",
+    in_order: bool = True,
+    group_by_aspect_ratio: bool = True,
+    transforms: Transforms | None = None,
+    transform_on: Literal["device", "worker"] = "device",
+    max_bad: int = 0,
 ) -> Loader:
     """Make a loader whose batches arrive ready on the device.
 
     Args:
-        dataset: a ``ShardDataset``, or any map-style dataset with torchvision's detection contract.
+        dataset: a ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with torchvision's detection
+            contract.
         batch_size: images in a batch; the last batch of an epoch may hold fewer.
         device: where the batches are delivered.
-        workers: worker processes; "auto" is one for each core, at most 4. 0 loads in this process.
+        workers: worker processes or threads. 0 loads in this process, when a batch is asked for. "auto" tries what
+            this machine can do (``tune_workers``: under 20 s, once for a machine and dataset), never more than its
+            cores; for under 64 batches an epoch, or whole shards, it is one process a core, at most 4.
+        hand_off: "processes"; "threads" for one loader process with threads; "inline" for threads in this process,
+            for images that need no decoding. "auto" is what was tuned, or processes.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
-        shuffle: a new order each epoch, the same for the same seed and epoch.
-        seed: of the order.
-        prefetch: batches that each worker prepares ahead.
+        shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
+        seed: of the order, and of all chance in your dataset and in ``transforms`` on the worker.
+        prefetch: batches that each worker prepares ahead; "auto" is what was tuned, or 2.
+        in_order: False delivers each batch when it is ready, so that a slow one holds up no other; the batches are
+            the same, their order is not.
+        group_by_aspect_ratio: fill shuffled batches with wide images or with tall ones, where the dataset has
+            ``sizes``: less padding, as in torchvision's references.
+        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors.
+        transform_on: "device" applies them to what is delivered dense; "worker" to each sample where it is loaded
+            (they must leave images uint8).
+        max_bad: images in all that may fail to load and be left out, each with a warning; one more is an error.
 
     Raises:
         ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or the device is not
-            there; and, while you iterate, if a sample is damaged or a worker process dies.
+            there; and, while you iterate, if a sample is damaged, a worker process dies, or memory is short.
 
     Example:
         >>> import torch
@@ -69,120 +95,186 @@ def make_loader(
         raise ColabUtilsError(f"expected a dataset with a length and indices, found {type(dataset).__name__}")
     if not len(dataset):
         raise ColabUtilsError("expected a dataset with images, found an empty one")
-    if deliver not in ("dense", "packed"):
-        raise ColabUtilsError(f"expected deliver='dense' or 'packed', found {deliver!r}")
+    choices: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+        ("deliver", deliver, get_args(Delivery)),
+        ("hand_off", hand_off, ("auto", *get_args(HandOff))),
+        ("transform_on", transform_on, ("device", "worker")),
+    )
+    for name, value, known in choices:
+        if value not in known:
+            raise ColabUtilsError(f"expected {name} as one of {', '.join(known)}, found {value!r}")
+    if transforms is not None and transform_on == "device" and deliver == "packed":
+        raise ColabUtilsError(
+            "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or apply "
+            "them with transform_on='worker'."
+        )
+    ahead = 2 if prefetch == "auto" else prefetch
     count = min(4, count_cores()) if workers == "auto" else workers
-    numbers = (("batch_size", batch_size, 1), ("workers", count, 0), ("prefetch", prefetch, 1), ("seed", seed, 0))
+    numbers = (
+        ("batch_size", batch_size, 1), ("workers", count, 0), ("prefetch", ahead, 1), ("seed", seed, 0),
+        ("max_bad", max_bad, 0),
+    )  # fmt: skip
     for name, number, least in numbers:
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
             raise ColabUtilsError(f"expected {name} as a whole number of {least} or more, found {number!r}")
+    on_worker = transform_on == "worker"
+    place = _find_device(device)
+    source = Source(dataset, transforms if on_worker else None)
+    kind: HandOff = "processes" if hand_off == "auto" else hand_off
+    tuning = None
+    if workers == "auto" and len(source) >= _TUNED_BATCHES * batch_size and not source.whole_shards:
+        tuning = tune_workers(source, int(batch_size), hand_off=None if hand_off == "auto" else hand_off)
+        kind, count = tuning.best.hand_off, tuning.best.workers
+        ahead = tuning.best.prefetch if prefetch == "auto" else prefetch
+    order = BatchOrder(
+        len(source),
+        int(batch_size),
+        int(seed) if shuffle else None,
+        sizes=source.sizes if group_by_aspect_ratio else None,
+        shard_of=source.shard_of if source.whole_shards else None,
+        streams=int(count) if kind == "processes" else 1,
+    )
     return Loader(
-        dataset, batch_size, _find_device(device), count, deliver, shuffle=shuffle, seed=seed, prefetch=prefetch
+        source,
+        order,
+        batch_size=int(batch_size),
+        device=place,
+        workers=int(count),
+        hand_off=kind,
+        deliver=deliver,
+        seed=int(seed),
+        prefetch=int(ahead),
+        in_order=in_order,
+        transforms=None if on_worker else transforms,
+        max_bad=int(max_bad),
+        tuning=tuning,
     )
 
 
 class Loader:
     """Iterates over the batches of one epoch; each new pass is the next epoch, also after one that was
     broken off. Made by :func:`make_loader`.
+
+    Attributes:
+        epoch: the epoch that the next pass runs, or that the pass under way is in.
+        tuning: how the workers were found, where they were.
+        bad: image index and reason of every image that was left out (``max_bad``).
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        source: Source,
+        order: BatchOrder,
+        *,
         batch_size: int,
         device: torch.device,
         workers: int,
+        hand_off: HandOff,
         deliver: Delivery,
-        *,
-        shuffle: bool,
         seed: int,
         prefetch: int,
+        in_order: bool,
+        transforms: Transforms | None,
+        max_bad: int,
+        tuning: Tuning | None,
     ) -> None:
-        self.dataset, self.batch_size, self.device = dataset, batch_size, device
-        self.workers, self.deliver, self.seed, self.shuffle = workers, deliver, seed, shuffle
-        self.epoch = 0
-        """The epoch that the next pass runs, or that the pass under way is in."""
-        self._delivered = 0
+        self.dataset, self.batch_size, self.device = source.dataset, batch_size, device
+        self.workers, self.hand_off, self.deliver, self.prefetch = workers, hand_off, deliver, prefetch
+        self.seed, self.in_order, self.transforms, self.max_bad = seed, in_order, transforms, max_bad
+        self.epoch, self.tuning = 0, tuning
+        self.bad: list[tuple[int, str]] = []
+        self._source, self._order = source, order
+        self._delivered: set[int] = set()
         self._resumed = False
         self._passes = 0
-        self._order = BatchOrder(dataset, batch_size, max(1, workers), seed if shuffle else None, split=True)
-        options: dict[str, Any] = (
-            {"prefetch_factor": prefetch, "persistent_workers": True, "worker_init_fn": start_worker} if workers else {}
-        )
-        with quiet_fork():
-            self._loader: DataLoader[Any] = DataLoader(
-                PackedView(dataset, batch_size),
-                batch_sampler=self._order,
-                num_workers=workers,
-                collate_fn=pass_on,
-                **options,
-            )
+        self._dispatcher: Dispatcher | None = None
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Any]:
         if self._delivered and not self._resumed:  # the last pass was broken off
-            self.epoch, self._delivered = self.epoch + 1, 0
+            self._end_epoch()
         self._resumed = False
         self._passes += 1
         this_pass = self._passes
-        self._order.epoch, self._order.start = self.epoch, self._delivered
-        for batch in self._join(self._receive()):
+        self._order.epoch = self.epoch
+        for loaded in self._run():
             if this_pass != self._passes:
                 raise ColabUtilsError(
                     "expected one pass over a loader at a time, found a second one. Make two loaders."
                 )
-            self._delivered += 1
-            if self._delivered == len(self):
-                self.epoch, self._delivered = self.epoch + 1, 0
-            yield self._place(batch)
+            self._count_bad(loaded)
+            self._delivered.add(loaded.number)
+            if len(self._delivered) == len(self):
+                self._end_epoch()
+            if loaded.batch is not None:
+                yield self._place(loaded.batch)
 
-    def _join(self, results: Iterator[Any]) -> Iterator[PackedBatch]:
-        """Batches from what the workers give: whole ones, or samples of one that is to be put together here."""
-        samples: list[PackedSample] = []
-        size = len(self.dataset) - self._delivered * self.batch_size  # type: ignore[arg-type]
-        for result in results:
-            if isinstance(result, Parcel):
-                size -= self.batch_size
-                yield result.open()
-                continue
-            samples += result
-            if len(samples) == min(size, self.batch_size) and samples:
-                size -= len(samples)
-                batch, samples = collate_packed(samples), []
-                yield batch
+    def _end_epoch(self) -> None:
+        self.epoch += 1
+        self._delivered.clear()
 
-    def _receive(self) -> Iterator[Any]:
-        """What the workers give, in order; ends them where something goes wrong."""
+    def _run(self) -> Iterator[Loaded]:
+        """What the workers give; ends them where something goes wrong."""
+        batches = [(n, parts) for n, parts in enumerate(self._order.plan()) if n not in self._delivered]
         try:
-            with quiet_fork():
-                results = iter(self._loader)
-            for result in results:
-                if isinstance(result, ColabUtilsError):
-                    raise result
-                yield result
+            yield from self._start().run(
+                batches, seed=(self.seed, self.epoch), in_order=self.in_order, tolerant=self.max_bad > 0
+            )
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
-        except RuntimeError as error:
-            self.close()
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            raise explain_death(f"{error} {error.__cause__}") from None  # the cause names the signal
         except BaseException:
             self.close()
             raise
 
+    def _start(self) -> Dispatcher:
+        if self._dispatcher is None:
+            try:
+                self._dispatcher = Dispatcher(self._source, self.hand_off, self.workers, self.prefetch)
+            except (OSError, ValueError) as error:  # no more processes, or a system that cannot fork
+                warnings.warn(
+                    f"expected {self.workers} worker processes, found that they cannot be started ({error}): batches "
+                    "are loaded in this process. Close what you do not need, or use workers=0.",
+                    ColabUtilsWarning,
+                    stacklevel=4,
+                )
+                self.workers, self.hand_off = 0, "inline"
+                self._dispatcher = Dispatcher(self._source, "inline", 0, self.prefetch)
+            self._finalizer = weakref.finalize(self, self._dispatcher.close)
+        return self._dispatcher
+
+    def _count_bad(self, loaded: Loaded) -> None:
+        for index, error in loaded.bad:
+            self.bad.append((index, str(error)))
+            if len(self.bad) > self.max_bad:
+                self.close()
+                raise ColabUtilsError(
+                    f"expected at most {self.max_bad} bad images (max_bad), found {len(self.bad)}, the last: {error}"
+                )
+            said = f"an image is left out (number {len(self.bad)} so far): {error}"
+            warnings.warn(said, ColabUtilsWarning, stacklevel=3)
+
     def _place(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
         if self.deliver == "packed":
             return batch.to(self.device)
-        return batch.to_images(self.device), batch.to_targets(self.device)
+        if self.transforms is None:
+            return batch.to_images(self.device), batch.to_targets(self.device)
+        images = batch.to(self.device).split_images()
+        pairs = zip(images, batch.to_targets(self.device), strict=True)
+        done = [apply_transforms(self.transforms, image, target) for image, target in pairs]
+        return [_to_float(image) for image, _ in done], [target for _, target in done]
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the order stands after the batches delivered so far: plain whole numbers."""
-        return {**self._describe_order(), "epoch": self.epoch, "batch": self._delivered, "streams": self._order.streams}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order stands after the batches delivered so far: plain whole numbers; ``ahead`` lists batches
+        that were delivered before their turn (``in_order=False``).
+        """
+        done = next(n for n in range(len(self) + 1) if n not in self._delivered)
+        ahead = sorted(n for n in self._delivered if n > done)
+        state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": done}
+        return {**state, "streams": self._order.streams, **({"ahead": ahead} if ahead else {})}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch that a state was taken at.
 
         Raises:
@@ -192,23 +284,28 @@ class Loader:
         there = {key: state.get(key, value) for key, value in here.items()}
         if there != here:
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
-        self.epoch, self._delivered, self._resumed = state["epoch"], state["batch"], True
+        self.epoch, self._resumed = state["epoch"], True
+        self._delivered = {*range(state["batch"]), *state.get("ahead", ())}
         self._order.streams = state.get("streams", self._order.streams)
 
     def _describe_order(self) -> dict[str, int]:
         return {
-            "seed": int(self.seed),
-            "batch_size": int(self.batch_size),
-            "shuffle": int(self.shuffle),
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "shuffle": int(self._order.is_shuffled),
+            "grouped": int(self._order.is_grouped),
             "images": len(self.dataset),  # type: ignore[arg-type]
         }
 
     def close(self) -> None:
-        """End the worker processes; the next pass starts new ones."""
-        iterator: Any = self._loader._iterator
-        self._loader._iterator = None
-        if iterator is not None:
-            iterator._shutdown_workers()
+        """End the workers; the next pass starts new ones."""
+        if self._dispatcher is not None:
+            self._finalizer()
+            self._dispatcher = None
+
+
+def _to_float(image: Tensor) -> Tensor:
+    return image if image.is_floating_point() else image.float().div_(255)
 
 
 def _find_device(device: torch.device | str) -> torch.device:

@@ -2,85 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
-__all__ = ["BatchOrder"]
+__all__ = ["BatchOrder", "BatchParts"]
 
-_Batch = list[tuple[int | None, list[int]]]
+BatchParts = list[tuple[int | None, list[int]]]
 """The parts of a batch: the stream that loads each (None: any), and its indices."""
 
 
 class BatchOrder(Sampler[list[int]]):
-    """An epoch as lists of indices, for torch's loader; the same for the same seed and epoch.
+    """An epoch as lists of indices; the same for the same seed and epoch.
+
+    A shuffled batch holds wide images, or tall ones, as far as they go: less padding, as in torchvision's
+    references (``GroupedBatchSampler``); what the two leave over makes the last batches.
 
     Where whole shards are read, the shards are dealt to streams, one for each worker, so that no shard is read twice
     in a shuffled epoch: the shards and the images of each are shuffled, and a batch comes from one stream. What the
     streams leave over makes batches whose parts are of several streams.
 
     Args:
-        dataset: has a length, and ``whole_shards`` and ``shard_of`` if it knows shards.
+        size: images in all.
         batch_size: images in a batch.
-        workers: worker processes, 1 or more.
         seed: of the order; None keeps the dataset's order.
-        split: give the parts of such batches apart, each to the worker of its stream. torch hands lists to its
-            workers in turn: an empty one, for which there is nothing to do, keeps it in step.
+        sizes: int32 [I, 2], height and width of each image; None does not group.
+        shard_of: int64 [I], the shard of each image, where whole shards are read.
+        streams: workers that read whole shards.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], batch_size: int, workers: int, seed: int | None, *, split: bool = False
+        self,
+        size: int,
+        batch_size: int,
+        seed: int | None,
+        *,
+        sizes: NDArray[np.int32] | None = None,
+        shard_of: NDArray[np.int64] | None = None,
+        streams: int = 1,
     ) -> None:
-        self._size = len(dataset)  # type: ignore[arg-type]
-        self._shard_of = dataset.shard_of if getattr(dataset, "whole_shards", False) else None  # type: ignore[attr-defined]
-        self._batch_size, self._seed, self._workers = batch_size, seed, workers
-        self._split = split
-        self.streams = 1 if self._shard_of is None else workers
-        self.epoch = self.start = 0
+        self._size, self._batch_size, self._seed = size, batch_size, seed
+        self.is_shuffled = seed is not None
+        self.is_grouped = self.is_shuffled and sizes is not None
+        self._wide = np.zeros(size, bool) if sizes is None else sizes[:, 1] >= sizes[:, 0]
+        self._shard_of = shard_of
+        self.streams = 1 if shard_of is None else max(1, streams)
+        self.epoch = 0
 
     def __len__(self) -> int:
         return -(-self._size // self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        turn = 0
-        for batch in self._make_batches()[self.start :]:
-            if not self._split:
-                yield [index for _, indices in batch for index in indices]
-                continue
-            for stream, indices in batch:
-                while stream is not None and turn % self._workers != stream % self._workers:
-                    turn += 1
-                    yield []
-                turn += 1
-                yield indices
+        for parts in self.plan():
+            yield [index for _, indices in parts for index in indices]
 
-    def _make_batches(self) -> list[_Batch]:
+    def plan(self) -> list[BatchParts]:
+        """The batches of the epoch, each with its parts."""
         if self._seed is None:
-            return self._cut(np.arange(self._size))
+            return self._cut([np.arange(self._size)])
         shuffled = np.random.default_rng((self._seed, self.epoch)).permutation(self._size)
         if self._shard_of is None:
-            return self._cut(shuffled)
-        places = np.random.default_rng((self._seed, self.epoch, 1)).permutation(self._shard_of.max() + 1)
-        return self._deal(shuffled, places[self._shard_of[shuffled]])
-
-    def _cut(self, indices: NDArray[Any]) -> list[_Batch]:
-        step = self._batch_size
-        return [[(None, indices[i : i + step].tolist())] for i in range(0, len(indices), step)]
-
-    def _deal(self, shuffled: NDArray[Any], place: NDArray[Any]) -> list[_Batch]:
+            whole, rest = self._group(shuffled)
+            batches: list[BatchParts] = [[(None, batch)] for batch in whole]
+            return batches + self._cut([rest])
+        places = np.random.default_rng((self._seed, self.epoch, 1)).permutation(int(self._shard_of.max()) + 1)
+        place = places[self._shard_of[shuffled]]
         by_shard = np.argsort(place, kind="stable")
         owner = place[by_shard] % self.streams
-        streams = [shuffled[by_shard[owner == stream]] for stream in range(self.streams)]
-        whole = [len(stream) // self._batch_size * self._batch_size for stream in streams]
+        streams = [self._group(shuffled[by_shard[owner == stream]]) for stream in range(self.streams)]
         # each stream's batches in turn, as the workers give them
-        order = sorted((i, stream) for stream, end in enumerate(whole) for i in range(0, end, self._batch_size))
-        batches: list[_Batch] = [[(stream, streams[stream][i : i + self._batch_size].tolist())] for i, stream in order]
-        rest = np.concatenate([stream[end:] for stream, end in zip(streams, whole, strict=True)])
-        owner = np.repeat(np.arange(self.streams), [len(s) - end for s, end in zip(streams, whole, strict=True)])
-        for i in range(0, len(rest), self._batch_size):
-            part, owners = rest[i : i + self._batch_size], owner[i : i + self._batch_size]
-            batches.append([(stream, part[owners == stream].tolist()) for stream in np.unique(owners).tolist()])
+        order = sorted((i, stream) for stream, (whole, _) in enumerate(streams) for i in range(len(whole)))
+        batches = [[(stream, streams[stream][0][i])] for i, stream in order]
+        return batches + self._cut([rest for _, rest in streams])
+
+    def _group(self, sequence: NDArray[np.int64]) -> tuple[list[list[int]], NDArray[np.int64]]:
+        """Whole batches of one kind each, in the order in which they fill, and what is left over."""
+        step = self._batch_size
+        filled: list[tuple[int, list[int]]] = []
+        rest = []
+        for kind in (False, True):
+            places = np.flatnonzero(self._wide[sequence] == kind)
+            end = len(places) // step * step
+            last, batches = places[step - 1 : end : step], sequence[places[:end]].reshape(-1, step)
+            filled += zip(last.tolist(), batches.tolist(), strict=True)
+            rest.append(places[end:])
+        return [batch for _, batch in sorted(filled)], sequence[np.sort(np.concatenate(rest))]
+
+    def _cut(self, streams: Sequence[NDArray[np.int64]]) -> list[BatchParts]:
+        """Batches of what the streams hold, one stream after the other."""
+        owned = chain.from_iterable(((stream, i) for i in rest.tolist()) for stream, rest in enumerate(streams))
+        pairs, step = list(owned), self._batch_size
+        batches: list[BatchParts] = []
+        for start in range(0, len(pairs), step):
+            parts: dict[int | None, list[int]] = {}
+            for stream, index in pairs[start : start + step]:
+                parts.setdefault(None if self._shard_of is None else stream, []).append(index)
+            batches.append(list(parts.items()))
         return batches

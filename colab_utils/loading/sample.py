@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["PackedSample", "Target", "decode_image", "pack_target"]
+__all__ = ["BadSampleError", "PackedSample", "Target", "decode_image", "join_tables", "pack_target"]
 
 Target = dict[str, Any]
 """torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks uint8 [N, H, W],
@@ -23,8 +24,8 @@ image_id int, area float32 [N], iscrowd int64 [N]."""
 class PackedSample(NamedTuple):
     """One image and its objects as they cross to the training process; N objects."""
 
-    image: Tensor
-    """uint8 [3, H, W]."""
+    pixels: NDArray[np.uint8]
+    """uint8 [H, W, 3]."""
     image_id: int
     boxes: NDArray[np.float32]
     """float32 [N, 4]: x0, y0, x1, y1 in pixels."""
@@ -70,7 +71,7 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
             "Correct the target that your dataset gives."
         )
     return PackedSample(
-        image=image.as_subclass(Tensor),
+        pixels=image.as_subclass(Tensor).numpy().transpose(1, 2, 0),
         image_id=image_id,
         boxes=parts["boxes"].numpy().astype(np.float32).reshape(count, 4),
         labels=parts["labels"].numpy().astype(np.int64),
@@ -99,17 +100,35 @@ def _pack_dense(masks: NDArray[Any]) -> PackedMasks:
     return PackedMasks(np.concatenate(parts), crops, ends)
 
 
-def decode_image(data: bytes) -> Tensor:
-    """JPEG, PNG or any other image bytes as uint8 [3, H, W], by Pillow (torchvision 0.29 deprecates its decoders).
+def join_tables(samples: Sequence[PackedSample]) -> dict[str, NDArray[Any]]:
+    """The tables of a batch of one or more samples, and ``mask_bytes``, int64 [T]: the bytes of each mask."""
+    return {
+        "sizes": np.array([sample.pixels.shape[:2] for sample in samples], np.int32),
+        "image_ids": np.array([sample.image_id for sample in samples], np.int64),
+        "counts": np.array([len(sample.labels) for sample in samples], np.int64),
+        **{
+            name: np.concatenate([getattr(sample, name) for sample in samples])
+            for name in ("boxes", "labels", "areas", "iscrowd")
+        },
+        "crops": np.concatenate([sample.masks.crops for sample in samples]),
+        "mask_bytes": np.concatenate([np.diff(sample.masks.offsets) for sample in samples]),
+    }
+
+
+class BadSampleError(Exception):
+    """Inside the loader: which sample of a batch cannot be loaded, and the error that says why."""
+
+    def __init__(self, error: ColabUtilsError, place: int) -> None:
+        super().__init__(error, place)
+        self.error, self.place = error, place
+
+
+def decode_image(data: bytes | bytearray) -> Tensor:
+    """JPEG, PNG, any other image, or raw pixels as uint8 [3, H, W]; see ``decode_pixels``.
 
     Raises:
         ColabUtilsError: if the bytes are not a whole image.
     """
-    from PIL import Image
-
-    try:
-        pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ColabUtilsError(f"expected a whole image, found: {error}") from None
+    pixels = decode_pixels(data)
     # by numpy: torch's own copy uses OpenMP threads, which a forked process has lost
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
-import threading
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from typing import Any, Literal
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, quiet_fork, show_progress
+from colab_utils.runtime import count_cores, end_with_parent, quiet_fork, show_progress
 from colab_utils.shards.format import SkippedImage, remove_leftovers
 from colab_utils.shards.jobs import ShardJob, ShardResult, write_shard
 
@@ -99,15 +97,7 @@ def _start_worker(done: Any, stop: Any) -> None:
     global _done, _stop
     _done, _stop = done, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A pool's processes wait for ever for the next job of a parent that was killed: end with it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    end_with_parent()
 
 
 def _work(job: ShardJob) -> ShardResult:

@@ -15,7 +15,6 @@ from torch.utils.data import Subset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.sample import PackedSample
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.evaluation import evaluate
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, assemble_mask_rcnn, build_mask_rcnn
@@ -100,7 +99,7 @@ def train(
             f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
             "Make both from annotations with the same categories."
         )
-    images = _ImagesWithObjects(dataset, np.flatnonzero(dataset.has_objects).tolist())
+    images = Subset(dataset, np.flatnonzero(dataset.has_objects).tolist())
     if not len(images):
         raise ColabUtilsError(
             f"expected images with objects in {shards}, found none in {len(dataset)} images. "
@@ -160,13 +159,6 @@ def train(
         ap=evaluate(network, validation, device=device) if validation else None,
         plan=plan,
     )
-
-
-class _ImagesWithObjects(Subset[Any]):
-    def read_packed(self, index: int) -> PackedSample:
-        """What the loader asks for: the sample with packed masks."""
-        sample: PackedSample = self.dataset.read_packed(self.indices[index])  # type: ignore[attr-defined]
-        return sample
 
 
 def _continue_plan(plan: TrainingPlan, state: dict[str, Any], folder: CheckpointFolder) -> TrainingPlan:

@@ -10,7 +10,7 @@ import torch
 from torchvision import tv_tensors
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, collate_packed, pack_parcel
+from colab_utils.loading.batch import PackedBatch, PackedSamples, collate_packed, open_batch, write_batch
 from colab_utils.loading.sample import pack_target
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -92,16 +92,18 @@ def test_what_a_user_keeps_does_not_keep_the_batch():
     batch = collate_packed([pack_target(*make_sample(seed)) for seed in range(2)])
     parts = [value for target in batch.to_targets("cpu") for value in target.values() if torch.is_tensor(value)]
     kept = {part.untyped_storage().data_ptr() for part in [*parts, *batch.to_images("cpu")]}
-    assert batch.images.untyped_storage().data_ptr() not in kept
+    assert not {batch.pixels.untyped_storage().data_ptr(), batch.images.untyped_storage().data_ptr()} & kept
 
 
-def test_a_batch_crosses_as_one_tensor_and_pickles():
-    samples = [pack_target(*make_sample(seed)) for seed in range(3)]
-    shared = pack_parcel(samples, shared=True)
-    assert shared.buffer.is_shared()
-    assert sum(torch.is_tensor(part) for part in shared) == 1
-    again = pickle.loads(pickle.dumps(shared)).open()
+def test_a_batch_is_one_buffer_and_plain_numbers():
+    samples = PackedSamples([pack_target(*make_sample(seed)) for seed in range(3)])
+    memory = np.full(1 << 20, 255, np.uint8)  # used before
+    shape = write_batch(samples, range(3), lambda size: memory[:size])
+    assert all(type(value) is int for value in shape)
+    again = open_batch(torch.from_numpy(memory), pickle.loads(pickle.dumps(shape)))
     assert isinstance(again, PackedBatch)
+    parts = [part for part in (*vars(again).values(), *again.masks) if torch.is_tensor(part)]
+    assert {part.untyped_storage().data_ptr() for part in parts} == {memory.ctypes.data}
     for seed, image, target in zip(range(3), again.to_images("cpu"), again.to_targets("cpu"), strict=True):
         assert_same(make_sample(seed), image, target)
 

@@ -309,8 +309,6 @@ def act_with_death(index):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# torch's SIGCHLD handler may raise between the making of a socket and its `with`: CPython then finds it unclosed
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_a_killed_worker_ends_the_pass_in_one_line(make):
     loader = make(Numbers(40, act_with_death), batch_size=2, workers=2, shuffle=False)
     for _ in range(2):  # and once more with new workers
@@ -330,7 +328,7 @@ def act_with_little_shared_memory(index):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 def test_too_little_shared_memory_is_said(make):
     loader = make(Numbers(8, act_with_little_shared_memory), batch_size=4, workers=1)
-    with pytest.raises(ColabUtilsError, match=r"shared memory \(/dev/shm\).*fewer workers"):
+    with pytest.raises(ColabUtilsError, match=r"shared memory for a batch.*File too large.*fewer workers"):
         list(loader)
 
 
@@ -371,27 +369,35 @@ def test_each_shard_is_read_once_an_epoch(tiny_shards, tmp_path, monkeypatch, ma
 @pytest.mark.parametrize("seed", range(6))
 def test_the_order_of_shards_is_whole(seed):
     rng = np.random.default_rng(seed)
-    dataset = Numbers(int(rng.integers(1, 200)))
-    dataset.whole_shards = True
-    dataset.shard_of = np.sort(rng.integers(0, 9, len(dataset)))
-    for workers, batch_size in ((1, 4), (2, 3), (3, 7), (4, 1)):
-        order = BatchOrder(dataset, batch_size, workers, seed)
-        batches = list(order)
-        assert len(batches) == len(order) == -(-len(dataset) // batch_size)
-        assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(order) - 1)
-        assert sorted(flatten(batches)) == list(range(len(dataset)))
-        parts = BatchOrder(dataset, batch_size, workers, seed, split=True)
-        turns = list(parts)
-        assert flatten(turns) == flatten(batches)
-        readers = collections.defaultdict(set)
-        for turn, indices in enumerate(turns):
-            for index in indices:
-                readers[dataset.shard_of[index]].add(turn % workers)
-        assert all(len(workers_of_shard) == 1 for workers_of_shard in readers.values())
-        for start in range(len(order)):
-            order.start = parts.start = start
-            assert list(order) == batches[start:]
-            assert flatten(parts) == flatten(batches[start:])
+    size = int(rng.integers(1, 200))
+    shard_of = np.sort(rng.integers(0, 9, size))
+    sizes = rng.integers(1, 9, (size, 2)).astype(np.int32)
+    for streams, batch_size in ((1, 4), (2, 3), (3, 7), (4, 1)):
+        for grouped in (sizes, None):
+            order = BatchOrder(size, batch_size, seed, sizes=grouped, shard_of=shard_of, streams=streams)
+            batches = list(order)
+            assert len(batches) == len(order) == -(-size // batch_size)
+            assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(order) - 1)
+            assert sorted(flatten(batches)) == list(range(size))
+            readers = collections.defaultdict(set)
+            for parts in order.plan():
+                assert len({stream for stream, _ in parts}) == len(parts)
+                for stream, indices in parts:
+                    for index in indices:
+                        readers[shard_of[index]].add(stream)
+            assert all(len(streams_of_shard) == 1 for streams_of_shard in readers.values())
+
+
+def test_batches_are_wide_or_tall():
+    sizes = np.array([[4, 6], [6, 4], [5, 5]], np.int32)[np.random.default_rng(0).integers(0, 3, 103)]
+    order = BatchOrder(103, 4, 5, sizes=sizes)
+    batches = list(order)
+    assert sorted(flatten(batches)) == list(range(103))
+    assert [len(batch) for batch in batches] == [4] * 25 + [3]
+    wide = [{bool(sizes[i, 1] >= sizes[i, 0]) for i in batch} for batch in batches]
+    assert all(len(kinds) == 1 for kinds in wide[:24])  # what the two leave over, under two batches, comes last
+    assert set.union(*wide[:5]) == {True, False}  # and the two kinds come mixed
+    assert next(iter(BatchOrder(103, 4, None, sizes=sizes))) == [0, 1, 2, 3]  # the dataset's own order is kept
 
 
 # processes and files

@@ -180,16 +180,16 @@ def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_pat
 
 
 def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp_path, monkeypatch):
-    real = ShardDataset.read_packed
+    real = ShardDataset.read_into
     calls = []
 
-    def fail(self, index):
+    def fail(self, index, pixels, bits):
         calls.append(index)
         if len(calls) == 6:  # the second image of the third batch
             raise KeyboardInterrupt  # the second Ctrl-C, or whatever else
-        return real(self, index)
+        real(self, index, pixels, bits)
 
-    monkeypatch.setattr(ShardDataset, "read_packed", fail)
+    monkeypatch.setattr(ShardDataset, "read_into", fail)
     with pytest.raises(KeyboardInterrupt):
         train(tiny_shards, tmp_path, steps=5, **TINY)
     monkeypatch.undo()

@@ -1,0 +1,363 @@
+"""Masks from their bits: dense ones, mirrored and resized, and the mask targets of proposals.
+
+What depends on the objects' crops alone is worked out on the CPU, in small tables. What looks at pixels is a few
+operations over all objects at once, on the device that the bits are on, in chunks of bounded memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from colab_utils.data.masks import _nearest_indices
+from colab_utils.errors import ColabUtilsError
+
+__all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks"]
+
+Ints = NDArray[np.int64]
+
+CHUNK_BYTES = 64_000_000  # of memory for what is worked on at once
+DRAWN_BYTES, SAMPLED_BYTES = 64, 16  # that a pixel takes then
+
+
+class MaskBits(NamedTuple):
+    """The masks of T objects as in ``PackedMasks``, in tensors; ``crops`` and ``offsets`` stay on the CPU."""
+
+    bits: Tensor
+    """uint8 [bytes]: each mask's crop row by row, one bit a pixel, most significant bit first."""
+    crops: Tensor
+    """int32 [T, 4]: x0, y0, x1, y1 of each crop in pixels, half open."""
+    offsets: Tensor
+    """int64 [T + 1]: where each mask's bytes start in ``bits``."""
+
+
+class _Tables(NamedTuple):
+    """What is known of B images and their T objects without a look at the pixels."""
+
+    crops: Ints
+    offsets: Ints
+    sizes: Ints
+    counts: Ints
+    flips: NDArray[np.bool_]
+    """[B]: whether each image is mirrored."""
+    images: Ints
+    """[T]: the image of each object."""
+
+
+def _read_tables(masks: MaskBits, sizes: Any, counts: Any, flips: Any) -> _Tables:
+    crops, offsets, numbers = (np.asarray(part, np.int64) for part in (masks.crops, masks.offsets, counts))
+    sizes = np.asarray(sizes, np.int64).reshape(-1, 2)
+    flips = np.zeros(len(sizes), np.bool_) if flips is None else np.asarray(flips, np.bool_)
+    if not (len(sizes) == len(numbers) == len(flips) and numbers.sum() == len(crops) == len(offsets) - 1):
+        raise ColabUtilsError(
+            f"expected a size, a count and a flip for each image and a crop for each of {numbers.sum()} objects, found "
+            f"{len(sizes)}, {len(numbers)}, {len(flips)} and {len(crops)}. Give the tables of one batch."
+        )
+    images = np.repeat(np.arange(len(sizes)), numbers)
+    sides, room = crops[:, 2:] - crops[:, :2], np.diff(offsets)
+    # a place outside would be written into another mask, or on a GPU end the process
+    good = ((crops[:, :2] >= 0) & (sides >= 0) & (crops[:, 2:] <= sizes[images, ::-1])).all(1)
+    good &= (offsets[:-1] >= 0) & (offsets[1:] <= len(masks.bits)) & (room * 8 >= sides.prod(1))
+    if not good.all():
+        bad = int(good.argmin())
+        height, width = sizes[images[bad]].tolist()
+        raise ColabUtilsError(
+            f"expected masks inside their images, found one of {room[bad]} bytes from (x, y) "
+            f"{tuple(crops[bad, :2].tolist())} to {tuple(crops[bad, 2:].tolist())} in an image {width} wide and "
+            f"{height} high. Make the shards again."
+        )
+    return _Tables(crops, offsets, sizes, numbers, flips, images)
+
+
+def expand_masks(
+    masks: MaskBits,
+    sizes: Tensor | Sequence[Sequence[int]],
+    counts: Tensor | Sequence[int],
+    *,
+    flips: Tensor | Sequence[bool] | None = None,
+    to_sizes: Tensor | Sequence[Sequence[int]] | None = None,
+    out: Tensor | None = None,
+) -> list[Tensor]:
+    """Dense masks of each image, on the device that the bits are on; first mirrored, then resized.
+
+    Source: ``torch.nn.functional.interpolate(mode="nearest")`` as torchvision's ``GeneralizedRCNNTransform`` calls
+    it; the masks equal its own bit for bit.
+
+    Args:
+        masks: The packed masks of all T objects.
+        sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
+        counts: int [B]: objects of each image.
+        flips: bool [B]: the images to mirror left to right; none by default.
+        to_sizes: int [B, 2]: height and width in pixels to resize to; the stored sizes by default.
+        out: uint8 [bytes] on the device of the bits: memory to use again, of at least a byte for each pixel of the
+            dense masks; what an earlier call put there is lost. New memory by default.
+
+    Returns:
+        uint8 [N, height, width] of 0 and 1 for each image; views of one piece of memory.
+
+    Raises:
+        ColabUtilsError: if the tables are not of one batch, a mask lies outside its image, or ``out`` is too small.
+
+    Example:
+        >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
+        >>> masks = MaskBits(torch.tensor([0b10110000], dtype=torch.uint8), crops, torch.tensor([0, 1]))
+        >>> expand_masks(masks, [(2, 4)], [1])[0].tolist()
+        [[[0, 1, 0, 0], [0, 1, 1, 0]]]
+        >>> expand_masks(masks, [(2, 4)], [1], flips=[True], to_sizes=[(1, 8)])[0].tolist()
+        [[[0, 0, 0, 0, 1, 1, 0, 0]]]
+    """
+    tables = _read_tables(masks, sizes, counts, flips)
+    targets = tables.sizes if to_sizes is None else np.asarray(to_sizes, np.int64).reshape(-1, 2)
+    shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), targets.tolist(), strict=True)]
+    numels = [prod(shape) for shape in shapes]
+    device = masks.bits.device
+    if out is not None and len(out) < sum(numels):
+        raise ColabUtilsError(f"expected {sum(numels)} bytes for the masks, found {len(out)}. Give a larger `out`.")
+    if out is not None:
+        dense = out[: sum(numels)].zero_()
+    elif device.type == "cpu":
+        dense = torch.from_numpy(np.zeros(sum(numels), np.uint8))  # in huge pages, which torch does not ask for
+    else:
+        dense = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
+    images = [part.view(shape) for part, shape in zip(dense.split(numels), shapes, strict=True)]
+    places = [_place_objects(tables, image, target) for image, target in enumerate(targets.tolist())]
+    if device.type == "cpu":
+        _draw_objects(masks.bits, tables, places, [image.numpy() for image in images])
+    else:
+        _draw_rows(masks.bits, tables, places, dense)
+    return images
+
+
+class _Places(NamedTuple):
+    """Which stored pixels an image shows after mirroring and resizing, and where its N objects lie then."""
+
+    columns: Ints
+    """[width]: the stored column of each column."""
+    rows: Ints
+    """[height]: the stored row of each row."""
+    corners: Ints
+    """[N, 4]: x0, y0, x1, y1 of each object, half open."""
+
+
+def _place_objects(tables: _Tables, image: int, target: Sequence[int]) -> _Places:
+    height, width = tables.sizes[image].tolist()
+    rows, columns = _nearest_indices(height, target[0]), _nearest_indices(width, target[1])
+    corners = tables.crops[tables.images == image]
+    if tables.flips[image]:
+        corners[:, ::2] = width - corners[:, 2::-2]
+    corners[:, ::2] = np.searchsorted(columns, corners[:, ::2])
+    corners[:, 1::2] = np.searchsorted(rows, corners[:, 1::2])
+    return _Places(width - 1 - columns if tables.flips[image] else columns, rows, corners)
+
+
+def _draw_objects(bits: Tensor, tables: _Tables, places: list[_Places], dense: list[NDArray[np.uint8]]) -> None:
+    """Draw by numpy, an object at a time: on a CPU many times as fast as ``_draw_rows``."""
+    packed = bits.numpy()
+    objects = zip(tables.crops.tolist(), tables.offsets.tolist(), strict=False)
+    for place, masks, size, flip in zip(places, dense, tables.sizes.tolist(), tables.flips, strict=True):
+        for mask, (x0, y0, x1, y1) in zip(masks, place.corners.tolist(), strict=True):
+            (left, top, right, bottom), start = next(objects)
+            height, width = bottom - top, right - left
+            crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
+            if mask.shape == tuple(size):
+                mask[y0:y1, x0:x1] = crop[:, :: -1 if flip else 1]
+            else:
+                columns, rows = place.columns[x0:x1] - left, place.rows[y0:y1] - top
+                mask[y0:y1, x0:x1] = crop.take(columns, 1).take(rows, 0)
+
+
+def _draw_rows(bits: Tensor, tables: _Tables, places: list[_Places], dense: Tensor) -> None:
+    """Draw by torch, all objects' rows at once; ``dense`` is flat."""
+    if not len(tables.images):
+        return
+    x0, y0, x1, y1 = np.concatenate([place.corners for place in places]).T
+    (left, top, right, _), image = tables.crops.T, tables.images
+    columns, rows = (np.concatenate(parts) for parts in list(zip(*places, strict=True))[:2])
+    widths, heights = (np.array([len(place[axis]) for place in places]) for axis in (0, 1))
+    areas = (widths * heights)[image]
+    # each row of each object: its object, its place in the object's mask, its width
+    of = np.repeat(np.arange(len(image)), y1 - y0)
+    row = np.arange(len(of)) - np.repeat(np.cumsum(y1 - y0) - y1, y1 - y0)
+    wide = (x1 - x0)[of]
+    starts = np.cumsum(wide) - wide
+    stored = rows[(np.cumsum(heights) - heights)[image[of]] + row]
+    table = np.stack(
+        [
+            wide,
+            # with a pixel's number among all drawn ones added: where its column and where itself lie
+            (np.cumsum(widths) - widths)[image[of]] + x0[of] - starts,
+            (np.cumsum(areas) - areas + x0)[of] + row * widths[image[of]] - starts,
+            # with its stored column added: its bit
+            tables.offsets[of] * 8 + (stored - top[of]) * (right - left)[of] - left[of],
+        ]
+    )
+    shown = _send(columns, bits.device)
+    most = CHUNK_BYTES // DRAWN_BYTES
+    cuts = np.searchsorted(starts, np.arange(0, wide.sum() + most, most)).tolist()
+    for first, last in pairwise(cuts):
+        part, begin, length = _send(table[:, first:last], bits.device), int(starts[first]), int(wide[first:last].sum())
+        pixel = torch.arange(begin, begin + length, device=bits.device)
+        column, to, bit = part[1:].repeat_interleave(part[0], 1, output_size=length)
+        bit += shown[column.add_(pixel)]
+        dense[to.add_(pixel)] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
+
+
+def _send(table: NDArray[Any], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(table))
+    # pinned: a copy from other memory would wait for all that the device still has to do
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@torch.no_grad()
+def sample_masks(
+    masks: MaskBits,
+    objects: Tensor,
+    boxes: Tensor,
+    *,
+    sizes: Tensor | Sequence[Sequence[int]],
+    counts: Tensor | Sequence[int],
+    flips: Tensor | Sequence[bool] | None = None,
+    size: int = 28,
+) -> Tensor:
+    """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the images.
+
+    Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where a row of either
+    matrix averages the pixels that its samples read.
+
+    Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` (sampling ratio
+    -1, not aligned): samples more than a pixel outside the image are 0, others outside read its border. Equal within
+    1e-5 to what they make of dense masks.
+
+    Args:
+        masks: The packed masks of all T objects.
+        objects: int64 [R]: the object, among the T, of each proposal.
+        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the stored image, mirrored where the
+            image is. Both are read on the CPU, so if they lie on a GPU this waits for it, once.
+        sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
+        counts: int [B]: objects of each image.
+        flips: bool [B]: the images that are mirrored left to right; none by default.
+        size: Rows and columns of a target; 28 by default, as in Mask R-CNN.
+
+    Returns:
+        float32 [R, size, size] of 0 to 1, on the device that the bits are on.
+
+    Raises:
+        ColabUtilsError: if the tables are not of one batch, a mask lies outside its image, an object is not among
+            the T, or a box is not finite.
+
+    Example:
+        >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
+        >>> masks = MaskBits(torch.tensor([0b10110000], dtype=torch.uint8), crops, torch.tensor([0, 1]))
+        >>> box = torch.tensor([[0.0, 0.0, 4.0, 2.0]])
+        >>> sample_masks(masks, torch.tensor([0]), box, sizes=[(2, 4)], counts=[1], size=2).tolist()
+        [[[0.625, 0.125], [0.75, 0.25]]]
+    """
+    tables = _read_tables(masks, sizes, counts, flips)
+    of, corners = objects.cpu().numpy(), boxes.float().cpu().numpy()
+    if len(of) != len(corners) or not ((of >= 0) & (of < len(tables.images)) & np.isfinite(corners).all(1)).all():
+        raise ColabUtilsError(
+            f"expected a finite box and one of {len(tables.images)} objects for each proposal, found another among "
+            f"{len(corners)} boxes and {len(of)} objects. Give proposals of the batch that the masks are of."
+        )
+    starts, images, crops = corners[:, :2], tables.images[of], tables.crops[of]
+    limits, flipped = tables.sizes[images, ::-1], tables.flips[images]
+    # as roi_align works it out, in float32, so that the samples lie where its own do
+    sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
+    steps = sides / np.float32(size)
+    grids = np.stack([starts, steps, np.ceil(steps), limits], 1).astype(np.float32)
+    # the part of each crop that samples can read, as stored
+    lows = starts.clip(0, limits - 1).astype(np.int64)
+    highs = (starts + sides).clip(0, limits - 1).astype(np.int64) + 2
+    lows[flipped, 0], highs[flipped, 0] = (limits - highs)[flipped, 0], (limits - lows)[flipped, 0]
+    lows, highs = np.maximum(lows, crops[:, :2]), np.minimum(highs, crops[:, 2:])
+    signs = np.where(flipped, -1, 1)
+
+    device = masks.bits.device
+    targets = torch.zeros((len(of), size, size), dtype=torch.float32, device=device)
+    with torch.autocast(device.type, enabled=False):  # half precision would round the weights
+        for row, low, span in _cut_chunks(lows, highs, grids[:, 2].astype(np.int64), size):
+            crop, (x, y) = crops[row], low.T
+            stride = crop[:, 2] - crop[:, 0]
+            first = tables.offsets[of[row]] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
+            across = np.stack([signs[row], np.where(flipped[row], limits[row, 0] - 1 - x, -x), span[:, 0]])
+            down = np.stack([np.ones_like(y), -y, span[:, 1]])
+            pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())
+            columns = _weigh_pixels(grids[row, :, 0].T, across, (size, pixels.shape[2]), device)
+            rows = _weigh_pixels(grids[row, :, 1].T, down, (size, pixels.shape[1]), device)
+            targets.index_add_(0, _send(row, device), rows @ (pixels @ columns.mT))
+    return targets
+
+
+def _cut_chunks(lows: Ints, highs: Ints, grids: Ints, size: int) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Proposals of like sizes together, the largest in blocks of rows: their numbers, first pixels (x, y), lengths."""
+    pixels = CHUNK_BYTES // SAMPLED_BYTES
+    width, height = (highs - lows).clip(0).T
+    most = (pixels // width.clip(1)).clip(1)
+    blocks = -(-height // most) * (width > 0)
+    row = np.repeat(np.arange(len(lows)), blocks)
+    low, span = lows[row], np.stack([width, most], 1)[row]
+    low[:, 1] += (np.arange(len(row)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * most[row]
+    span[:, 1] = np.minimum(span[:, 1], highs[row, 1] - low[:, 1])
+    order = np.argsort(span.max(1))
+    while len(order):
+        padded, samples = np.maximum.accumulate(span[order]), np.maximum.accumulate(grids[row[order]])
+        cost = (padded.prod(1) + size * (padded + 4 * samples).sum(1)) * np.arange(1, len(order) + 1)
+        chunk, order = np.split(order, [max(1, int(np.searchsorted(cost, pixels, "right")))])
+        yield row[chunk], low[chunk], span[chunk]
+
+
+def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
+    """Blocks of pixels: float32 [k, height, width or up to 7 more] of 0 and 1; what is beyond a crop is anything.
+
+    ``lines`` is [2, k]: each block's first bit, and how many bits further its next row starts.
+    """
+    first, stride = _send(lines, bits.device)[..., None]
+    start = first + stride * torch.arange(shape[1], device=bits.device)
+    places = (start >> 3)[..., None] + torch.arange(-(-shape[0] // 8) + 1, device=bits.device)
+    pairs = bits[places.clamp_(max=len(bits) - 1)].int()
+    # a row starts at any bit of a byte: move it to the first
+    lined = ((pairs[..., :-1] << 8 | pairs[..., 1:]) >> (8 - (start & 7))[..., None]) & 255
+    numbers, shifts = torch.arange(256, device=bits.device), torch.arange(7, -1, -1, device=bits.device)
+    return torch.nn.functional.embedding(lined, ((numbers[:, None] >> shifts) & 1).float()).flatten(2)
+
+
+def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """What each pixel of a block counts in each row, or column, of a target: float32 [k, size, pixels].
+
+    Args:
+        grid: [4, k]: where the box starts, the side of a bin, samples in a bin, pixels of the image.
+        reach: [3, k]: pixel p of the image is ``first * p + second`` of the block, if that is below ``third``.
+        shape: size and pixels: those of the longest block, or more.
+        device: where to make it.
+    """
+    start, side, count, limit = _send(grid, device)[..., None, None]
+    sign, edge, length = _send(reach, device)[..., None, None]
+    number = torch.arange(int(grid[2].max()), dtype=torch.float32, device=device) + 0.5
+    place = start + torch.arange(shape[0], dtype=torch.float32, device=device)[:, None] * side + number * side / count
+    weight = ((number < count) & (place >= -1) & (place <= limit)) / count
+    place = place.clamp_(min=0).minimum(limit - 1)
+    share = place.frac()
+    weights = torch.zeros((len(start), *shape), dtype=torch.float32, device=device)
+    for pixel, part in ((place.long(), 1 - share), (place.long() + 1, share)):
+        at = sign * pixel + edge
+        inside = (at >= 0) & (at < length)
+        weights.scatter_add_(2, at.clamp_(0, shape[1] - 1), weight * part * inside)
+    return weights
+
+
+def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
+    """Boxes mirrored left to right: float [T, 4], x0, y0, x1, y1 in pixels; ``widths``: of the images, one or [T].
+
+    Example:
+        >>> flip_boxes(torch.tensor([[1.0, 0.0, 3.0, 2.0]]), 10).tolist()
+        [[7.0, 0.0, 9.0, 2.0]]
+    """
+    x0, y0, x1, y1 = boxes.unbind(1)
+    return torch.stack([widths - x1, y0, widths - x0, y1], 1)

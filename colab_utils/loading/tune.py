@@ -1,0 +1,234 @@
+"""How many workers, of which kind: found by short trials of the real loader, beside a step that takes its core."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from threading import Event, Thread
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.dispatch import LENT_SLOTS, Dispatcher
+from colab_utils.loading.emulated import EmulatedStep
+from colab_utils.loading.order import BatchOrder
+from colab_utils.loading.source import Source
+from colab_utils.loading.workers import HandOff
+from colab_utils.runtime import count_cores, describe_machine, find_free_memory, format_bytes, show_progress, write_file
+
+__all__ = ["Trial", "Tuning", "tune_workers"]
+
+_ALL_TRIALS_S = 14.0  # together, so that with the workers' start it stays under 20 s
+_TRIAL_S = 1.5
+_RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
+_CLOSE = 0.95  # rates that differ by less are the same, and the one with fewer workers wins
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way of loading and what it reached beside a step that keeps 0.9 of a core busy."""
+
+    hand_off: HandOff
+    workers: int
+    prefetch: int
+    """Batches ahead for each worker."""
+    images_per_second: float
+
+    def __str__(self) -> str:
+        kind = {"processes": "worker process(es)", "threads": "threads of a loader process", "inline": "thread(s) here"}
+        return f"{self.workers} {kind[self.hand_off]}, {self.prefetch} batches ahead each"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The way of loading that was picked, and all that were tried."""
+
+    best: Trial
+    trials: tuple[Trial, ...]
+    memory_bytes: int
+    """Shared memory for all batches under way, at most."""
+    free_bytes: int
+    """Memory that was free."""
+    seconds: float
+    remembered: bool = False
+    """Found on an earlier run, on the same machine and dataset."""
+
+    def __str__(self) -> str:
+        lines = [f"{trial.images_per_second:8.0f} images/s  {trial}" for trial in self.trials]
+        how = "remembered from an earlier run" if self.remembered else f"tried in {self.seconds:.0f} s"
+        return "\n".join([
+            *lines,
+            f"picked: {self.best} ({how}, beside a step that keeps 0.9 of a core busy)",
+            f"memory: at most {format_bytes(self.memory_bytes)} for batches, of {format_bytes(self.free_bytes)} free",
+        ])  # fmt: skip
+
+
+def tune_workers(source: Source, batch_size: int, *, hand_off: HandOff | None = None, remember: bool = True) -> Tuning:
+    """Find the fastest way of loading batches on this machine.
+
+    Args:
+        source: the dataset.
+        batch_size: images in a batch.
+        hand_off: try only this kind.
+        remember: take what an earlier run found on the same machine and dataset, and keep what is found.
+
+    Raises:
+        ColabUtilsError: if a sample is damaged, or two batches do not fit into the free memory.
+    """
+    path, key = _find_memory(), _describe_case(source, batch_size, hand_off)
+    known = _recall(path).get(key) if remember else None
+    if known is not None:
+        return known
+    started = perf_counter()
+    order = BatchOrder(len(source), batch_size, 0, sizes=source.sizes)
+    batch_bytes = _measure_batch(source, order, batch_size)
+    free = find_free_memory()
+    budget = int(free * _RAM_SHARE)
+    if batch_bytes * (1 + LENT_SLOTS) > budget:
+        raise ColabUtilsError(
+            f"expected batches of which {1 + LENT_SLOTS} fit into {format_bytes(budget)} (half of the free memory), "
+            f"found {batch_size} images of {format_bytes(batch_bytes)} in all. Use a smaller batch, or smaller images."
+        )
+
+    def count_bytes(workers: int, prefetch: int) -> int:
+        return (max(1, workers * prefetch) + LENT_SLOTS) * batch_bytes
+
+    ways = [way for way in _list_ways(source, hand_off) if count_bytes(way[1], 2) <= budget] or [("inline", 0)]
+    trials: list[Trial] = []
+    with show_progress("tuning workers", total=len(ways) + 1, unit="trial") as bar, _busy_core():
+        for kind, workers in ways:
+            trials.append(_try(source, order, kind, workers, 2, _ALL_TRIALS_S / (len(ways) + 1)))
+            bar.update()
+        best = _pick(trials)
+        if best.workers and count_bytes(best.workers, 4) <= budget:
+            trials.append(_try(source, order, best.hand_off, best.workers, 4, _ALL_TRIALS_S / (len(ways) + 1)))
+            best = _pick([best, trials[-1]])
+        bar.update()
+    tuning = Tuning(
+        best=best, trials=tuple(trials), memory_bytes=count_bytes(best.workers, best.prefetch), free_bytes=free,
+        seconds=perf_counter() - started,
+    )  # fmt: skip
+    if remember:
+        _keep(path, key, tuning)
+    return tuning
+
+
+def _list_ways(source: Source, hand_off: HandOff | None) -> list[tuple[HandOff, int]]:
+    """What is worth a trial: never more workers than cores; threads only where Python's lock does not stop them."""
+    cores = count_cores()
+    counts = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if n < cores} | {cores})
+    kinds: list[HandOff] = ["processes"]
+    if hand_off is not None:
+        kinds = [hand_off]
+    elif source.is_decoded:
+        kinds = ["processes", "threads", "inline"]
+    elif source.writes_itself:
+        kinds = ["processes", "threads"]
+    return [(kind, n) for kind in kinds for n in counts if not (kind == "threads" and n == 1 < cores)]
+
+
+def _pick(trials: Sequence[Trial]) -> Trial:
+    """The fastest; of those that are about as fast, the one with the fewest workers and batches ahead."""
+    fastest = max(trial.images_per_second for trial in trials)
+    close = [trial for trial in trials if trial.images_per_second >= _CLOSE * fastest]
+    return min(close, key=lambda trial: (trial.workers, trial.prefetch, -trial.images_per_second))
+
+
+def _try(source: Source, order: BatchOrder, kind: HandOff, workers: int, prefetch: int, most_s: float) -> Trial:
+    dispatcher = Dispatcher(source, kind, workers, prefetch)
+    try:
+        loaded = dispatcher.run(_repeat(order), seed=(0,), in_order=True, tolerant=False)
+        for _ in islice(loaded, workers * prefetch + 1):  # the start of the workers, and the first touch of their slots
+            pass
+        images, started = 0, perf_counter()
+        for item in loaded:
+            images += len(item.batch or ())
+            if perf_counter() - started > min(_TRIAL_S, most_s):
+                break
+        return Trial(kind, workers, prefetch, images / (perf_counter() - started))
+    finally:
+        dispatcher.close()
+
+
+def _repeat(order: BatchOrder) -> Iterator[tuple[int, Any]]:
+    plan = order.plan()
+    number = 0
+    while True:
+        yield number, plan[number % len(plan)]
+        number += 1
+
+
+@contextmanager
+def _busy_core() -> Iterator[None]:
+    """Keep 0.9 of a core busy from a thread of this process, as the launching of kernels does."""
+    step, end = EmulatedStep(20), Event()
+
+    def burn() -> None:
+        while not end.is_set():
+            step(None)
+
+    thread = Thread(target=burn, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def _measure_batch(source: Source, order: BatchOrder, batch_size: int) -> int:
+    """Bytes of the largest batch that can come, from the images' sizes; of a few batches where none are known."""
+    if source.sizes is not None:
+        largest = np.sort(source.sizes.prod(1, dtype=np.int64))[-batch_size:]
+        return int(3 * largest.sum() * 1.1)  # and the masks' bits
+    batches: list[int] = []
+
+    def reserve(size: int) -> Any:
+        batches.append(size)
+        return np.empty(size, np.uint8)
+
+    for number, parts in islice(_repeat(order), 4):
+        source.write([i for _, indices in parts for i in indices], reserve, (0, number))
+    return int(max(batches) * 1.5)
+
+
+def _describe_case(source: Source, batch_size: int, hand_off: HandOff | None) -> str:
+    machine = describe_machine()
+    dataset = getattr(source.dataset, "fingerprint", None) or type(source.dataset).__qualname__
+    parts = (
+        machine.cpu, machine.cores, machine.ram_bytes, machine.gpu, machine.torch, dataset, len(source),
+        source.writes_itself, source.is_decoded, batch_size, hand_off,
+    )  # fmt: skip
+    return " | ".join(map(str, parts))
+
+
+def _find_memory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colab_utils" / "workers.json"
+
+
+def _recall(path: Path) -> dict[str, Tuning]:
+    try:
+        content = json.loads(path.read_text())
+        return {
+            key: Tuning(**{
+                **value, "remembered": True, "best": Trial(**value["best"]),
+                "trials": tuple(Trial(**trial) for trial in value["trials"]),
+            })
+            for key, value in content.items()
+        }  # fmt: skip
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}  # none yet, or damaged: it is found again
+
+
+def _keep(path: Path, key: str, tuning: Tuning) -> None:
+    with suppress(OSError):  # a home that cannot be written to: found again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {known: asdict(value) for known, value in _recall(path).items()}
+        write_file(path, json.dumps({**content, key: asdict(tuning)}, indent=1).encode())
