@@ -29,9 +29,10 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# Slow: a COCO JSON of train2017's size, with limits on time and memory
+# Slow: a COCO JSON of train2017's size, and ten epochs over an index of that size, with limits on time and memory
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
+	$(RUN) tests/stress/load_large_index.py
 
 # After a fork or a rename: make badges REPO=owner/name
 badges:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter, sleep, thread_time
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np

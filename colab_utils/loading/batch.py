@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -107,6 +108,7 @@ class BatchShape(NamedTuple):
     pixel_bytes: int
     mask_bytes: int
 
+    @lru_cache(maxsize=8)  # asked for more than once for each batch  # noqa: B019
     def lay_out(self) -> tuple[dict[str, tuple[int, int, tuple[int, ...]]], int]:
         """Name: where it starts, its bytes, its shape; and the bytes of the whole buffer."""
         b, t = self.images, self.objects
@@ -115,7 +117,7 @@ class BatchShape(NamedTuple):
             "counts": (b,), "boxes": (t, 4), "labels": (t,), "areas": (t,), "iscrowd": (t,), "crops": (t, 4),
             "offsets": (t + 1,),
         }  # fmt: skip
-        sizes = [int(np.prod(shape)) * _DTYPES[name].itemsize for name, shape in shapes.items()]
+        sizes = [prod(shape) * _DTYPES[name].itemsize for name, shape in shapes.items()]
         starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         parts = zip(starts[:-1], sizes, shapes.values(), strict=True)
         return dict(zip(shapes, parts, strict=True)), starts[-1]

@@ -19,7 +19,7 @@ from colab_utils.shards.format import ShardInfo
 __all__ = ["ShardFiles", "load_shard"]
 
 SHARDS_IN_MEMORY = 2
-OPEN_FILES = 128
+OPEN_FILES = 512
 
 
 class ShardFiles:
@@ -50,7 +50,7 @@ class ShardFiles:
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         """The same into a writable buffer of bytes."""
-        path, length = self.folder / name, memoryview(buffer).nbytes
+        length = memoryview(buffer).nbytes
         try:
             if self.whole_shards:
                 data = self._read_whole(shard, name)[start : start + length]
@@ -60,12 +60,13 @@ class ShardFiles:
                 got = self._open_file(name).readinto(buffer, start)
         except OSError as error:
             raise ColabUtilsError(
-                f"expected to read {path}, found: {error.strerror}. Copy the shards again, or mount Drive again."
+                f"expected to read {self.folder / name}, found: {error.strerror}. Copy the shards again, or "
+                "mount Drive again."
             ) from None
         if got < length:
             raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found it cut short since it was opened. "
-                "Copy it again, or run preprocess again on this folder."
+                f"expected {start + length:,} bytes or more in {self.folder / name}, found it cut short since it "
+                "was opened. Copy it again, or run preprocess again on this folder."
             )
 
     def _open_file(self, name: str) -> DriveFile:

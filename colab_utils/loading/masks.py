@@ -44,6 +44,7 @@ class _Tables(NamedTuple):
     crops: Ints
     offsets: Ints
     sizes: Ints
+    to_sizes: Ints
     counts: Ints
     flips: NDArray[np.bool_]
     """[B]: whether each image is mirrored."""
@@ -51,14 +52,16 @@ class _Tables(NamedTuple):
     """[T]: the image of each object."""
 
 
-def _read_tables(masks: MaskBits, sizes: Any, counts: Any, flips: Any) -> _Tables:
+def _read_tables(masks: MaskBits, sizes: Any, counts: Any, flips: Any, to_sizes: Any = None) -> _Tables:
     crops, offsets, numbers = (np.asarray(part, np.int64) for part in (masks.crops, masks.offsets, counts))
     sizes = np.asarray(sizes, np.int64).reshape(-1, 2)
+    targets = sizes if to_sizes is None else np.asarray(to_sizes, np.int64).reshape(-1, 2)
     flips = np.zeros(len(sizes), np.bool_) if flips is None else np.asarray(flips, np.bool_)
-    if not (len(sizes) == len(numbers) == len(flips) and numbers.sum() == len(crops) == len(offsets) - 1):
+    lengths = [len(sizes), len(targets), len(flips), len(numbers)]
+    if len(set(lengths)) > 1 or not numbers.sum() == len(crops) == len(offsets) - 1:
         raise ColabUtilsError(
-            f"expected a size, a count and a flip for each image and a crop for each of {numbers.sum()} objects, found "
-            f"{len(sizes)}, {len(numbers)}, {len(flips)} and {len(crops)}. Give the tables of one batch."
+            f"expected tables of one batch, found sizes, sizes to resize to, flips and counts of {lengths} images, and "
+            f"crops of {len(crops)} objects where the counts say {numbers.sum()}. Give those of one batch."
         )
     images = np.repeat(np.arange(len(sizes)), numbers)
     sides, room = crops[:, 2:] - crops[:, :2], np.diff(offsets)
@@ -73,7 +76,7 @@ def _read_tables(masks: MaskBits, sizes: Any, counts: Any, flips: Any) -> _Table
             f"{tuple(crops[bad, :2].tolist())} to {tuple(crops[bad, 2:].tolist())} in an image {width} wide and "
             f"{height} high. Make the shards again."
         )
-    return _Tables(crops, offsets, sizes, numbers, flips, images)
+    return _Tables(crops, offsets, sizes, targets, numbers, flips, images)
 
 
 def expand_masks(
@@ -113,9 +116,8 @@ def expand_masks(
         >>> expand_masks(masks, [(2, 4)], [1], flips=[True], to_sizes=[(1, 8)])[0].tolist()
         [[[0, 0, 0, 0, 1, 1, 0, 0]]]
     """
-    tables = _read_tables(masks, sizes, counts, flips)
-    targets = tables.sizes if to_sizes is None else np.asarray(to_sizes, np.int64).reshape(-1, 2)
-    shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), targets.tolist(), strict=True)]
+    tables = _read_tables(masks, sizes, counts, flips, to_sizes)
+    shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), tables.to_sizes.tolist(), strict=True)]
     numels = [prod(shape) for shape in shapes]
     device = masks.bits.device
     if out is not None and len(out) < sum(numels):
@@ -127,7 +129,7 @@ def expand_masks(
     else:
         dense = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
     images = [part.view(shape) for part, shape in zip(dense.split(numels), shapes, strict=True)]
-    places = [_place_objects(tables, image, target) for image, target in enumerate(targets.tolist())]
+    places = [_place_objects(tables, image) for image in range(len(images))]
     if device.type == "cpu":
         _draw_objects(masks.bits, tables, places, [image.numpy() for image in images])
     else:
@@ -146,9 +148,9 @@ class _Places(NamedTuple):
     """[N, 4]: x0, y0, x1, y1 of each object, half open."""
 
 
-def _place_objects(tables: _Tables, image: int, target: Sequence[int]) -> _Places:
-    height, width = tables.sizes[image].tolist()
-    rows, columns = _nearest_indices(height, target[0]), _nearest_indices(width, target[1])
+def _place_objects(tables: _Tables, image: int) -> _Places:
+    (height, width), (to_height, to_width) = tables.sizes[image].tolist(), tables.to_sizes[image].tolist()
+    rows, columns = _nearest_indices(height, to_height), _nearest_indices(width, to_width)
     corners = tables.crops[tables.images == image]
     if tables.flips[image]:
         corners[:, ::2] = width - corners[:, 2::-2]
@@ -200,8 +202,8 @@ def _draw_rows(bits: Tensor, tables: _Tables, places: list[_Places], dense: Tens
     )
     shown = _send(columns, bits.device)
     most = CHUNK_BYTES // DRAWN_BYTES
-    cuts = np.searchsorted(starts, np.arange(0, wide.sum() + most, most)).tolist()
-    for first, last in pairwise(cuts):
+    cuts = np.searchsorted(starts, np.arange(0, wide.sum() + most, most))
+    for first, last in pairwise(np.unique(cuts).tolist()):
         part, begin, length = _send(table[:, first:last], bits.device), int(starts[first]), int(wide[first:last].sum())
         pixel = torch.arange(begin, begin + length, device=bits.device)
         column, to, bit = part[1:].repeat_interleave(part[0], 1, output_size=length)
@@ -261,10 +263,10 @@ def sample_masks(
     """
     tables = _read_tables(masks, sizes, counts, flips)
     of, corners = objects.cpu().numpy(), boxes.float().cpu().numpy()
-    if len(of) != len(corners) or not ((of >= 0) & (of < len(tables.images)) & np.isfinite(corners).all(1)).all():
+    if corners.shape != (len(of), 4) or not ((of >= 0) & (of < len(tables.images)) & np.isfinite(corners).all(1)).all():
         raise ColabUtilsError(
-            f"expected a finite box and one of {len(tables.images)} objects for each proposal, found another among "
-            f"{len(corners)} boxes and {len(of)} objects. Give proposals of the batch that the masks are of."
+            f"expected one of {len(tables.images)} objects and a finite box [4] for each proposal, found others among "
+            f"{len(of)} objects and boxes {list(corners.shape)}. Give proposals of the batch that the masks are of."
         )
     starts, images, crops = corners[:, :2], tables.images[of], tables.crops[of]
     limits, flipped = tables.sizes[images, ::-1], tables.flips[images]

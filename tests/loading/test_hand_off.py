@@ -76,16 +76,16 @@ def test_memory_is_used_again():
     for number in numbers:
         ring.slots[number].reserve(100)[:] = number
     first, second, third = (ring.lend(number, 100) for number in numbers)
-    assert [part.unique().tolist() for part in (first, second, third)] == [[0], [1], [2]]
-    assert ring.take() == 2  # the third was copied out, because two are lent
+    assert [part.unique().tolist() for part in (first, second, third)] == [[number] for number in numbers]
+    assert ring.take() == numbers[2]  # the third was copied out, because two are lent
     part = first[10:20]
     del first
     gc.collect()
     with pytest.raises(IndexError):
         ring.take()  # a piece of it is still in use
     del part
-    assert ring.take() == 0
-    assert second.unique().tolist() == [1]
+    assert ring.take() == numbers[0]
+    assert second.unique().tolist() == [numbers[1]]
 
 
 def test_a_slot_grows_and_what_was_lent_keeps_its_content():

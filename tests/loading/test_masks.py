@@ -1,0 +1,371 @@
+"""Masks from their bits against pycocotools, torchvision's own resizing, and its sampling of dense masks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from pycocotools import mask as coco_mask
+from torchvision.models.detection.roi_heads import project_masks_on_boxes
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
+
+from colab_utils.data.coco import read_coco
+from colab_utils.data.masks import encode_segmentation, pack_masks
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import masks as module
+from colab_utils.loading.masks import MaskBits, expand_masks, flip_boxes, sample_masks
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+DEVICES = ["cpu", CUDA]
+WAYS = ["cpu", "rows", CUDA]  # "rows": what a GPU runs, on the CPU
+QUICK = settings(max_examples=80, deadline=None)
+
+
+def pack_rles(images):
+    """The RLE masks of each image, [(height, width), rles], as a batch's masks, sizes and counts."""
+    packed = [pack_masks(rles) for _, rles in images]
+    ends = np.cumsum(np.concatenate([[0], *(np.diff(part.offsets) for part in packed)]))
+    tables = (np.concatenate([part[i] for part in packed]) for i in (0, 1))
+    bits, crops = (torch.from_numpy(table) for table in tables)
+    counts = torch.tensor([len(rles) for _, rles in images])
+    return MaskBits(bits, crops, torch.from_numpy(ends)), torch.tensor([size for size, _ in images]), counts
+
+
+def pack(images):
+    """Dense masks [N, height, width] of each image as a batch's masks, sizes and counts."""
+    return pack_rles([(m.shape[1:], [coco_mask.encode(np.asfortranarray(mask)) for mask in m]) for m in images])
+
+
+def move(masks, device):
+    return masks._replace(bits=masks.bits.to(device))
+
+
+def expand(way, masks, *args, **kwargs):
+    def draw(bits, tables, places, dense):
+        flat = torch.zeros(sum(part.size for part in dense), dtype=torch.uint8)
+        module._draw_rows(bits, tables, places, flat)
+        for part, drawn in zip(dense, flat.split([part.size for part in dense]), strict=True):
+            part[:] = drawn.view(part.shape).numpy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "rows":
+            patch.setattr(module, "_draw_objects", draw)
+        dense = expand_masks(move(masks, "cuda" if way == "cuda" else "cpu"), *args, **kwargs)
+    assert all(part.dtype == torch.uint8 and part.device.type == way.replace("rows", "cpu") for part in dense)
+    return [part.cpu() for part in dense]
+
+
+def make_blobs(seed, *, objects, height=37, width=53):
+    """Noise in boxes of any size and place; every fourth mask is empty."""
+    rng = np.random.default_rng(seed)
+    masks = np.zeros((objects, height, width), np.uint8)
+    for mask in (mask for i, mask in enumerate(masks) if i % 4):
+        (y0, y1), (x0, x1) = (np.sort(rng.integers(0, side + 1, 2)) for side in (height, width))
+        mask[y0:y1, x0:x1] = rng.random((y1 - y0, x1 - x0)) < 0.7
+    return masks
+
+
+RING = [2, 2, 30, 2, 30, 20, 2, 20], [10, 8, 20, 8, 20, 14, 10, 14]
+
+
+def draw_hole(height, width):
+    outer, inner = (coco_mask.decode(encode_segmentation([part], height, width)) for part in RING)
+    mask = (outer & ~inner).ravel("F")
+    runs = np.diff([0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), mask.size]).tolist()
+    return {"size": [height, width], "counts": runs}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "images",
+    [
+        [((24, 40), [[RING[0]], draw_hole(24, 40), [[35, 1, 39, 1, 37, 9], RING[1]]])],  # polygon, a hole, two parts
+        [((5, 7), [[[0, 0, 7, 0, 7, 5, 0, 5]], [[-3, -3, 9, -3, 9, 1, -3, 1]], [[6, 0, 9, 0, 9, 9, 6, 9]]])],  # borders
+        [((1, 1), [[[0, 0, 1, 0, 1, 1, 0, 1]], {"size": [1, 1], "counts": [1]}])],  # one pixel, set and not
+        [((6, 8), [{"size": [6, 8], "counts": [48]}] * 2)],  # nothing but empty masks
+        [((6, 8), []), ((9, 4), [[[1, 1, 3, 1, 3, 6, 1, 6]]]), ((3, 3), [])],  # images without objects around
+        [((6, 8), []), ((3, 3), [])],  # no object at all
+    ],
+)
+def test_dense_masks_are_those_of_pycocotools(images, way):
+    rles = [(size, [encode_segmentation(part, *size) for part in parts]) for size, parts in images]
+    dense = expand(way, *pack_rles(rles))
+    assert len(dense) == len(images)
+    for (size, parts), masks in zip(rles, dense, strict=True):
+        assert masks.shape == (len(parts), *size)
+        for rle, mask in zip(parts, masks.numpy(), strict=True):
+            assert np.array_equal(mask, coco_mask.decode(rle))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_real_masks_are_those_of_pycocotools(coco_mini, way):
+    dataset = read_coco(coco_mini.annotations)
+    images = []
+    for i in range(0, len(dataset), 4):
+        size = dataset.image(i)["height"], dataset.image(i)["width"]
+        images.append((size, [encode_segmentation(a["segmentation"], *size) for a in dataset.annotations(i)]))
+    for (_, rles), masks in zip(images, expand(way, *pack_rles(images)), strict=True):
+        assert np.array_equal(masks.numpy(), np.stack([coco_mask.decode(rle) for rle in rles]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("shortest", "longest"),
+    [
+        (74, 1333),  # exactly twice: torch has a way of its own for it
+        (100, 1333),  # up
+        (100, 121),  # up as far as the longer side allows
+        (20, 1333),  # down
+        (3, 1333),  # so far down that objects vanish
+        (37, 1333),  # as stored
+    ],
+)
+def test_resized_masks_are_those_of_torchvision(way, shortest, longest):
+    images = [make_blobs(0, objects=9), make_blobs(1, objects=0), make_blobs(2, objects=5, height=53, width=37)]
+    flips = [True, False, False]
+    resize = GeneralizedRCNNTransform(shortest, longest, [0.0] * 3, [1.0] * 3, size_divisible=1)
+    targets = [
+        {"masks": torch.from_numpy(masks).flip(-1) if flip else torch.from_numpy(masks), "boxes": torch.zeros(0, 4)}
+        for masks, flip in zip(images, flips, strict=True)
+    ]
+    # torch does not resize masks of no object
+    batch, resized = resize([torch.zeros(3, *masks.shape[1:]) for masks in images[::2]], targets[::2])
+    sizes = [batch.image_sizes[0], batch.image_sizes[0], batch.image_sizes[1]]
+    dense = expand(way, *pack(images), flips=flips, to_sizes=sizes)
+    assert dense[1].shape == (0, *sizes[1])
+    for masks, target in zip(dense[::2], resized, strict=True):
+        assert torch.equal(masks, target["masks"])
+
+
+def dense_images():
+    shape = st.tuples(st.integers(0, 4), st.integers(1, 20), st.integers(1, 20))
+    return st.lists(arrays(np.uint8, shape, elements=st.integers(0, 1)), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@QUICK
+@given(images=dense_images(), chunk=st.sampled_from([module.DRAWN_BYTES, 1000, 64_000_000]), data=st.data())
+def test_any_masks_flips_and_sizes(images, way, chunk, data):
+    flips = [data.draw(st.booleans()) for _ in images]
+    sizes = [data.draw(st.tuples(st.integers(1, 45), st.integers(1, 45))) for _ in images]
+    expected = [
+        torch.from_numpy(m).flip(-1) if flip else torch.from_numpy(m) for m, flip in zip(images, flips, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK_BYTES", chunk)
+        packed = pack(images)
+        for stored, masks in zip(expand(way, *packed, flips=torch.tensor(flips)), expected, strict=True):
+            assert torch.equal(stored, masks)
+        for resized, masks, size in zip(
+            expand(way, *packed, flips=flips, to_sizes=sizes), expected, sizes, strict=True
+        ):
+            if len(masks):
+                masks = torch.nn.functional.interpolate(masks[:, None].float(), size=size)[:, 0].byte()
+            assert torch.equal(resized, masks.view(-1, *size))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_image_of_a_thousand_objects(way):
+    images = [make_blobs(0, objects=1000), make_blobs(1, objects=3)]
+    for masks, dense in zip(images, expand(way, *pack(images)), strict=True):
+        assert torch.equal(dense, torch.from_numpy(masks))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_is_used_again(device):
+    images = [make_blobs(0, objects=4), make_blobs(1, objects=2, height=5)]
+    masks, sizes, counts = pack(images)
+    out = torch.full((sum(part.size for part in images) + 3,), 7, dtype=torch.uint8, device=device)
+    dense = expand_masks(move(masks, device), sizes, counts, out=out)
+    assert dense[0].data_ptr() == out.data_ptr()
+    assert out[-3:].tolist() == [7] * 3
+    for part, expected in zip(dense, images, strict=True):
+        assert torch.equal(part.cpu(), torch.from_numpy(expected))
+    with pytest.raises(ColabUtilsError, match=f"expected {len(out) - 3} bytes for the masks, found 9"):
+        expand_masks(move(masks, device), sizes, counts, out=out[:9])
+
+
+def project(images, objects, boxes, flips, size=28):
+    """torchvision's targets, made of each image's dense masks."""
+    ends = np.cumsum([0, *(len(masks) for masks in images)])
+    targets = torch.zeros(len(objects), size, size)
+    for masks, flip, (first, end) in zip(images, flips, pairwise(ends.tolist()), strict=True):
+        own = (objects >= first) & (objects < end)
+        dense = torch.from_numpy(masks[..., ::-1].copy() if flip else masks)
+        if own.any():
+            targets[own] = project_masks_on_boxes(dense, boxes[own], objects[own] - first, size)
+    return targets
+
+
+def make_boxes(kind, count, *, height, width, seed=0):
+    rng = np.random.default_rng(seed)
+    corners = np.sort(rng.random((count, 2, 2)), axis=1)  # two points (x, y)
+    corners = {
+        "inside": corners,
+        "partly outside": corners * 3 - 1,
+        "far outside": corners + 5,
+        "tiny": corners[:, :1] + corners * 0.01,
+        "huge": corners * 12 - 6,
+        "empty": corners[:, [0, 0]],
+        "turned round": corners[:, ::-1],
+        "whole pixels": (corners * [width, height]).round() / [width, height],
+        "the image": np.broadcast_to([[0, 0], [1, 1]], corners.shape),
+    }[kind]
+    return torch.from_numpy((corners * [width, height]).reshape(-1, 4).astype(np.float32))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [2000, 64_000_000])  # the first cuts crops into rows
+@pytest.mark.parametrize(
+    "kind",
+    ["inside", "partly outside", "far outside", "tiny", "huge", "empty", "turned round", "whole pixels", "the image"],
+)
+def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    images = [make_blobs(0, objects=9), make_blobs(1, objects=0), make_blobs(2, objects=8)]
+    flips = [False, True, True]
+    masks, sizes, counts = pack(images)
+    objects = torch.randint(0, 17, (60,), generator=torch.Generator().manual_seed(0))
+    boxes = make_boxes(kind, 60, height=37, width=53)
+    targets = sample_masks(
+        move(masks, device), objects.to(device), boxes.to(device), sizes=sizes, counts=counts, flips=flips
+    )
+    assert targets.dtype == torch.float32
+    assert targets.device.type == device
+    expected = project(images, objects, boxes, flips)
+    assert bool(expected.any()) == (kind != "far outside")
+    torch.testing.assert_close(targets.cpu(), expected, atol=1e-5, rtol=0)
+
+
+@QUICK
+@given(images=dense_images(), chunk=st.sampled_from([100, 2000, 64_000_000]), data=st.data())
+def test_targets_of_any_masks_and_boxes(images, chunk, data):
+    masks, sizes, counts = pack(images)
+    flips = [data.draw(st.booleans()) for _ in images]
+    total = int(counts.sum())
+    objects = data.draw(st.lists(st.integers(0, total - 1), max_size=5)) if total else []
+    numbers = st.floats(-60, 60, width=32)
+    boxes = [data.draw(st.tuples(numbers, numbers, numbers, numbers)) for _ in objects]
+    objects, boxes = torch.tensor(objects, dtype=torch.int64), torch.tensor(boxes, dtype=torch.float32).view(-1, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK_BYTES", chunk)
+        targets = sample_masks(masks, objects, boxes, sizes=sizes, counts=counts, flips=flips, size=5)
+    torch.testing.assert_close(targets, project(images, objects, boxes, flips, 5), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_targets_of_a_thousand_objects_in_half_precision_training(device):
+    images = [make_blobs(0, objects=1000, height=90, width=110)]
+    masks, sizes, counts = pack(images)
+    objects, boxes = torch.arange(1000), make_boxes("inside", 1000, height=90, width=110)
+    boxes.requires_grad_()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        targets = sample_masks(move(masks, device), objects.to(device), boxes.to(device), sizes=sizes, counts=counts)
+    assert not targets.requires_grad
+    torch.testing.assert_close(targets.cpu(), project(images, objects, boxes.detach(), [False]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("objects", [0, 2])  # without any object, without a proposal
+def test_no_proposals(device, objects):
+    masks, sizes, counts = pack([make_blobs(0, objects=objects)])
+    nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
+    assert sample_masks(move(masks, device), *nothing, sizes=sizes, counts=counts).shape == (0, 28, 28)
+
+
+MEMORY = """
+import numpy as np, torch
+from pathlib import Path
+from colab_utils.loading.masks import MaskBits, sample_masks
+
+def read_peak_kb():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+rng = np.random.default_rng(0)
+corners = rng.integers(0, 2900, (300, 2))
+crops = np.concatenate([corners, corners + 60], 1).astype(np.int32)
+crops[0] = 0, 0, 4000, 3000
+sides = crops[:, 2:] - crops[:, :2]
+ends = np.concatenate([[0], np.cumsum(-(-sides.prod(1) // 8))])
+masks = MaskBits(torch.full((int(ends[-1]),), 255, dtype=torch.uint8), torch.from_numpy(crops), torch.from_numpy(ends))
+objects = torch.from_numpy(np.concatenate([np.zeros(6, np.int64), np.arange(300)]))
+boxes = torch.from_numpy(crops).float()[objects]
+sample_masks(masks, objects[-1:], boxes[-1:], sizes=[(3000, 4000)], counts=[300])
+before = read_peak_kb()
+targets = sample_masks(masks, objects, boxes, sizes=[(3000, 4000)], counts=[300])
+assert (targets.mean((1, 2)) > 0.95).all()
+print(read_peak_kb() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_follows_the_boxes():
+    """Dense, the masks would be 3.6 GB, and the crops of the 6 largest proposals alone 290 MB."""
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 200_000
+
+
+ONE = pack([make_blobs(1, objects=3)])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"sizes": [(37, 53)] * 2}, r"flips and counts of \[2, 2, 2, 1\] images"),
+        ({"flips": [True, False]}, r"flips and counts of \[1, 1, 2, 1\] images"),
+        ({"to_sizes": [(5, 5)] * 2}, r"flips and counts of \[1, 2, 1, 1\] images"),
+        ({"counts": [2]}, "crops of 3 objects where the counts say 2"),
+        ({"sizes": [(5, 5)]}, r"found one of \d+ bytes from \(x, y\) \(.*\) to \(.*\) in an image 5 wide and 5 high"),
+        ({"crops": ONE[0].crops - 40}, r"from \(x, y\) \(-40, -40\)"),  # the first is an empty one at 0, 0
+        ({"crops": ONE[0].crops[:, [2, 3, 0, 1]]}, "masks inside their images"),  # the corners changed over
+        ({"bits": ONE[0].bits[:-1]}, "masks inside their images"),  # cut off
+        ({"offsets": ONE[0].offsets // 2}, "masks inside their images"),  # fewer bytes than pixels need
+        ({"offsets": ONE[0].offsets - 1}, "masks inside their images"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused_in_words(change, found):
+    masks, sizes, counts = ONE
+    parts = {"sizes": sizes, "counts": counts, **masks._asdict(), **change}
+    masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
+    with pytest.raises(ColabUtilsError, match=found) as error:
+        expand_masks(masks, **parts)
+    assert "\n" not in str(error.value)
+    if "to_sizes" not in change:
+        with pytest.raises(ColabUtilsError, match=found):
+            sample_masks(masks, torch.tensor([0]), torch.zeros(1, 4), **parts)
+
+
+@pytest.mark.parametrize(
+    ("objects", "boxes"),
+    [
+        ([3], [[0.0, 0, 5, 5]]),  # of another batch
+        ([-1], [[0.0, 0, 5, 5]]),
+        ([0], [[0.0, 0, float("nan"), 5]]),  # of a training that diverged
+        ([0], [[0.0, 0, float("inf"), 5]]),
+        ([0], [[0.0, 0, 5]]),
+        ([0, 1], [[0.0, 0, 5, 5]]),
+    ],
+)
+def test_proposals_that_do_not_fit_are_refused_in_words(objects, boxes):
+    masks, sizes, counts = ONE
+    with pytest.raises(ColabUtilsError, match="expected one of 3 objects and a finite box"):
+        sample_masks(masks, torch.tensor(objects), torch.tensor(boxes), sizes=sizes, counts=counts)
+
+
+def test_flipped_boxes_are_those_of_the_flipped_masks():
+    images = [make_blobs(3, objects=12), make_blobs(4, objects=7, height=53, width=20)]
+    masks, sizes, counts = pack(images)
+    widths = sizes[:, 1].repeat_interleave(counts)
+    flipped = flip_boxes(masks.crops.float(), widths)
+    again, *_ = pack([part[..., ::-1] for part in images])
+    real = masks.crops[:, 2] > 0  # an empty mask has no box to mirror
+    assert torch.equal(flipped[real], again.crops[real].float())
+    assert torch.equal(flip_boxes(flipped, widths), masks.crops.float())

@@ -1,0 +1,100 @@
+"""Memory of a loader over an index of 118,000 images: flat over ten epochs, and small in all.
+
+    python tests/stress/load_large_index.py [--epochs 10] [--folder /tmp]
+
+Annotations of train2017's size (118,000 images, 7.3 objects each) behind small pictures, two worker processes. PSS
+counts what processes share once. It fails if a worker grows by more than 5 MB after its first epoch (Python objects in
+the index would be copied by every touch), or if all processes together take more than 1.2 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import psutil
+from PIL import Image
+
+from colab_utils.loading import ShardDataset, make_loader
+from colab_utils.shards.format import read_index, write_index
+from colab_utils.shards.write import write_shards
+
+IMAGES, COPIES, OBJECTS = 1000, 118, 7.3
+MOST_GROWTH_MB, MOST_MB = 5, 1200
+
+
+def make_shards(folder: Path) -> Path:
+    """One shard of 1,000 small images, and 117 more that are hard links to it."""
+    pictures = folder / "images"
+    pictures.mkdir()
+    rng = np.random.default_rng(0)
+    annotations = []
+    for i in range(IMAGES):
+        Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8)).save(pictures / f"{i}.jpg")
+        for _ in range(int(OBJECTS) + int(rng.random() < OBJECTS % 1)):
+            x, y, w, h = 4 + rng.integers(0, 20), 4 + rng.integers(0, 10), 12, 9
+            corners = [x, y, x + w, y, x + w, y + h, x, y + h]
+            annotations.append({
+                "id": len(annotations) + 1, "image_id": i, "category_id": 1, "iscrowd": 0, "area": w * h,
+                "bbox": [int(x), int(y), w, h], "segmentation": [[int(c) for c in corners]],
+            })  # fmt: skip
+    images = [{"id": i, "file_name": f"{i}.jpg", "height": 32, "width": 48} for i in range(IMAGES)]
+    content = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "box"}]}
+    (folder / "a.json").write_text(json.dumps(content))
+    write_shards(pictures, folder / "a.json", shards=folder / "shards")
+    index = read_index(folder / "shards")
+    shards = []
+    for n in range(COPIES):
+        shard = replace(index.shards[0], name=f"copy-{n:06d}.tar", arrays_name=f"copy-{n:06d}.arrays")
+        os.link(folder / "shards" / index.shards[0].name, folder / "shards" / shard.name)
+        os.link(folder / "shards" / index.shards[0].arrays_name, folder / "shards" / shard.arrays_name)
+        shards.append(shard)
+    write_index(folder / "shards", replace(index, shards=tuple(shards)))
+    return folder / "shards"
+
+
+def measure_pss_mb(process: psutil.Process, *kinds: str) -> float:
+    """Proportional set size: memory of its own, and its part of what it shares; all of it, or ``Pss_Anon`` and such."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split(":")[0]: int(line.split()[1]) / 1000 for line in lines}
+    return sum(sizes[kind] for kind in kinds or ("Pss",))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=10, help="default: 10")
+    parser.add_argument("--folder", type=Path, help="where to make the data; default: the system's")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        dataset = ShardDataset(make_shards(folder))
+        loader = make_loader(dataset, batch_size=8, workers=2, deliver="packed")
+        workers: list[float] = []
+        for epoch in range(options.epochs):
+            started, images = perf_counter(), sum(len(batch) for batch in loader)
+            children = psutil.Process().children()
+            # without libraries, of which its part grows when any other program ends
+            workers.append(max(measure_pss_mb(child, "Pss_Anon", "Pss_Shmem") for child in children))
+            total = measure_pss_mb(psutil.Process()) + sum(map(measure_pss_mb, children))
+            seconds = perf_counter() - started
+            print(f"epoch {epoch}: {images:,} images, {seconds:.0f} s, PSS without libraries {workers[-1]:.1f} MB in the "
+                  f"larger worker, PSS of all {len(children) + 1} processes {total:.0f} MB", flush=True)  # fmt: skip
+        loader.close()
+    finally:
+        shutil.rmtree(folder)
+    growth = max(workers[1:]) - workers[0]
+    print(f"growth after the first epoch: {growth:.1f} MB (at most {MOST_GROWTH_MB}); in all {total:.0f} MB "
+          f"(at most {MOST_MB})")  # fmt: skip
+    return int(growth > MOST_GROWTH_MB or total > MOST_MB)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
