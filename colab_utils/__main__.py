@@ -158,17 +158,31 @@ def _run_diagnose(options: argparse.Namespace) -> Any:
 
 
 def _run_preprocess(options: argparse.Namespace) -> Any:
-    from colab_utils.shards.write import write_shards
+    from colab_utils.shards.write import find_recipe, write_shards
 
+    settings = {name: getattr(options, name) for name in ("shards", "shard_mb", "min_size", "max_size", "workers")}
+    form, quality = options.form, options.jpeg_quality
+    begun = None if options.plan else find_recipe(options.shards)
+    if begun is not None:  # what is not asked for stays as it was begun
+        form, quality = begun["form"] if form == "auto" else form, quality or begun["jpeg_quality"]
+    if options.plan or form == "auto":
+        from colab_utils.shards.plan import plan_shards
+
+        plan = plan_shards(
+            options.images, options.annotations, form=form, jpeg_quality=quality, step_ms=options.step_ms, **settings
+        )
+        if options.plan:
+            return plan
+        form, quality = plan.picked.form, plan.picked.jpeg_quality
+        if options.json != "-":
+            print("\n".join(f"note: {line}" for line in str(plan).splitlines() if line), file=sys.stderr)
     report = write_shards(
         options.images,
         options.annotations,
-        shards=options.shards,
-        shard_mb=options.shard_mb,
-        min_size=options.min_size,
-        max_size=options.max_size,
-        workers=options.workers,
+        form=form,
+        **({} if quality is None else {"jpeg_quality": quality}),
         max_bad=options.max_bad,
+        **settings,
     )
     for image in report.skipped:
         print(f"skipped {image.file_name}: {image.reason}", file=sys.stderr)
@@ -260,6 +274,13 @@ def _make_parser() -> argparse.ArgumentParser:
     preprocess.add_argument("--shards", metavar="DIR", required=True, help="folder to write to")
     preprocess.add_argument("--min-size", type=int, default=800, help="shorter side that training needs, px (800)")
     preprocess.add_argument("--max-size", type=int, default=1333, help="longer side that training needs, px (1333)")
+    preprocess.add_argument(
+        "--form", choices=("auto", "keep", "shrink", "pixels"), default="auto",
+        help="shrink larger images, keep every file's bytes, or raw pixels (auto: what a short trial here picks)",
+    )  # fmt: skip
+    preprocess.add_argument("--jpeg-quality", type=int, metavar="Q", help="of images that are shrunk, 1 to 100 (95)")
+    preprocess.add_argument("--step-ms", type=_positive, metavar="MS", help="your training step for a batch of 4")
+    preprocess.add_argument("--plan", action="store_true", help="print the plan with its estimate, and write nothing")
     preprocess.add_argument("--shard-mb", type=_number, default=128, help="size of a shard to aim at, MB (128)")
     preprocess.add_argument(
         "--workers", type=_number_or_auto, default="auto", help="processes (auto: one for each core)"

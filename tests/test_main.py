@@ -14,6 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from colab_utils.__main__ import main
@@ -144,6 +145,9 @@ BAD = [
         ("--min-size", 0), ("--min-size", -5), ("--max-size", 0), ("--min-size", 1.5), ("--min-size", 10**9),
         ("--shard-mb", 0), ("--shard-mb", -1), ("--shard-mb", "nan"), ("--shard-mb", "inf"), ("--shard-mb", "big"),
         ("--workers", 0), ("--workers", -1), ("--workers", "many"), ("--workers", 1.5),
+        ("--form", "zip"), ("--form", ""), ("--jpeg-quality", 0), ("--jpeg-quality", 101), ("--jpeg-quality", "high"),
+        ("--form", "keep", "--jpeg-quality", 0), ("--step-ms", 0), ("--step-ms", -1), ("--step-ms", "nan"),
+        ("--step-ms", "inf"), ("--step-ms", "fast"), ("--plan", "--jpeg-quality", 0), ("--plan", "--workers", 0),
         ("--max-bad", "nan"), ("--max-bad", 1.5), ("--max-bad", "101%"), ("--max-bad", "-1%"), ("--max-bad", "few"))],
     *[(["diagnose", *COCO, *option], "") for option in (
         ("--batch-size", 0), ("--batch-size", -1), ("--batch-size", "auto"), ("--workers", -1), ("--workers", "x"),
@@ -162,6 +166,11 @@ BAD = [
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),  # other shards are there
+    (["preprocess", *COCO, "--shards", "{}/shards", "--form", "pixels"], "shards"),
+    (["preprocess", *COCO, "--shards", "{}/shards", "--jpeg-quality", 90], "shards"),
+    (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
+    (["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW], "every one that was looked at bad"),
+    (["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"], "empty"),
     (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
     (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
     (["demo", "--output", "{}/coco.json"], "coco.json"),
@@ -175,7 +184,8 @@ BAD = [
     (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
     (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
     # places where nothing can be written
-    (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "/proc"),
+    (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "expected free space"),
+    (["preprocess", *COCO, "--shards", "/proc/colab_utils", "--form", "keep"], "/proc"),
     (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
     (["train", "--shards", "{}/shards", "--run", "/proc/colab_utils", "--steps", 1], "/proc"),
     (["compare", *COCO, "--report", "/proc/colab_utils"], "/proc"),
@@ -351,14 +361,94 @@ def test_repair_writes_what_check_then_finds_whole(run, world):
     assert (status, out.split()[0]) == (0, "11")
 
 
+# preprocess: the plan
+
+
+PREPROCESS = ("preprocess", *COCO, *NEW, "--workers", 1)
+PLAN_KEYS = {"picked", "reason", "options", "masks", "images", "sampled_images", "needed_images_per_second", "cores",
+             "drive", "drive_free_bytes", "ssd_free_bytes", "ram_free_bytes", "seconds"}  # fmt: skip
+OPTION_KEYS = {"name", "form", "jpeg_quality", "bytes_per_image", "bytes", "write_cpu_ms", "read_cpu_ms", "make_s",
+               "copy_s", "images_per_second", "lacking"}  # fmt: skip
+
+
+@pytest.fixture
+def preprocess(run, world):
+    def call(*options):
+        return run(*(str(part).replace("{}", str(world)) for part in (*PREPROCESS, *options)))
+
+    return call
+
+
+def test_a_plan_alone_writes_nothing(preprocess, world, tmp_path):
+    before = hash_tree(world)
+    status, out, err = preprocess("--plan", "--step-ms", 100, "--json", tmp_path / "plan.json")
+    assert (status, err) == (0, "")
+    assert out.startswith("stored as")
+    assert out.splitlines()[-1].startswith("keep: no image is larger")
+    found = json.loads((tmp_path / "plan.json").read_text(), parse_constant=refuse_constant)
+    assert set(found) == PLAN_KEYS | {"command"}
+    assert all(set(option) == OPTION_KEYS for option in found["options"])
+    assert found["picked"] in found["options"]
+    assert found["needed_images_per_second"] == 40
+    assert json.loads(preprocess("--plan", "--json", "-")[1])["picked"]["form"] == "keep"
+    assert hash_tree(world) == before
+
+
+def test_the_plan_is_shown_and_taken(preprocess, world):
+    status, out, err = preprocess("--min-size", 64)
+    assert status == 0
+    lines = err.splitlines()
+    assert all(line.startswith("note: ") for line in lines)
+    assert lines[0].startswith("note: stored as")
+    assert "note: shrink, JPEG 95: 12 of 12 images are larger" in lines[-1]
+    assert "12 images" in out
+    assert read_index(world / "new").recipe["form"] == "shrink"
+
+
+def test_no_note_beside_json_on_standard_output(preprocess):
+    status, out, err = preprocess("--json", "-")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["form"] == "keep"
+
+
+@pytest.mark.parametrize(
+    ("options", "form", "quality"),
+    [
+        (("--form", "pixels"), "pixels", 95),
+        (("--form", "shrink", "--jpeg-quality", 70), "shrink", 70),
+        (("--form", "auto", "--jpeg-quality", 70, "--min-size", 64), "shrink", 70),
+        (("--step-ms", 0.0001), "pixels", 95),  # decoding feeds no such step
+    ],
+)
+def test_each_choice_of_the_plan_can_be_overruled(preprocess, world, options, form, quality):
+    status, _, err = preprocess(*options)
+    assert status == 0, err
+    recipe = read_index(world / "new").recipe
+    assert (recipe["form"], recipe["jpeg_quality"]) == (form, quality)
+
+
+@pytest.mark.parametrize("lost", [None, "index.json"])  # finished, and not
+def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch, lost):
+    assert preprocess("--form", "pixels", "--jpeg-quality", 80)[0] == 0
+    before = hash_tree(world / "new")
+    if lost:
+        (world / "new" / lost).unlink()
+    monkeypatch.delattr("colab_utils.shards.plan.plan_shards")
+    for options in ((), ("--form", "pixels"), ("--jpeg-quality", 80)):
+        status, _, err = preprocess(*options)
+        assert (status, err) == (0, "")
+        assert hash_tree(world / "new") == before
+
+
 # Ctrl-C, full disks, closed pipes
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(world, workers):
+@pytest.fixture
+def many(world):
+    """Annotations of 4,000 images, the same few files again and again: some seconds of work."""
     raw = json.loads((world / "coco.json").read_text())
     many = {"images": [], "annotations": [], "categories": raw["categories"]}
-    for i in range(4000):  # the same few files again and again: some seconds of work
+    for i in range(4000):
         source = raw["images"][i % len(raw["images"])]
         many["images"].append({**source, "id": i})
         for annotation in raw["annotations"]:
@@ -366,9 +456,30 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(world
                 number = len(many["annotations"]) + 1
                 many["annotations"].append({**annotation, "image_id": i, "id": number})
     (world / "many.json").write_text(json.dumps(many))
+    return "preprocess", "--images", world / "images", "--annotations", world / "many.json", "--shards", world / "new"
+
+
+def test_ctrl_c_while_it_plans(many, world):
+    process = start(*many, "--workers", 2, start_new_session=True)
+    try:
+        limit, children = time.monotonic() + 60, []
+        while len(children) < 2 and process.poll() is None and time.monotonic() < limit:
+            time.sleep(0.01)
+            children = psutil.Process(process.pid).children()
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (130, ""), err
+    assert err.strip() == "stopped: what was finished is safe, the same command continues there"
+    assert not (world / "new").exists()
+    assert not [child for child in children if child.is_running()]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(many, world, workers):
     target = world / "new"
-    arguments = ("preprocess", "--images", world / "images", "--annotations", world / "many.json", "--shards", target,
-                 "--shard-mb", 1, "--workers", workers)  # fmt: skip
+    arguments = (*many, "--shard-mb", 1, "--workers", workers)
     process = start(*arguments, start_new_session=True)
     try:
         limit = time.monotonic() + 60
@@ -379,7 +490,8 @@ def test_ctrl_c_leaves_only_finished_shards_and_the_same_command_continues(world
     finally:
         process.kill()
     assert (process.returncode, out) == (130, ""), err
-    assert err.strip() == "stopped: what was finished is safe, the same command continues there"
+    lines = [line for line in err.splitlines() if line and not line.startswith("note: ")]  # the plan
+    assert lines == ["stopped: what was finished is safe, the same command continues there"]
     assert not (target / "index.json").exists()
     assert not list(target.glob("*.part"))
     finished = {path.name: path.stat().st_mtime_ns for path in target.glob("*.arrays")}

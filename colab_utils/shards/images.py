@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from colab_utils.errors import ColabUtilsError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["StoredImage", "make_record", "plan_size", "store_image"]
+__all__ = ["JPEG_QUALITY", "Form", "StoredImage", "make_record", "plan_size", "store_image"]
 
+Form = Literal["shrink", "keep", "pixels"]
+"""How images lie in a shard: the larger ones shrunk once, all bytes kept, or shrunk and as raw pixels."""
 JPEG_QUALITY = 95
 _KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
 _ORIENTATION = 0x0112
@@ -52,17 +54,27 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple
     return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
 
 
-def store_image(data: bytes, size: tuple[int, int], *, min_size: int, max_size: int) -> StoredImage:
-    """Decode an image once to be sure it is whole, then keep its bytes or shrink it.
+def store_image(
+    data: bytes,
+    size: tuple[int, int],
+    *,
+    min_size: int,
+    max_size: int,
+    form: Form = "shrink",
+    jpeg_quality: int = JPEG_QUALITY,
+) -> StoredImage:
+    """Decode an image once to be sure it is whole, then keep its bytes, shrink it, or store its pixels.
 
     JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become 8-bit RGB PNG; what is larger than
-    training needs is shrunk with an antialiased filter (JPEG at quality 95, or PNG if it was PNG).
+    training needs is shrunk with an antialiased filter (to JPEG, or PNG if it was PNG).
 
     Args:
         data: the file's bytes.
         size: height and width that the annotations give; 0 where they give none.
         min_size: shorter side that training needs, in pixels.
         max_size: longer side that training needs, in pixels.
+        form: "shrink"; "keep" shrinks nothing; "pixels" shrinks, then stores uint8 [H, W, 3] as ``.npy``.
+        jpeg_quality: of an image that is shrunk to JPEG, 1 to 100.
 
     Raises:
         ColabUtilsError: if the data is not a whole image, or its size is not what the annotations say.
@@ -83,14 +95,16 @@ def store_image(data: bytes, size: tuple[int, int], *, min_size: int, max_size: 
     upright = _turn_upright(image, size, turned=turned)
     kept = upright is image and mode in _KEPT_MODES.get(kind, ()) and not _is_deep_png(kind, data)
     width, height = upright.size
-    stored = plan_size(height, width, min_size=min_size, max_size=max_size)
-    if stored != (height, width):
-        small = _to_rgb(upright).resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
-        lossy = kind in ("JPEG", "MPO", "WEBP")
-        return StoredImage(*_encode(small, lossy=lossy), *stored, height, width)
-    if kept:
-        return StoredImage("png" if kind == "PNG" else "jpg", data, height, width, height, width)
-    return StoredImage(*_encode(_to_rgb(upright), lossy=False), height, width, height, width)
+    original = height, width
+    stored = original if form == "keep" else plan_size(height, width, min_size=min_size, max_size=max_size)
+    if kept and stored == original and form != "pixels":
+        return StoredImage("png" if kind == "PNG" else "jpg", data, *stored, *original)
+    rgb, extension = _to_rgb(upright), "npy" if form == "pixels" else "png"
+    if stored != original:
+        rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
+        if form == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
+            extension = "jpg"
+    return StoredImage(extension, _encode(rgb, extension, jpeg_quality), *stored, *original)
 
 
 def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage) -> dict[str, Any]:
@@ -164,10 +178,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _encode(image: Image.Image, *, lossy: bool) -> tuple[str, bytes]:
+def _encode(image: Image.Image, extension: str, jpeg_quality: int) -> bytes:
     file = io.BytesIO()
-    if lossy:
-        image.save(file, "JPEG", quality=JPEG_QUALITY)
-        return "jpg", file.getvalue()
-    image.save(file, "PNG", compress_level=1)
-    return "png", file.getvalue()
+    if extension == "npy":
+        np.save(file, np.asarray(image), allow_pickle=False)
+    elif extension == "jpg":
+        image.save(file, "JPEG", quality=jpeg_quality)
+    else:
+        image.save(file, "PNG", compress_level=1)
+    return file.getvalue()

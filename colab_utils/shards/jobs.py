@@ -21,9 +21,9 @@ from colab_utils.shards.format import (
     hash_bytes,
     pad_member,
 )
-from colab_utils.shards.images import make_record, store_image
+from colab_utils.shards.images import StoredImage, make_record, store_image
 
-__all__ = ["ShardJob", "ShardResult", "has_mended", "read_sample", "write_shard"]
+__all__ = ["ShardJob", "ShardResult", "has_mended", "read_image", "read_sample", "store_sample", "write_shard"]
 
 ShardResult = tuple[ShardInfo, tuple[SkippedImage, ...]]
 
@@ -46,17 +46,32 @@ def read_sample(images: Path, dataset: CocoDataset, i: int, recipe: dict[str, An
         ColabUtilsError: if the image or one of its annotations is bad.
         DriveLostError: if Drive went away, which says nothing about the image.
     """
+    stored = store_sample(read_image(images, dataset, i), dataset, i, recipe)
     image = dataset.image(i)
+    record = make_record(image, dataset.annotations(i), stored)
+    return f"{image['id']:012d}", stored.extension, stored.data, json.dumps(record, separators=(",", ":")).encode()
+
+
+def read_image(images: Path, dataset: CocoDataset, i: int) -> bytes:
+    """The bytes of one image's file; raises what `read_sample` raises."""
     try:
-        data = read_file(images / image["file_name"])
+        return read_file(images / dataset.file_name(i))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ColabUtilsError("the file is missing") from None
     except OSError as error:
         raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
-    size = image["height"], image["width"]
-    stored = store_image(data, size, min_size=recipe["min_size"], max_size=recipe["max_size"])
-    record = make_record(image, dataset.annotations(i), stored)
-    return f"{image['id']:012d}", stored.extension, stored.data, json.dumps(record, separators=(",", ":")).encode()
+
+
+def store_sample(data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, Any]) -> StoredImage:
+    """The bytes of one image's file as they go into a shard; raises what `store_image` raises."""
+    return store_image(
+        data,
+        tuple(dataset.sizes[i].tolist()),
+        min_size=recipe["min_size"],
+        max_size=recipe["max_size"],
+        form=recipe.get("form", "shrink"),  # older shards know no other
+        jpeg_quality=recipe["jpeg_quality"],
+    )
 
 
 def write_shard(job: ShardJob, count: Callable[[int], None]) -> ShardResult:

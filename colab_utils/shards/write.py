@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -32,13 +32,15 @@ from colab_utils.shards.format import (
     remove_leftovers,
     write_index,
 )
-from colab_utils.shards.images import JPEG_QUALITY
+from colab_utils.shards.images import JPEG_QUALITY, Form
 from colab_utils.shards.jobs import ShardJob, has_mended, read_sample
 from colab_utils.shards.pool import run_jobs
 
-__all__ = ["ShardReport", "write_shards"]
+__all__ = ["SAMPLE_IMAGES", "ShardReport", "check_numbers", "find_recipe", "open_dataset", "write_shards"]
 
 SAMPLE_IMAGES = 16
+_RANGES = {"max_bad": (0, 1), "shard_mb": (0, 1024), "jpeg_quality": (1, 100), "step_ms": (0, 10**6)}
+_WHOLE = ("workers", "jpeg_quality", "sample", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class ShardReport:
     bytes: int
     """Size of all shards and the arrays beside them."""
     seconds: float
+    form: Form = "shrink"
+    """How the images are stored; see :func:`write_shards`."""
 
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
@@ -67,6 +71,8 @@ def write_shards(
     shard_mb: float = 128,
     min_size: int = 800,
     max_size: int = 1333,
+    form: Form = "shrink",
+    jpeg_quality: int = JPEG_QUALITY,
     workers: int | Literal["auto"] = "auto",
     executor: Executor | None = None,
     max_bad: float = 0.01,
@@ -75,6 +81,7 @@ def write_shards(
 
     Images keep their bytes, unless they are larger than training needs: those are shrunk once. A bad image
     (missing, cut short, not an image, or with an annotation that has no usable mask) is skipped and reported.
+    Which ``form`` pays on this machine, `colab_utils.shards.plan.plan_shards` measures.
 
     Args:
         images: the image folder.
@@ -83,6 +90,9 @@ def write_shards(
         shard_mb: size to aim at for each shard, in MB.
         min_size: the shorter side that training needs, in pixels (torchvision's ``min_size``).
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
+        form: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels (``KEY.npy``, uint8
+            [H, W, 3]), which cost no decoding and many times the space.
+        jpeg_quality: of images that are shrunk to JPEG, 1 to 100.
         workers: processes; "auto" is one for each core.
         executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of processes here.
         max_bad: the share of bad images above which it stops, 0 to 1.
@@ -102,15 +112,19 @@ def write_shards(
     """
     started = perf_counter()
     images, folder = Path(images), Path(shards)
-    _check_numbers(shard_mb=shard_mb, min_size=min_size, max_size=max_size, max_bad=max_bad)
+    check_numbers(shard_mb=shard_mb, min_size=min_size, max_size=max_size, max_bad=max_bad, jpeg_quality=jpeg_quality)
     if workers != "auto":
-        _check_numbers(workers=workers)
-    with guard_drive(images):
-        if not images.is_dir():
-            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-        dataset = read_coco(annotations)
-        _check_references(dataset, Path(annotations))
-    recipe = {"min_size": min_size, "max_size": max_size, "jpeg_quality": JPEG_QUALITY, "shard_mb": float(shard_mb)}
+        check_numbers(workers=workers)
+    if form not in get_args(Form):
+        raise ColabUtilsError(f"expected form as one of {', '.join(get_args(Form))}, found {form!r}: choose another")
+    dataset = open_dataset(images, annotations)
+    recipe = {
+        "min_size": min_size,
+        "max_size": max_size,
+        "form": form,
+        "jpeg_quality": jpeg_quality,
+        "shard_mb": float(shard_mb),
+    }
     with explain_write(folder):
         finished = _find_finished(folder, images, dataset, recipe)
         if finished is not None:
@@ -131,17 +145,55 @@ def write_shards(
     return _report(index, started)
 
 
-def _report(index: ShardIndex, started: float) -> ShardReport:
-    return ShardReport(index.images, index.skipped, len(index.shards), index.bytes, perf_counter() - started)
+def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
+    """The annotations, once it is sure that shards can be made of them.
+
+    Raises:
+        ColabUtilsError: if there is no image folder, or the annotations are not COCO or refer to what is not there.
+    """
+    with guard_drive(images):
+        if not Path(images).is_dir():
+            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+        dataset = read_coco(annotations)
+        _check_references(dataset, Path(annotations))
+    return dataset
 
 
-def _check_numbers(**numbers: Any) -> None:
+def find_recipe(folder: str | Path) -> dict[str, Any] | None:
+    """How the shards of a folder were made, finished or not; None if it holds none.
+
+    Raises:
+        ColabUtilsError: if the folder holds something else.
+
+    Example:
+        >>> find_recipe("no/such/folder") is None
+        True
+    """
+    folder = Path(folder)
+    with explain_write(folder):
+        if (folder / INDEX_NAME).exists():
+            return _name_form(read_index(folder).recipe)
+        mark = _find_mark(folder)
+    return None if mark is None else _name_form(mark["recipe"])
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Refuse a setting of preprocessing that is out of range, by its name."""
     for name, value in numbers.items():
-        upper = 1 if name == "max_bad" else 1024 if name == "shard_mb" else 2**16
-        lower = 1 if name in ("workers", "min_size", "max_size") else 0
-        right = isinstance(value, int if name == "workers" else int | float) and lower <= value <= upper
-        if not right or (name == "shard_mb" and not value):
+        lower, upper = _RANGES.get(name, (1, 2**16))
+        right = isinstance(value, int if name in _WHOLE else int | float) and lower <= value <= upper
+        if not right or (name in ("shard_mb", "step_ms") and not value):
             raise ColabUtilsError(f"expected {name} between {lower} and {upper}, found {value!r}: choose another")
+
+
+def _name_form(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Recipes of shards made before there were forms name none."""
+    return {"form": "shrink", **recipe}
+
+
+def _report(index: ShardIndex, started: float) -> ShardReport:
+    form = _name_form(index.recipe)["form"]
+    return ShardReport(index.images, index.skipped, len(index.shards), index.bytes, perf_counter() - started, form)
 
 
 def _check_references(dataset: CocoDataset, annotations: Path) -> None:
@@ -168,7 +220,7 @@ def _find_finished(folder: Path, images: Path, dataset: CocoDataset, recipe: dic
     if not (folder / INDEX_NAME).exists():
         return None
     index = read_index(folder)
-    same = {key: index.recipe.get(key) for key in recipe} == recipe
+    same = _name_form(index.recipe).items() >= recipe.items()
     if index.fingerprint != dataset.fingerprint or not same:
         what = "shards made with other settings" if index.fingerprint == dataset.fingerprint else "another dataset"
         raise ColabUtilsError(
@@ -193,7 +245,8 @@ def _open_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[
     mark = _find_mark(folder)
     if mark is not None:
         known: dict[str, Any] = mark["recipe"]
-        if mark != _mark(dataset, {**recipe, "images_per_shard": known.get("images_per_shard")}):
+        named = {**mark, "recipe": _name_form(known)}
+        if named != _mark(dataset, {**recipe, "images_per_shard": known.get("images_per_shard")}):
             raise ColabUtilsError(
                 f"expected an empty folder, found an unfinished run of other data or settings in {folder}. "
                 "Name another folder, or finish that run with its own settings."

@@ -188,6 +188,43 @@ def test_every_kind_of_image_is_shrunk(name, data, kept):
         assert np.abs(decoded.permute(1, 2, 0).numpy().astype(int) - np.array(expected)).mean() < 3
 
 
+@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+def test_keep_shrinks_nothing(name, data, kept):
+    stored = store_image(data, (48, 64), min_size=24, max_size=100, form="keep")
+    assert stored == store_image(data, (48, 64), **SIZES)
+    assert (stored.data == data) is kept
+
+
+@pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
+@pytest.mark.parametrize("min_size", [800, 24])  # as large as it is, and shrunk
+def test_raw_pixels_are_those_of_the_stored_image(name, data, kept, min_size):
+    stored = store_image(data, (48, 64), min_size=min_size, max_size=1333, form="pixels")
+    height, width = (48, 64) if min_size == 800 else (24, 32)
+    assert (stored.extension, stored.height, stored.width, stored.original_height) == ("npy", height, width, 48)
+    assert np.lib.format.read_magic(io.BytesIO(stored.data)) == (1, 0)
+    pixels = np.load(io.BytesIO(stored.data), allow_pickle=False)
+    assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (np.uint8, (height, width, 3), True)
+    other = store_image(data, (48, 64), min_size=min_size, max_size=1333, jpeg_quality=100)
+    expected = np.array(Image.open(io.BytesIO(other.data)).convert("RGB"))
+    lossy = other.extension == "jpg" and min_size == 24  # encoded after it was shrunk
+    assert np.abs(pixels.astype(int) - expected).mean() <= (2 if lossy else 0)
+
+
+def test_jpeg_quality_is_that_of_shrunk_images_alone():
+    data = save(RGB, "JPEG", quality=75)
+    sizes = [
+        len(store_image(data, (48, 64), min_size=24, max_size=100, jpeg_quality=quality).data)
+        for quality in (10, 90, 95)
+    ]
+    assert sizes == sorted(set(sizes))
+    assert store_image(data, (48, 64), **SIZES, jpeg_quality=10).data == data
+    default = store_image(data, (48, 64), min_size=24, max_size=100)
+    assert len(default.data) == sizes[2]
+    png = save(RGB, "PNG")
+    stored = [store_image(png, (48, 64), min_size=24, max_size=100, jpeg_quality=quality) for quality in (10, 95)]
+    assert stored[0] == stored[1]
+
+
 def turn(orientation, size=(48, 64)):
     exif = Image.Exif()
     exif[0x0112] = orientation

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -15,16 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
+from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards import jobs, write
+from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.verify import verify_shards
-from colab_utils.shards.write import write_shards
+from colab_utils.shards.write import find_recipe, write_shards
 
 SHARD_MB = 0.03  # a few images of the tiny dataset
 
@@ -577,6 +581,10 @@ def test_missing_input_and_unwritable_output(dataset, folder, tmp_path):
         {"workers": "many"},
         {"max_bad": 2},
         {"max_bad": -0.1},
+        {"jpeg_quality": 0},
+        {"jpeg_quality": 101},
+        {"jpeg_quality": 90.5},
+        {"jpeg_quality": None},
     ],
 )
 def test_numbers_out_of_range(tiny_dataset, folder, options):
@@ -629,3 +637,118 @@ def test_large_images_are_shrunk_and_small_ones_kept(coco_mini, folder):
     assert kept + shrunk == report.images == 80
     assert kept
     assert shrunk
+
+
+# forms of storage
+
+
+def read_members(folder):
+    """{member: bytes} of all tars."""
+    found = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            found |= {member.name: tar.extractfile(member).read() for member in tar}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:webdataset", "ignore::ResourceWarning")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_raw_pixels_hold_what_decoding_gives(tiny_dataset, folder, tmp_path, workers):
+    report = run((tiny_dataset.images, tiny_dataset.annotations), folder, form="pixels", shard_mb=0.2, workers=workers)
+    assert (report.form, report.images) == ("pixels", 12)
+    members = read_members(folder)
+    assert [name.partition(".")[2] for name in members] == ["npy", "json"] * 12
+    for name, data in members.items():
+        if name.endswith(".json"):
+            record = json.loads(data)
+            pixels = np.load(io.BytesIO(members[name.replace("json", "npy")]), allow_pickle=False)
+            assert pixels.shape == (record["height"], record["width"], 3)
+            assert np.array_equal(pixels, decode_pixels((tiny_dataset.images / record["file_name"]).read_bytes()))
+    assert verify_shards(folder).bad == ()
+    copy_shards(folder, tmp_path / "copy")
+    assert snapshot(tmp_path / "copy") == snapshot(folder)
+    webdataset = pytest.importorskip("webdataset")
+    tars = sorted(str(path) for path in folder.glob("*.tar"))
+    samples = list(webdataset.WebDataset(tars, shardshuffle=False).decode())
+    assert [sample["npy"].shape for sample in samples] == [(128, 160, 3)] * 12
+
+
+def test_forms_and_qualities_of_larger_images(tiny_dataset, tmp_path):
+    data, sizes = (tiny_dataset.images, tiny_dataset.annotations), {}
+    for name, options in {
+        "95": {}, "90": {"jpeg_quality": 90}, "keep": {"form": "keep"}, "pixels": {"form": "pixels"},
+    }.items():  # fmt: skip
+        report = run(data, tmp_path / name, min_size=64, shard_mb=1, **options)
+        sizes[name] = report.bytes
+        recipe = find_recipe(tmp_path / name)
+        assert (recipe["form"], recipe["jpeg_quality"]) == (
+            options.get("form", "shrink"),
+            options.get("jpeg_quality", 95),
+        )
+        assert report.form == recipe["form"]
+    assert sizes["90"] < sizes["95"] < sizes["keep"]
+    originals = {path.read_bytes() for path in tiny_dataset.images.rglob("*") if path.is_file()}
+    kept = read_members(tmp_path / "keep")
+    assert {data for name, data in kept.items() if not name.endswith(".json")} == originals
+    assert json.loads(next(data for name, data in kept.items() if name.endswith(".json")))["width"] == 160
+
+
+def test_other_settings_are_refused(tiny_dataset, undisturbed, folder):
+    shutil.copytree(undisturbed, folder)
+    for options in ({"form": "pixels"}, {"form": "keep"}, {"jpeg_quality": 90}):
+        with pytest.raises(ColabUtilsError, match="shards made with other settings"):
+            run((tiny_dataset.images, tiny_dataset.annotations), folder, **options)
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
+@pytest.mark.parametrize("form", ["zip", "auto", None, ["shrink"]])
+def test_a_form_that_is_none(tiny_dataset, folder, form):
+    with pytest.raises(ColabUtilsError, match="expected form as one of shrink, keep, pixels"):
+        run((tiny_dataset.images, tiny_dataset.annotations), folder, form=form)
+    assert not folder.exists()
+
+
+def forget_form(value):
+    """JSON as it was written before there were forms."""
+    if isinstance(value, dict):
+        return {key: forget_form(part) for key, part in value.items() if key != "form"}
+    return value
+
+
+@pytest.fixture
+def before_forms(tiny_dataset, folder, monkeypatch):
+    """A folder that a version without forms made."""
+    dump = json.dumps
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dumps", lambda value, **options: dump(forget_form(value), **options))
+        run((tiny_dataset.images, tiny_dataset.annotations), folder)
+    assert not any(b'"form"' in data for data in snapshot(folder).values())
+    return folder
+
+
+@pytest.mark.parametrize("lost", [(), ("shard-000001.tar",), ("index.json",)])  # finished, damaged, without its index
+def test_shards_made_before_there_were_forms_count_as_shrunk(tiny_dataset, before_forms, lost):
+    data, before = (tiny_dataset.images, tiny_dataset.annotations), snapshot(before_forms)
+    for name in lost:
+        (before_forms / name).unlink()
+    assert find_recipe(before_forms)["form"] == "shrink"
+    with pytest.raises(ColabUtilsError, match="other"):
+        run(data, before_forms, form="keep")
+    assert run(data, before_forms).form == "shrink"
+    assert snapshot(before_forms) == before
+
+
+def test_the_recipe_of_a_folder(dataset, folder, tmp_path, monkeypatch):
+    assert find_recipe(folder) is None
+    assert find_recipe(dataset[1]) is None  # a file
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "write_index", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(ColabUtilsError):
+            run(dataset, folder, form="pixels", jpeg_quality=80)
+    assert not (folder / "index.json").exists()
+    recipe = find_recipe(folder)  # of a run that is not finished
+    assert (recipe["form"], recipe["jpeg_quality"]) == ("pixels", 80)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "index.json").write_text("{}")
+    with pytest.raises(ColabUtilsError, match="found something else"):
+        find_recipe(tmp_path / "other")

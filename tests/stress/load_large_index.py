@@ -85,8 +85,8 @@ def main() -> int:
             workers.append(max(measure_pss_mb(child, "Pss_Anon", "Pss_Shmem") for child in children))
             total = measure_pss_mb(psutil.Process()) + sum(map(measure_pss_mb, children))
             seconds = perf_counter() - started
-            print(f"epoch {epoch}: {images:,} images, {seconds:.0f} s, PSS without libraries {workers[-1]:.1f} MB in the "
-                  f"larger worker, PSS of all {len(children) + 1} processes {total:.0f} MB", flush=True)  # fmt: skip
+            print(f"epoch {epoch}: {images:,} images, {seconds:.0f} s, PSS without libraries {workers[-1]:.1f} MB in "
+                  f"the larger worker, PSS of all {len(children) + 1} processes {total:.0f} MB", flush=True)  # fmt: skip
         loader.close()
     finally:
         shutil.rmtree(folder)
