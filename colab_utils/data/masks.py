@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["PackedMasks", "encode_segmentation", "pack_masks", "resize_rle", "unpack_masks"]
+__all__ = ["PackedMasks", "encode_segmentation", "nearest_indices", "pack_masks", "resize_rle", "unpack_masks"]
 
 # beyond these a polygon is damage: no mask has such an outline, and drawing it would take gigabytes
 FARTHEST_PIXEL = 10_000_000
@@ -141,12 +141,12 @@ def resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     from pycocotools import mask as coco_mask
 
     dense = coco_mask.decode(rle)
-    rows = _nearest_indices(dense.shape[0], height)
-    columns = _nearest_indices(dense.shape[1], width)
+    rows = nearest_indices(dense.shape[0], height)
+    columns = nearest_indices(dense.shape[1], width)
     return coco_mask.encode(np.asfortranarray(dense[:, columns][rows]))
 
 
-def _nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
+def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
     scale = np.float32(size_in) / np.float32(size_out)
     indices = np.floor(np.arange(size_out, dtype=np.float32) * scale).astype(np.int64)
     return np.minimum(indices, size_in - 1)

@@ -56,6 +56,8 @@ class PackedBatch:
     iscrowd: Tensor
     """int64 [T]."""
     masks: MaskBits
+    dense: Tensor | None = None
+    """uint8 [bytes]: all masks as they are in the targets, where a worker has expanded them; else None."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -90,7 +92,13 @@ class PackedBatch:
     def to_targets(self, device: torch.device | str) -> list[Target]:
         """The targets as torchvision models take them, with dense masks, on the device."""
         counts: list[int] = self.counts.tolist()
-        masks = expand_masks(self.masks._replace(bits=self.masks.bits.to(device)), self.sizes.tolist(), counts)
+        sizes: list[list[int]] = self.sizes.tolist()
+        if self.dense is None:
+            masks = expand_masks(self.masks._replace(bits=self.masks.bits.to(device)), sizes, counts)
+        else:
+            shapes = [(count, h, w) for count, (h, w) in zip(counts, sizes, strict=True)]
+            parts = self.dense.to(device).split([prod(shape) for shape in shapes])
+            masks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         # copies: a box that you keep must not keep the whole batch
         objects = [
             part.to(device, copy=True).split(counts) for part in (self.boxes, self.labels, self.areas, self.iscrowd)
@@ -107,6 +115,7 @@ class BatchShape(NamedTuple):
     objects: int
     pixel_bytes: int
     mask_bytes: int
+    dense_bytes: int
 
     @lru_cache(maxsize=8)  # asked for more than once for each batch  # noqa: B019
     def lay_out(self) -> tuple[dict[str, tuple[int, int, tuple[int, ...]]], int]:
@@ -115,7 +124,7 @@ class BatchShape(NamedTuple):
         shapes: dict[str, tuple[int, ...]] = {
             "pixels": (self.pixel_bytes,), "bits": (self.mask_bytes,), "sizes": (b, 2), "image_ids": (b,),
             "counts": (b,), "boxes": (t, 4), "labels": (t,), "areas": (t,), "iscrowd": (t,), "crops": (t, 4),
-            "offsets": (t + 1,),
+            "offsets": (t + 1,), "dense": (self.dense_bytes,),
         }  # fmt: skip
         sizes = [prod(shape) * _DTYPES[name].itemsize for name, shape in shapes.items()]
         starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
@@ -129,6 +138,7 @@ _DTYPES = {
     for name, kind in {
         "pixels": "u1", "bits": "u1", "sizes": "i4", "image_ids": "i8", "counts": "i8", "boxes": "f4", "labels": "i8",
         "areas": "f4", "iscrowd": "i8", "crops": "i4", "offsets": "i8",
+        "dense": "u1",
     }.items()
 }  # fmt: skip
 _TORCH = {name: torch.from_numpy(np.empty(0, dtype)).dtype for name, dtype in _DTYPES.items()}
@@ -144,8 +154,10 @@ class BatchSource(Protocol):
         """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
 
 
-def write_batch(source: BatchSource, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]]) -> BatchShape:
-    """Write a batch into memory that ``reserve`` gives for its size in bytes.
+def write_batch(
+    source: BatchSource, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]], *, dense: bool = False
+) -> BatchShape:
+    """Write a batch into memory that ``reserve`` gives for its size in bytes; ``dense``: the masks expanded too.
 
     Raises:
         BadSampleError: if an image cannot be read.
@@ -155,14 +167,17 @@ def write_batch(source: BatchSource, indices: Sequence[int], reserve: Callable[[
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     sizes: list[list[int]] = tables["sizes"].tolist()
-    shape = BatchShape(len(sizes), len(lengths), sum(3 * h * w for h, w in sizes), int(offsets[-1]))
+    counts: list[int] = tables["counts"].tolist()
+    areas = [h * w for h, w in sizes]
+    dense_bytes = sum(n * area for n, area in zip(counts, areas, strict=True)) if dense else 0
+    shape = BatchShape(len(sizes), len(lengths), 3 * sum(areas), int(offsets[-1]), dense_bytes)
     layout, size = shape.lay_out()
     buffer = reserve(size)
     views = {name: buffer[start : start + length] for name, (start, length, _) in layout.items()}
     for name, table in (*tables.items(), ("offsets", offsets)):
         views[name][:] = np.ascontiguousarray(table, _DTYPES[name]).reshape(-1).view(np.uint8)
     first = pixel = 0
-    rows = zip(indices, sizes, tables["counts"].tolist(), strict=True)
+    rows = zip(indices, sizes, counts, strict=True)
     for place, (index, (height, width), count) in enumerate(rows):
         pixels = views["pixels"][pixel : pixel + 3 * height * width].reshape(height, width, 3)
         try:
@@ -172,6 +187,9 @@ def write_batch(source: BatchSource, indices: Sequence[int], reserve: Callable[[
         except ColabUtilsError as error:
             raise BadSampleError(error, place) from None
         pixel, first = pixel + pixels.size, first + count
+    if dense_bytes:
+        masks = MaskBits(*map(torch.from_numpy, (views["bits"], tables["crops"], offsets)))
+        expand_masks(masks, sizes, counts, out=torch.from_numpy(views["dense"]))
     return shape
 
 
@@ -182,7 +200,8 @@ def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
         for name, (start, length, part) in shape.lay_out()[0].items()
     }
     masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
-    return PackedBatch(masks=masks, **parts)
+    dense = parts.pop("dense")
+    return PackedBatch(masks=masks, dense=dense if shape.dense_bytes else None, **parts)
 
 
 class PackedSamples:

@@ -37,6 +37,7 @@ def make_loader(
     workers: int | Literal["auto"] = "auto",
     hand_off: HandOff | Literal["auto"] = "auto",
     deliver: Delivery = "dense",
+    image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
     seed: int = 0,
     prefetch: int | Literal["auto"] = "auto",
@@ -60,6 +61,8 @@ def make_loader(
             for images that need no decoding. "auto" is what was tuned, or processes.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
+        image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
+            normalises itself.
         shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
         seed: of the order, and of all chance in your dataset and in ``transforms`` on the worker.
         prefetch: batches that each worker prepares ahead; "auto" is what was tuned, or 2.
@@ -103,6 +106,8 @@ def make_loader(
     for name, value, known in choices:
         if value not in known:
             raise ColabUtilsError(f"expected {name} as one of {', '.join(known)}, found {value!r}")
+    if image_dtype not in (torch.float32, torch.uint8):
+        raise ColabUtilsError(f"expected image_dtype as torch.float32 or torch.uint8, found {image_dtype!r}")
     if transforms is not None and transform_on == "device" and deliver == "packed":
         raise ColabUtilsError(
             "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or apply "
@@ -119,7 +124,8 @@ def make_loader(
             raise ColabUtilsError(f"expected {name} as a whole number of {least} or more, found {number!r}")
     on_worker = transform_on == "worker"
     place = _find_device(device)
-    source = Source(dataset, transforms if on_worker else None)
+    # with no GPU to expand masks on, the workers do it: into memory that is used again
+    source = Source(dataset, transforms if on_worker else None, dense=deliver == "dense" and place.type == "cpu")
     kind: HandOff = "processes" if hand_off == "auto" else hand_off
     tuning = None
     if workers == "auto" and len(source) >= _TUNED_BATCHES * batch_size and not source.whole_shards:
@@ -142,6 +148,7 @@ def make_loader(
         workers=int(count),
         hand_off=kind,
         deliver=deliver,
+        image_dtype=image_dtype,
         seed=int(seed),
         prefetch=int(ahead),
         in_order=in_order,
@@ -171,6 +178,7 @@ class Loader:
         workers: int,
         hand_off: HandOff,
         deliver: Delivery,
+        image_dtype: torch.dtype,
         seed: int,
         prefetch: int,
         in_order: bool,
@@ -180,6 +188,7 @@ class Loader:
     ) -> None:
         self.dataset, self.batch_size, self.device = source.dataset, batch_size, device
         self.workers, self.hand_off, self.deliver, self.prefetch = workers, hand_off, deliver, prefetch
+        self.image_dtype = image_dtype
         self.seed, self.in_order, self.transforms, self.max_bad = seed, in_order, transforms, max_bad
         self.epoch, self.tuning = 0, tuning
         self.bad: list[tuple[int, str]] = []
@@ -258,12 +267,18 @@ class Loader:
     def _place(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
         if self.deliver == "packed":
             return batch.to(self.device)
-        if self.transforms is None:
+        if self.transforms is None and self.image_dtype == torch.float32:
             return batch.to_images(self.device), batch.to_targets(self.device)
         images = batch.to(self.device).split_images()
+        if self.transforms is None:
+            return images, batch.to_targets(self.device)
         pairs = zip(images, batch.to_targets(self.device), strict=True)
         done = [apply_transforms(self.transforms, image, target) for image, target in pairs]
-        return [_to_float(image) for image, _ in done], [target for _, target in done]
+        return [self._convert(image) for image, _ in done], [target for _, target in done]
+
+    def _convert(self, image: Tensor) -> Tensor:
+        """An image after transforms: what they left uint8 becomes float, if that is asked for."""
+        return image.float().div_(255) if image.dtype == torch.uint8 != self.image_dtype else image
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands after the batches delivered so far: plain whole numbers; ``ahead`` lists batches
@@ -302,10 +317,6 @@ class Loader:
         if self._dispatcher is not None:
             self._finalizer()
             self._dispatcher = None
-
-
-def _to_float(image: Tensor) -> Tensor:
-    return image if image.is_floating_point() else image.float().div_(255)
 
 
 def _find_device(device: torch.device | str) -> torch.device:

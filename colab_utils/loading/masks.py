@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import _nearest_indices
+from colab_utils.data.masks import nearest_indices
 from colab_utils.errors import ColabUtilsError
 
 __all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks"]
@@ -150,7 +150,7 @@ class _Places(NamedTuple):
 
 def _place_objects(tables: _Tables, image: int) -> _Places:
     (height, width), (to_height, to_width) = tables.sizes[image].tolist(), tables.to_sizes[image].tolist()
-    rows, columns = _nearest_indices(height, to_height), _nearest_indices(width, to_width)
+    rows, columns = nearest_indices(height, to_height), nearest_indices(width, to_width)
     corners = tables.crops[tables.images == image]
     if tables.flips[image]:
         corners[:, ::2] = width - corners[:, 2::-2]

@@ -23,7 +23,8 @@ __all__ = ["Source"]
 
 
 class Source:
-    """A map-style dataset, or a ``Subset`` of one; with ``transforms``, those are applied to each sample.
+    """A map-style dataset, or a ``Subset`` of one; with ``transforms``, those are applied to each sample; ``dense``
+    writes the masks expanded too.
 
     Attributes:
         writes_itself: whether batches are written without samples in between.
@@ -31,8 +32,8 @@ class Source:
         whole_shards, shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
     """
 
-    def __init__(self, dataset: Dataset[Any], transforms: Transforms | None = None) -> None:
-        self.dataset, self.transforms = dataset, transforms
+    def __init__(self, dataset: Dataset[Any], transforms: Transforms | None = None, *, dense: bool = False) -> None:
+        self.dataset, self.transforms, self.dense = dataset, transforms, dense
         base: Any = dataset
         rows: NDArray[np.int64] | None = None
         while type(base) is Subset:
@@ -57,9 +58,9 @@ class Source:
             BadSampleError: if a sample cannot be loaded.
         """
         if self.writes_itself:
-            return write_batch(self._base, self._find_rows(indices), reserve)
+            return write_batch(self._base, self._find_rows(indices), reserve, dense=self.dense)
         samples = self.read_samples(indices, seed)
-        return write_batch(PackedSamples(samples), range(len(samples)), reserve)
+        return write_batch(PackedSamples(samples), range(len(samples)), reserve, dense=self.dense)
 
     def read_samples(self, indices: Sequence[int], seed: Sequence[int]) -> list[PackedSample]:
         """The samples of a batch, or of a part of one; raises as ``write``."""

@@ -19,6 +19,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dispatch import LENT_SLOTS, Dispatcher
 from colab_utils.loading.emulated import EmulatedStep
 from colab_utils.loading.order import BatchOrder
+from colab_utils.loading.sample import BadSampleError
 from colab_utils.loading.source import Source
 from colab_utils.loading.workers import HandOff
 from colab_utils.runtime import count_cores, describe_machine, find_free_memory, format_bytes, show_progress, write_file
@@ -155,7 +156,7 @@ def _measure_rate(
     """Images per second that a crew delivers, as fast as they are taken."""
     dispatcher = Dispatcher(source, kind, workers, prefetch)
     try:
-        loaded = dispatcher.run(_repeat(order), seed=(0,), in_order=True, tolerant=False)
+        loaded = dispatcher.run(_repeat(order), seed=(0,), in_order=True, tolerant=True)
         for _ in islice(loaded, workers * prefetch + 1):  # the start of the workers, and the first touch of their slots
             pass
         images, started = 0, perf_counter()
@@ -195,19 +196,23 @@ def _busy_core() -> Iterator[None]:
 
 
 def _measure_batch(source: Source, order: BatchOrder, batch_size: int) -> int:
-    """Bytes of the largest batch that can come, from the images' sizes; of a few batches where none are known."""
-    if source.sizes is not None:
-        largest = np.sort(source.sizes.prod(1, dtype=np.int64))[-batch_size:]
-        return int(3 * largest.sum() * 1.1)  # and the masks' bits
+    """Bytes of a large batch: of a few at random, and of the largest images where their sizes are known."""
     batches: list[int] = []
+    few = [[i for _, indices in parts for i in indices] for _, parts in islice(_repeat(order), 4)]
+    if source.sizes is not None:
+        few.append(np.argsort(source.sizes.prod(1, dtype=np.int64))[-batch_size:].tolist())
 
     def reserve(size: int) -> Any:
         batches.append(size)
         return np.empty(size, np.uint8)
 
-    for number, parts in islice(_repeat(order), 4):
-        source.write([i for _, indices in parts for i in indices], reserve, (0, number))
-    return int(max(batches) * 1.5)
+    for number, indices in enumerate(few):
+        try:
+            source.write(indices, reserve, (0, number))
+        except BadSampleError as failure:
+            if number == len(few) - 1 and not batches:
+                raise failure.error from None
+    return int(max(batches) * 1.25)  # others may be larger; and slots grow by steps
 
 
 def _describe_case(source: Source, batch_size: int, hand_off: HandOff | None) -> str:
@@ -215,7 +220,7 @@ def _describe_case(source: Source, batch_size: int, hand_off: HandOff | None) ->
     dataset = getattr(source.dataset, "fingerprint", None) or type(source.dataset).__qualname__
     parts = (
         machine.cpu, machine.cores, machine.ram_bytes, machine.gpu, machine.torch, dataset, len(source),
-        source.writes_itself, source.is_decoded, batch_size, hand_off,
+        source.writes_itself, source.is_decoded, source.dense, batch_size, hand_off,
     )  # fmt: skip
     return " | ".join(map(str, parts))
 

@@ -100,12 +100,12 @@ def test_the_smallest_of_the_fastest_is_picked():
 
 def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 4)
-    one = 3 * 128 * 160 * 4 * 1.1  # bytes of a batch of four
+    one = 320_000  # a little more than a batch of four, and a quarter for larger ones
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * one))  # half of it is for five batches
     tuning = tune_workers(Source(many), 4)
     assert {trial.workers for trial in tuning.trials} == {1}
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * one))
-    with pytest.raises(ColabUtilsError, match=r"fit into 540\.\d kB.*4 images of 270\.\d kB.*smaller batch"):
+    with pytest.raises(ColabUtilsError, match=r"fit into 640\.0 kB.*4 images of 31\d\.\d kB.*smaller batch"):
         tune_workers(Source(many), 4, remember=False)
 
 
