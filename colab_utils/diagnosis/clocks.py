@@ -17,6 +17,7 @@ from colab_utils.runtime import quiet_fork
 
 __all__ = ["BatchTimes", "EmulatedStep", "Layer", "time_batches", "time_calls"]
 
+
 @dataclass(frozen=True)
 class BatchTimes:
     """What `time_batches` measured: seconds of waiting and of the step, one a batch, and the ``images`` in all.

@@ -129,7 +129,7 @@ def make_loader(
     kind: HandOff = "processes" if hand_off == "auto" else hand_off
     tuning = None
     if workers == "auto" and len(source) >= _TUNED_BATCHES * batch_size and not source.whole_shards:
-        tuning = tune_workers(source, int(batch_size), hand_off=None if hand_off == "auto" else hand_off)
+        tuning = tune_workers(source, batch_size=int(batch_size), hand_off=None if hand_off == "auto" else hand_off)
         kind, count = tuning.best.hand_off, tuning.best.workers
         ahead = tuning.best.prefetch if prefetch == "auto" else prefetch
     order = BatchOrder(

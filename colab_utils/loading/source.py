@@ -28,6 +28,7 @@ class Source:
 
     Attributes:
         writes_itself: whether batches are written without samples in between.
+        fingerprint: the dataset's, where it has one.
         is_decoded: whether the images lie there as pixels.
         whole_shards, shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
     """
@@ -43,6 +44,7 @@ class Source:
         self.writes_itself = transforms is None and _writes_itself(type(base))
         find_operator()  # now, so that workers need not
         self.whole_shards: bool = getattr(base, "whole_shards", False)
+        self.fingerprint: str | None = getattr(base, "fingerprint", None)
         self.is_decoded: bool = getattr(base, "is_decoded", False)
         self.shard_of, self.sizes = (self._pick(getattr(base, name, None)) for name in ("shard_of", "sizes"))
 

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Dataset
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dispatch import LENT_SLOTS, Dispatcher
@@ -71,18 +72,27 @@ class Tuning:
         ])  # fmt: skip
 
 
-def tune_workers(source: Source, batch_size: int, *, hand_off: HandOff | None = None, remember: bool = True) -> Tuning:
+def tune_workers(
+    dataset: Dataset[Any] | Source, *, batch_size: int, hand_off: HandOff | None = None, remember: bool = True
+) -> Tuning:
     """Find the fastest way of loading batches on this machine.
 
     Args:
-        source: the dataset.
+        dataset: as ``make_loader`` takes it.
         batch_size: images in a batch.
         hand_off: try only this kind.
         remember: take what an earlier run found on the same machine and dataset, and keep what is found.
 
     Raises:
-        ColabUtilsError: if a sample is damaged, or two batches do not fit into the free memory.
+        ColabUtilsError: if no sample can be loaded, or three batches do not fit into half of the free memory.
+
+    Example:
+        >>> from colab_utils.loading.dataset import ShardDataset
+        >>> tune_workers(ShardDataset("no/such/folder"), batch_size=4)
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
+    source = dataset if isinstance(dataset, Source) else Source(dataset)
     path, key = _find_memory(), _describe_case(source, batch_size, hand_off)
     known = _recall(path).get(key) if remember else None
     if known is not None:
@@ -217,9 +227,9 @@ def _measure_batch(source: Source, order: BatchOrder, batch_size: int) -> int:
 
 def _describe_case(source: Source, batch_size: int, hand_off: HandOff | None) -> str:
     machine = describe_machine()
-    dataset = getattr(source.dataset, "fingerprint", None) or type(source.dataset).__qualname__
+    dataset = source.fingerprint or f"{len(source)} of {type(source.dataset).__qualname__}"
     parts = (
-        machine.cpu, machine.cores, machine.ram_bytes, machine.gpu, machine.torch, dataset, len(source),
+        machine.cpu, machine.cores, machine.ram_bytes, machine.gpu, machine.torch, dataset,
         source.writes_itself, source.is_decoded, source.dense, batch_size, hand_off,
     )  # fmt: skip
     return " | ".join(map(str, parts))

@@ -68,7 +68,7 @@ def train(
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU.
         max_size: Limit of the longer side in pixels. Default: five thirds of ``min_size``.
-        workers: Loading workers, see ``make_loader``.
+        workers: Loading workers, see ``make_loader``. ``"auto"`` is one on a CPU, whose cores the step needs.
         log: Called with the plan, then with a line every ``log_steps`` steps. Default: a progress bar instead.
         log_steps: Steps between log lines.
         device: Default: the GPU if there is one.
@@ -123,6 +123,8 @@ def train(
         network = assemble_mask_rcnn(model, starts_from=known["starts_from"], **sizes)
     else:
         network = build_mask_rcnn(model, weights=weights, **sizes)
+    if workers == "auto" and not on_gpu:
+        workers = 1
     loader = make_loader(images, batch_size=batch_size, device=device, workers=workers, deliver="packed", seed=seed)
     plan = TrainingPlan(
         dataset=dataset.fingerprint,

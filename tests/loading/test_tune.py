@@ -70,15 +70,15 @@ def test_a_damaged_memory_is_made_again(many, tmp_path, content):
     path = tmp_path / "cache" / "colab_utils" / "workers.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    tuning = tune_workers(Source(many), 4, hand_off="inline")
+    tuning = tune_workers(many, batch_size=4, hand_off="inline")
     assert not tuning.remembered
     assert len(json.loads(path.read_text())) == 1
-    assert tune_workers(Source(many), 4, hand_off="inline").remembered
+    assert tune_workers(many, batch_size=4, hand_off="inline").remembered
 
 
 def test_a_home_that_cannot_be_written_to_does_not_matter(many, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder would be")
-    assert tune_workers(Source(many), 4, hand_off="inline").trials
+    assert tune_workers(many, batch_size=4, hand_off="inline").trials
 
 
 def test_kinds_that_cannot_gain_are_not_tried(many, monkeypatch):
@@ -102,11 +102,11 @@ def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 4)
     one = 320_000  # a little more than a batch of four, and a quarter for larger ones
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * one))  # half of it is for five batches
-    tuning = tune_workers(Source(many), 4)
+    tuning = tune_workers(many, batch_size=4)
     assert {trial.workers for trial in tuning.trials} == {1}
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * one))
     with pytest.raises(ColabUtilsError, match=r"fit into 640\.0 kB.*4 images of 31\d\.\d kB.*smaller batch"):
-        tune_workers(Source(many), 4, remember=False)
+        tune_workers(many, batch_size=4, remember=False)
 
 
 def test_few_batches_and_whole_shards_are_not_tuned(tiny_shards, monkeypatch):
@@ -120,7 +120,7 @@ def test_few_batches_and_whole_shards_are_not_tuned(tiny_shards, monkeypatch):
 
 def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 2)
-    tuning = tune_workers(Source(Small()), 4)
+    tuning = tune_workers(Small(), batch_size=4)
     assert isinstance(tuning, Tuning)
     assert {(trial.hand_off, trial.workers) for trial in tuning.trials} == {("processes", 1), ("processes", 2)}
     text = str(tuning)
