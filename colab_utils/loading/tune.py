@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ __all__ = ["Trial", "Tuning", "tune_workers"]
 _ALL_TRIALS_S = 14.0  # together, so that with the workers' start it stays under 20 s
 _TRIAL_S = 0.8
 _RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
+_SPARE = 1.25  # other batches may be larger than those looked at; and slots grow by steps
+_SLOW_S = 0.25  # a batch that waits longer for its files is not held up by the cores
 _CLOSE = 0.95  # rates that differ by less are the same, and the one with fewer workers wins
 
 
@@ -50,7 +52,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The way of loading that was picked, and all that were tried."""
+    """The way of loading that was picked, and all that were tried: none where workers would wait for slow files."""
 
     best: Trial
     trials: tuple[Trial, ...]
@@ -65,9 +67,10 @@ class Tuning:
     def __str__(self) -> str:
         lines = [f"{trial.images_per_second:8.0f} images/s  {trial}" for trial in self.trials]
         how = "remembered from an earlier run" if self.remembered else f"tried in {self.seconds:.0f} s"
+        how += ", beside a step that keeps 0.9 of a core busy" if self.trials else ": the files are slow, not the cores"
         return "\n".join([
             *lines,
-            f"picked: {self.best} ({how}, beside a step that keeps 0.9 of a core busy)",
+            f"picked: {self.best} ({how})",
             f"memory: at most {format_bytes(self.memory_bytes)} for batches, of {format_bytes(self.free_bytes)} free",
         ])  # fmt: skip
 
@@ -99,19 +102,17 @@ def tune_workers(
         return known
     started = perf_counter()
     order = BatchOrder(len(source), batch_size, 0, sizes=source.sizes)
-    batch_bytes = _measure_batch(source, order, batch_size)
     free = find_free_memory()
     budget = int(free * _RAM_SHARE)
-    if batch_bytes * (1 + LENT_SLOTS) > budget:
-        raise ColabUtilsError(
-            f"expected batches of which {1 + LENT_SLOTS} fit into {format_bytes(budget)} (half of the free memory), "
-            f"found {batch_size} images of {format_bytes(batch_bytes)} in all. Use a smaller batch, or smaller images."
-        )
+    batch_bytes, waits = _measure_batch(source, order, batch_size, budget // (1 + LENT_SLOTS))
 
     def count_bytes(workers: int, prefetch: int) -> int:
         return (max(1, workers * prefetch) + LENT_SLOTS) * batch_bytes
 
     ways = [way for way in _list_ways(source, hand_off) if count_bytes(way[1], 2) <= budget] or [("inline", 0)]
+    if waits:
+        best = Trial(*max(ways, key=lambda way: way[1]), prefetch=2, images_per_second=0.0)
+        return Tuning(best, (), count_bytes(best.workers, 2), free, perf_counter() - started)
     rounds = 2 * len(ways) + 2
     most_s = min(_TRIAL_S, _ALL_TRIALS_S / rounds)
     with show_progress("tuning workers", total=rounds, unit="trial") as bar, _busy_core():
@@ -205,24 +206,35 @@ def _busy_core() -> Iterator[None]:
         thread.join()
 
 
-def _measure_batch(source: Source, order: BatchOrder, batch_size: int) -> int:
-    """Bytes of a large batch: of a few at random, and of the largest images where their sizes are known."""
+def _measure_batch(source: Source, order: BatchOrder, batch_size: int, most: int) -> tuple[int, bool]:
+    """Bytes of a large batch: of a few at random, and of the largest images where their sizes are known; and whether
+    the first of them waited for its files.
+    """
     batches: list[int] = []
     few = [[i for _, indices in parts for i in indices] for _, parts in islice(_repeat(order), 4)]
     if source.sizes is not None:
         few.append(np.argsort(source.sizes.prod(1, dtype=np.int64))[-batch_size:].tolist())
 
     def reserve(size: int) -> Any:
+        if size * _SPARE > most:
+            raise ColabUtilsError(
+                f"expected batches of at most {format_bytes(most)}, of which {1 + LENT_SLOTS} take half of the free "
+                f"memory, found {batch_size} images of {format_bytes(size * _SPARE)}. Use a smaller batch, or smaller "
+                "images."
+            )
         batches.append(size)
         return np.empty(size, np.uint8)
 
     for number, indices in enumerate(few):
+        began = perf_counter() - thread_time()
         try:
             source.write(indices, reserve, (0, number))
         except BadSampleError as failure:
             if number == len(few) - 1 and not batches:
                 raise failure.error from None
-    return int(max(batches) * 1.25)  # others may be larger; and slots grow by steps
+        if perf_counter() - thread_time() - began > _SLOW_S:
+            return int(max(batches) * _SPARE), True
+    return int(max(batches) * _SPARE), False
 
 
 def _describe_case(source: Source, batch_size: int, hand_off: HandOff | None) -> str:

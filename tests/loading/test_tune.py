@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
+from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import loader as loader_module
 from colab_utils.loading import tune
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.source import Source
 from colab_utils.loading.tune import Trial, Tuning, tune_workers
+from colab_utils.runtime import count_cores
 
 
 class Small(torch.utils.data.Dataset):
@@ -105,7 +108,7 @@ def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     tuning = tune_workers(many, batch_size=4)
     assert {trial.workers for trial in tuning.trials} == {1}
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * one))
-    with pytest.raises(ColabUtilsError, match=r"fit into 640\.0 kB.*4 images of 31\d\.\d kB.*smaller batch"):
+    with pytest.raises(ColabUtilsError, match=r"at most 213\.3 kB.*4 images of 3\d\d\.\d kB.*smaller batch"):
         tune_workers(many, batch_size=4, remember=False)
 
 
@@ -127,3 +130,27 @@ def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
     assert "images/s" in text
     assert "picked: " in text
     assert "free" in text
+
+
+def test_slow_files_are_not_tried(tiny_dataset, monkeypatch):
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=DriveProfile("mine", 0.1, 1e9, "a test"))
+    monkeypatch.setattr(tune, "_measure_rate", None)
+    tuning = tune_workers(folder, batch_size=4)
+    assert (tuning.trials, tuning.best.hand_off, tuning.best.workers) == ((), "processes", count_cores())
+    assert "the files are slow" in str(tuning)
+    assert not tune_workers(folder, batch_size=4).remembered
+
+
+def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_is_refused(monkeypatch):
+    class Bad(Small):
+        def __getitem__(self, index):
+            if index >= self.first:
+                raise ColabUtilsError(f"image {index} is broken")
+            return super().__getitem__(index)
+
+    dataset = Bad()
+    dataset.first = 390
+    assert tune_workers(dataset, batch_size=1, hand_off="inline", remember=False).trials
+    dataset.first = 0
+    with pytest.raises(ColabUtilsError, match=r"image \d+ is broken"):
+        tune_workers(dataset, batch_size=1)
