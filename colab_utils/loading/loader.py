@@ -20,7 +20,7 @@ from colab_utils.loading.sample import Target
 from colab_utils.loading.source import Source
 from colab_utils.loading.transforms import Transforms, apply_transforms
 from colab_utils.loading.tune import Tuning, tune_workers
-from colab_utils.loading.workers import HandOff
+from colab_utils.loading.workers import HandOff, describe_way
 from colab_utils.runtime import count_cores
 
 __all__ = ["Loader", "make_loader"]
@@ -200,6 +200,10 @@ class Loader:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __str__(self) -> str:
+        way = describe_way(self.hand_off, self.workers, self.prefetch)
+        return f"{len(self):,} batches of {self.batch_size}, {self.deliver}, by {way}"
 
     def __iter__(self) -> Iterator[Any]:
         if self._delivered and not self._resumed:  # the last pass was broken off

@@ -22,7 +22,7 @@ from colab_utils.loading.emulated import EmulatedStep
 from colab_utils.loading.order import BatchOrder
 from colab_utils.loading.sample import BadSampleError
 from colab_utils.loading.source import Source
-from colab_utils.loading.workers import HandOff
+from colab_utils.loading.workers import HandOff, describe_way
 from colab_utils.runtime import count_cores, describe_machine, find_free_memory, format_bytes, show_progress, write_file
 
 __all__ = ["Trial", "Tuning", "tune_workers"]
@@ -46,8 +46,7 @@ class Trial:
     images_per_second: float
 
     def __str__(self) -> str:
-        kind = {"processes": "worker process(es)", "threads": "threads of a loader process", "inline": "thread(s) here"}
-        return f"{self.workers} {kind[self.hand_off]}, {self.prefetch} batches ahead each"
+        return describe_way(self.hand_off, self.workers, self.prefetch)
 
 
 @dataclass(frozen=True)

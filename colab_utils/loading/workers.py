@@ -26,7 +26,7 @@ from colab_utils.loading.slots import Slot
 from colab_utils.loading.source import Source
 from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork
 
-__all__ = ["Crew", "HandOff", "Job", "Result", "explain_death", "start_crew"]
+__all__ = ["Crew", "HandOff", "Job", "Result", "describe_way", "explain_death", "start_crew"]
 
 HandOff = Literal["processes", "threads", "inline"]
 """Worker processes; one loader process with threads; threads in the training process."""
@@ -75,6 +75,23 @@ class Crew(Protocol):
 
     def close(self) -> None:
         """End the workers; what they were doing is lost."""
+
+
+def describe_way(hand_off: HandOff, workers: int, prefetch: int) -> str:
+    """A way of loading in words.
+
+    Example:
+        >>> describe_way("processes", 2, 4)
+        '2 worker processes, 4 batches ahead each'
+    """
+    if not workers:
+        return "this process, when a batch is asked for"
+    one, many = {
+        "processes": ("worker process", "worker processes"),
+        "threads": ("thread of one loader process", "threads of one loader process"),
+        "inline": ("thread here", "threads here"),
+    }[hand_off]
+    return f"{workers} {one if workers == 1 else many}, {prefetch} batches ahead each"
 
 
 def start_crew(hand_off: HandOff, workers: int, source: Source, slots: list[Slot]) -> Crew:

@@ -370,3 +370,9 @@ def test_transforms_that_do_not_fit_are_refused(tiny_shards, make):
         list(make(dataset, batch_size=2, workers=1, transforms=floats, transform_on="worker"))
     images, _ = next(iter(make(dataset, batch_size=2, workers=0, transforms=floats)))
     assert images[0].max() <= 1
+
+
+def test_a_loader_says_what_it_does(tiny_shards, make):
+    loader = make(ShardDataset(tiny_shards), batch_size=2, workers=2, deliver="packed")
+    assert str(loader) == "6 batches of 2, packed, by 2 worker processes, 2 batches ahead each"
+    assert "by this process" in str(make(ShardDataset(tiny_shards), batch_size=2, workers=0))
