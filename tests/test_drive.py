@@ -53,13 +53,13 @@ def test_without_a_profile_nothing_waits(photo, clock):
 
 
 def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch):
-    def slow_pread(descriptor, n, offset):
+    def slow_preadv(descriptor, buffers, offset):
         clock.now += 3.0
-        return b"x" * n
+        return len(buffers[0])
 
     with DriveFile(photo, SLOW) as file:
         clock.slept.clear()
-        monkeypatch.setattr(os, "pread", slow_pread)
+        monkeypatch.setattr(os, "preadv", slow_preadv)
         file.pread(400, 0)
         assert clock.slept == [pytest.approx(1.0)]  # 4 s asked, 3 s spent
         clock.slept.clear()
@@ -84,8 +84,8 @@ def test_pread_gives_the_bytes_and_stops_at_the_end(photo):
 
 
 def test_short_reads_are_completed(photo, monkeypatch):
-    real = os.pread
-    monkeypatch.setattr(os, "pread", lambda descriptor, n, offset: real(descriptor, min(n, 7), offset))
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: real(descriptor, [buffers[0][:7]], offset))
     with DriveFile(photo) as file:
         assert file.pread(100, 50) == photo.read_bytes()[50:150]
 
@@ -113,7 +113,7 @@ def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     with DriveFile(photo) as file:
-        monkeypatch.setattr(os, "pread", vanish)
+        monkeypatch.setattr(os, "preadv", vanish)
         with pytest.raises(DriveLostError, match=rf"photo\.jpg.*disconnected.*errno {number}.*force_remount") as caught:
             file.pread(1, 0)
     assert isinstance(caught.value, ColabUtilsError)

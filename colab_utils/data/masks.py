@@ -147,6 +147,12 @@ def resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
 
 
 def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
+    """The row (or column) that each of ``size_out`` rows takes from ``size_in``, int64: see :func:`resize_rle`.
+
+    Example:
+        >>> nearest_indices(8, 4).tolist()
+        [0, 2, 4, 6]
+    """
     scale = np.float32(size_in) / np.float32(size_out)
     indices = np.floor(np.arange(size_out, dtype=np.float32) * scale).astype(np.int64)
     return np.minimum(indices, size_in - 1)

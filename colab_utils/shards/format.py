@@ -80,7 +80,9 @@ class ShardIndex:
     fingerprint: str
     """XXH3-128 of the annotations file that the shards were made from."""
     recipe: dict[str, Any]
-    """How the images were stored: ``min_size``, ``max_size`` (pixels), ``jpeg_quality``, ``images_per_shard``."""
+    """How the images were stored: ``form`` ("shrink" where there is none), ``min_size``, ``max_size`` (pixels),
+    ``jpeg_quality``, ``images_per_shard``.
+    """
     categories: tuple[dict[str, Any], ...]
     shards: tuple[ShardInfo, ...]
     skipped: tuple[SkippedImage, ...] = ()

@@ -245,10 +245,10 @@ def test_a_shard_that_is_missing_in_the_source_is_named(source, tmp_path):
 
 def test_a_drive_that_vanishes_leaves_what_is_whole(source, tmp_path, monkeypatch):
     class VanishingFile(DriveFile):
-        def _pread(self, n, offset):
+        def readinto(self, buffer, offset):
             if self.path.name >= "shard-000002":
-                monkeypatch.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTCONN, "gone")))
-            return super()._pread(n, offset)
+                monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOTCONN, "gone")))
+            return super().readinto(buffer, offset)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "DriveFile", VanishingFile)
