@@ -1,10 +1,10 @@
-# make setup | demo | test | lint | stress | badges
+# make setup | demo | test | lint | stress | peers | benchmark | badges
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test lint stress badges
+.PHONY: setup demo test lint stress peers benchmark badges
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -33,6 +33,14 @@ lint: setup
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
+
+# An environment for each loader that `make benchmark` compares with; what cannot be installed is named
+peers: setup
+	$(RUN) -m benchmarks.environments
+
+# Every loader on the same work: make benchmark IMAGES=photos ANNOTATIONS=photos.json
+benchmark: setup
+	$(RUN) -m benchmarks.loaders --images $(IMAGES) --annotations $(ANNOTATIONS) --json runs/benchmarks/results.json
 
 # After a fork or a rename: make badges REPO=owner/name
 badges:

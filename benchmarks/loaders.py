@@ -1,0 +1,246 @@
+"""Measure every loader on the same work: `python -m benchmarks.loaders --images DIR --annotations FILE --json FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.data import Data, make_data
+from benchmarks.environments import find_python
+from benchmarks.report import format_scenario, summarise, write_readme
+from benchmarks.scenarios import SCENARIOS, Scenario, judge
+from benchmarks.systems import SYSTEMS, get_system
+from benchmarks.systems.base import BATCH_SIZE, Crew
+from benchmarks.worker import Job
+from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import describe_machine, format_bytes, write_file
+
+__all__ = ["main", "run_apart", "run_scenario"]
+
+ROOT = Path(__file__).parents[1]
+_COMMAND = ["-m", "benchmarks.worker"]
+TRIAL_S = 0.4  # of the time of a repeat
+LARGEST_BYTES = 4.5e6  # of an image in a prepared form
+
+
+@dataclass
+class Row:
+    """A system in a scenario, while it is measured; ``reason`` says why it could not be."""
+
+    job: Job
+    reason: str = ""
+    difference: str = ""
+    crew: Crew | None = None
+    kb_per_image: float | None = None
+    trials: dict[str, float] = field(default_factory=dict)
+    check: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    repeats: list[dict[str, Any]] = field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        figures = summarise(self.repeats) if self.repeats else None
+        crew = str(self.crew) if self.crew else ""
+        known = {"system": self.job.system, "data": self.job.data.name, "crew": crew, "figures": figures}
+        return {**{name: value for name, value in vars(self).items() if name != "job"}, **known}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says."""
+
+    work: Path
+    images: Sequence[Path]
+    annotations: Sequence[Path]
+    samples: int
+    repeats: int
+    seconds: float
+
+
+def run_scenario(scenario: Scenario, systems: Sequence[str], settings: Settings) -> tuple[dict[str, Any], list[Row]]:
+    """Prepare, try, check, then measure in turns; what could not be done has a reason in its row."""
+    rows = [_plan_row(scenario, system, settings) for system in systems]
+    for row in rows:
+        _attempt(row, "prepare", settings)
+    os.sync()  # what was written must not be on its way to the disk while others are measured
+    for row in rows:
+        _attempt(row, "trial", settings)
+        _attempt(row, "check", settings)
+    for repeat in range(settings.repeats):
+        for row in rows:
+            _attempt(row, "measure", settings, f" {repeat + 1} of {settings.repeats}")
+    figures = {row.job.system: summarise(row.repeats) for row in rows if row.repeats and not row.difference}
+    targets = [judge(target, figures) for target in scenario.targets]
+    return {"name": scenario.name, "rows": [row.describe() for row in rows], "targets": targets}, rows
+
+
+def _plan_row(scenario: Scenario, system: str, settings: Settings) -> Row:
+    kind = get_system(system)
+
+    def make(name: str) -> Data:
+        return make_data(name, settings.work, settings.images, settings.annotations, samples=settings.samples)
+
+    data = make("kept" if kind.size_800 else scenario.data)
+    reference = make("pixels_800") if kind.size_800 else data
+    folder = settings.work / "forms" / f"{kind.store}-{data.name}"
+    return Row(Job("prepare", system, data, reference, folder.absolute(), step_ms=scenario.step_ms))
+
+
+def _attempt(row: Row, task: Any, settings: Settings, number: str = "") -> None:
+    if row.reason:
+        return
+    print(f"{row.job.system}, {row.job.data.name}: {task}{number}", file=sys.stderr, flush=True)
+    try:
+        _TASKS[task](row, settings)
+    except ColabUtilsError as error:
+        row.reason = str(error)
+        print(f"  {row.reason}", file=sys.stderr, flush=True)
+
+
+def _prepare(row: Row, settings: Settings) -> None:
+    job, done = row.job, row.job.folder / ".done"
+    python = find_python(get_system(job.system).environment, settings.work)
+    made_from = (job.data.folder / "made.json").read_text()
+    if not get_system(job.system).store or (done.exists() and done.read_text() == made_from):
+        return
+    shutil.rmtree(job.folder, ignore_errors=True)
+    needed, free = LARGEST_BYTES * job.data.records, shutil.disk_usage(settings.work).free
+    if needed > free:
+        raise ColabUtilsError(
+            f"expected {format_bytes(needed)} of free disk, found {format_bytes(free)}. Use fewer --samples."
+        )
+    job.folder.mkdir(parents=True)
+    run_apart(job, python, timeout_s=1800)
+    done.write_text(made_from)
+
+
+def _try_crews(row: Row, settings: Settings) -> None:
+    system = get_system(row.job.system)
+    python = find_python(system.environment, settings.work)
+    job = replace(row.job, task="trial", seconds=TRIAL_S * settings.seconds)
+    found = run_apart(job, python, timeout_s=120 + 100 * len(system.crews))
+    row.kb_per_image, row.versions = found["kb_per_image"], found["versions"]
+    row.trials = {str(crew): rate for crew, rate in zip(system.crews, found["rates"], strict=True)}
+    best = max(range(len(system.crews)), key=found["rates"].__getitem__)
+    if not found["rates"][best]:
+        raise ColabUtilsError(found["errors"][-1])
+    row.crew = system.crews[best]
+    batches = max(8, round(settings.seconds * found["rates"][best] / BATCH_SIZE))
+    row.job = replace(row.job, crew=row.crew, batches=batches, seconds=10 * settings.seconds)
+
+
+def _check(row: Row, settings: Settings) -> None:
+    python = find_python(get_system(row.job.system).environment, settings.work)
+    row.check = run_apart(replace(row.job, task="check"), python, timeout_s=300)
+    row.difference = row.check["difference"]
+
+
+def _measure(row: Row, settings: Settings) -> None:
+    python = find_python(get_system(row.job.system).environment, settings.work)
+    row.repeats.append(run_apart(replace(row.job, task="measure"), python, timeout_s=180 + row.job.seconds))
+
+
+_TASKS = {"prepare": _prepare, "trial": _try_crews, "check": _check, "measure": _measure}
+
+
+def run_apart(job: Job, python: Path, *, timeout_s: float) -> dict[str, Any]:
+    """Do a job in a process of its own, in the environment of its system."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(
+        [python, *_COMMAND, job.dump()], cwd=ROOT, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        answer, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise ColabUtilsError(f"did not finish to {job.task} within {timeout_s:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too
+            process.communicate()
+    try:
+        found: dict[str, Any] = json.loads(answer)
+    except ValueError:
+        last = (said.strip().splitlines() or ["nothing said"])[-1]
+        raise ColabUtilsError(f"ended with code {process.returncode} in {job.task}: {last[:300]}") from None
+    if "error" in found:
+        raise ColabUtilsError(f"{job.task}: {found['error'][:300]}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loaders", description=__doc__)
+    parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", help="image folders")
+    parser.add_argument("--annotations", type=Path, nargs="+", metavar="FILE", help="COCO instance JSON of each")
+    parser.add_argument("--systems", help=f"some of: {', '.join(SYSTEMS)}")
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="one scenario, or several times one")
+    parser.add_argument("--repeats", type=int, default=3, help="of each system, in turns (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=8, help="length of a repeat (%(default)s)")
+    parser.add_argument("--samples", type=int, default=1600, help="records in an epoch, about (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for data, forms, environments")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything that was measured")
+    parser.add_argument(
+        "--readme", type=Path, metavar="FILE", help="put such a file's tables into benchmarks/README.md"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        if options.readme:
+            write_readme(json.loads(options.readme.read_text()))
+            return 0
+        _run_all(parser, options, arguments)
+    except (ColabUtilsError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str] | None) -> None:
+    if not options.images or not options.annotations or not options.json:
+        parser.error("--images, --annotations and --json are needed")
+    if len(options.images) != len(options.annotations) or min(options.repeats, options.samples) < 1:
+        parser.error("as many --annotations as --images are needed, and 1 or more --repeats and --samples")
+    wanted = options.systems.split(",") if options.systems else list(SYSTEMS)
+    unknown = [name for name in wanted if name not in SYSTEMS]
+    if unknown:
+        raise ColabUtilsError(f"expected systems among {', '.join(SYSTEMS)}; found {', '.join(unknown)}: choose again")
+    settings = Settings(
+        options.work, options.images, options.annotations, options.samples, options.repeats, options.seconds
+    )
+    options.work.mkdir(parents=True, exist_ok=True)
+    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    results: dict[str, Any] = {
+        "machine": asdict(describe_machine(options.work)), "date": date.today().isoformat(),
+        "command": f"python -m benchmarks.loaders {given}", "versions": {}, "samples": options.samples,
+        "repeats": options.repeats, "seconds": options.seconds, "batch_size": BATCH_SIZE, "scenarios": [],
+    }  # fmt: skip
+    todo = [SCENARIOS[name] for name in options.scenario or SCENARIOS]
+    todo = [scenario for scenario in todo if any(name in wanted for name in scenario.systems)]
+    for number, scenario in enumerate(todo):
+        found, rows = run_scenario(scenario, [name for name in scenario.systems if name in wanted], settings)
+        results["scenarios"].append(found)
+        for row in rows:
+            results["versions"].update(row.versions)
+        write_file(options.json, json.dumps(results, indent=1, default=str).encode())
+        print(format_scenario(found), end="\n\n", flush=True)
+        later = {later.data for later in todo[number + 1 :]}
+        for row in rows:  # ten forms of raw pixels are 50 GB
+            if row.job.data.name not in later:
+                shutil.rmtree(row.job.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What a system is, and what the peers' prepared forms have in common."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.data import Data
+from colab_utils.data.decoding import decode_pixels
+from colab_utils.loading.sample import Target
+
+__all__ = ["BATCH_SIZE", "Crew", "Records", "Sample", "System", "collate", "finish", "flip", "group"]
+
+BATCH_SIZE = 4
+Sample = tuple[Tensor, Target]
+"""An image, uint8 [3, H, W], and its target: boxes, labels, masks uint8 [N, H, W], image_id."""
+
+
+class Crew(NamedTuple):
+    """Who loads: so many worker processes, threads, or whatever else a system has."""
+
+    size: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.kind}"
+
+
+class System:
+    """One way of loading a dataset. Iterating over it gives the batches of one shuffled epoch, in this process."""
+
+    environment: ClassVar[str] = ""
+    """The section of requirements.txt that it needs; empty where what is installed will do."""
+    store: ClassVar[str] = ""
+    """Name of the prepared form, which systems may share; empty where the dataset's own files are read."""
+    size_800: ClassVar[bool] = False
+    """Whether it resizes to 800/1333 itself: its samples are then compared with those of that size."""
+    own_codec: ClassVar[bool] = False
+    """Whether its JPEGs are encoded and decoded by a codec of its own: its pixels may differ by what that changes."""
+    crews: ClassVar[tuple[Crew, ...]] = tuple(Crew(size, "workers") for size in range(4))
+
+    def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
+        self.data, self.folder, self.crew = data, folder, crew
+
+    @classmethod
+    def prepare(cls, data: Data, folder: Path) -> None:
+        """Write the prepared form into ``folder``, once."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def read_ids(self, batch: Any) -> list[int]:
+        """The image ids in a batch."""
+        return [int(target["image_id"]) for target in batch[1]]
+
+    def unpack(self, batch: Any) -> list[Sample]:
+        """The samples of a batch, for the comparison with the reference; not timed."""
+        return list(zip(*batch, strict=True))
+
+    def close(self) -> None:
+        """End whatever runs: here, the workers of a DataLoader."""
+        iterator = getattr(getattr(self, "_loader", None), "_iterator", None)
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+
+
+class Records:
+    """Every record of a dataset at 800/1333 as one piece of bytes, with the least left to do when it is loaded.
+
+    Seven int64 (image_id, height, width, and the bytes of each part), then labels int64 [N], boxes float32 [N, 4],
+    the dense masks [N, H, W] at one bit a pixel, and the image: JPEG as it is, else uint8 [3, H, W].
+    """
+
+    def __init__(self, data: Data) -> None:
+        self._data, self._folder = data, data.open()
+        # not sorted by image: copies of an image must not lie beside each other
+        self._rows = [row for copy in range(data.copies) for row in range(copy, data.records, data.copies)]
+        self._read = lru_cache(maxsize=256)(self._read_parts)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> bytes:
+        row = self._rows[index]
+        head, *parts = self._read(row - row % self._data.copies)
+        return b"".join((np.int64(self._folder.image_ids[row]).tobytes(), head, *parts))
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[index] for index in range(len(self)))
+
+    def _read_parts(self, row: int) -> tuple[bytes, ...]:
+        image, target = self._folder[row]
+        pixels = self._folder.read(row) if self._data.is_jpeg else image.numpy().tobytes()
+        tables = (target["labels"].numpy(), target["boxes"].numpy(), np.packbits(target["masks"].numpy()))
+        parts = (*(table.tobytes() for table in tables), bytes(pixels))
+        return np.array([*image.shape[1:], *map(len, parts)]).tobytes(), *parts
+
+
+def finish(record: bytes | NDArray[np.uint8], pixels: Tensor | None = None) -> Sample:
+    """The work that a record leaves: decode, make the masks dense, flip at random; ``pixels``: of its image."""
+    data = np.frombuffer(record, np.uint8)
+    image_id, height, width, *lengths = data[:56].view(np.int64).tolist()
+    labels, boxes, bits, image, *_ = np.split(data[56:], np.cumsum(lengths))
+    if pixels is None and len(image) == 3 * height * width:
+        pixels = torch.from_numpy(image).view(3, height, width)
+    elif pixels is None:
+        pixels = torch.from_numpy(decode_pixels(image.tobytes())).permute(2, 0, 1)
+    count = lengths[0] // 8
+    masks = np.unpackbits(bits, count=count * height * width).reshape(count, height, width)
+    target = {
+        "boxes": torch.from_numpy(boxes.view(np.float32).reshape(-1, 4)), "masks": torch.from_numpy(masks),
+        "labels": torch.from_numpy(labels.view(np.int64)), "image_id": image_id,
+    }  # fmt: skip
+    return flip(pixels, target)
+
+
+def flip(image: Tensor, target: Target) -> Sample:
+    """Mirror every second sample, by chance."""
+    if random.random() < 0.5:
+        return image, target
+    x0, y0, x1, y1 = target["boxes"].unbind(1)
+    width = image.shape[-1]
+    boxes = torch.stack([width - x1, y0, width - x0, y1], 1)
+    return image.flip(-1), {**target, "boxes": boxes, "masks": target["masks"].flip(-1)}
+
+
+def collate(samples: list[Sample]) -> tuple[tuple[Tensor, ...], tuple[Target, ...]]:
+    """A batch as torchvision's references make it."""
+    images, targets = zip(*samples, strict=True)
+    return images, targets
+
+
+def group(samples: Iterable[Sample]) -> Iterator[Any]:
+    """Batches of samples that come one by one."""
+    part: list[Sample] = []
+    for sample in samples:
+        part.append(sample)
+        if len(part) == BATCH_SIZE:
+            yield collate(part)
+            part = []
+    if part:
+        yield collate(part)

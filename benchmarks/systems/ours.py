@@ -1,0 +1,129 @@
+"""This project's loader: packed batches, dense ones made of them, and packed batches from loose files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch.utils.data import Dataset
+
+from benchmarks.data import Data
+from benchmarks.systems.base import BATCH_SIZE, Crew, Sample, System
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.loader import make_loader
+from colab_utils.loading.masks import MaskBits, expand_masks, flip_boxes
+from colab_utils.shards.write import write_shards
+
+__all__ = ["Dense", "DenseFloat", "Packed", "PackedFiles"]
+
+_FORMS = {"pixels_800": "pixels", "photos_12mp": "shrink"}
+
+
+class Packed(System):
+    """Packed batches from shards; resize, flip and dense masks are left to the device."""
+
+    store: ClassVar[str] = "shards"
+    crews: ClassVar[tuple[Crew, ...]] = (
+        Crew(1, "processes"), Crew(2, "processes"), Crew(1, "threads"), Crew(2, "threads"), Crew(3, "threads"),
+        Crew(0, "inline"), Crew(1, "inline"), Crew(2, "inline"),
+    )  # fmt: skip
+    options: ClassVar[dict[str, Any]] = {"deliver": "packed"}
+
+    def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
+        super().__init__(data, folder, crew)
+        self._loader = make_loader(
+            self.open_dataset(), batch_size=BATCH_SIZE, device="cpu", workers=crew.size,
+            hand_off=crew.kind,  # type: ignore[arg-type]
+            **self.options,
+        )  # fmt: skip
+
+    @classmethod
+    def prepare(cls, data: Data, folder: Path) -> None:
+        """Write shards: raw pixels of what is at 800/1333 already, photos shrunk, JPEGs kept."""
+        form: Any = _FORMS.get(data.name, "keep")
+        write_shards(data.images, data.annotations, shards=folder, form=form)
+
+    def open_dataset(self) -> Dataset[Any]:
+        """The shards."""
+        return ShardDataset(self.folder)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def read_ids(self, batch: Any) -> list[int]:
+        """The image ids in a packed batch."""
+        ids: list[int] = batch.image_ids.tolist()
+        return ids
+
+    def unpack(self, batch: Any) -> list[Sample]:
+        """What the device would make of a packed batch, at the stored size."""
+        return list(zip(batch.split_images(), batch.to_targets("cpu"), strict=True))
+
+    def close(self) -> None:
+        """End the workers."""
+        self._loader.close()
+
+
+class PackedFiles(Packed):
+    """The same hand-off from the image files and polygons themselves, without shards."""
+
+    store: ClassVar[str] = ""
+
+    def open_dataset(self) -> Dataset[Any]:
+        """The files."""
+        return self.data.open()
+
+
+class Dense(Packed):
+    """Packed batches made into what the peers deliver, by two threads of this process: uint8, masks, random flip."""
+
+    def __iter__(self) -> Iterator[Any]:
+        with ThreadPoolExecutor(2) as pool:
+            for batch in self._loader:
+                yield tuple(zip(*pool.map(lambda part: _make_dense(*part), _split(batch)), strict=True))
+
+    def read_ids(self, batch: Any) -> list[int]:
+        """The image ids in a dense batch."""
+        return System.read_ids(self, batch)
+
+    def unpack(self, batch: Any) -> list[Sample]:
+        """The samples as they are."""
+        return System.unpack(self, batch)
+
+
+class DenseFloat(Dense):
+    """``deliver="dense"`` as it is: float32 images, with torchvision's own random flip. More work than the peers do."""
+
+    def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
+        from torchvision.transforms import v2
+
+        self.options = {"deliver": "dense", "transforms": v2.RandomHorizontalFlip(0.5)}  # type: ignore[misc]
+        super().__init__(data, folder, crew)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+def _split(batch: PackedBatch) -> Iterator[tuple[Any, ...]]:
+    """Image, boxes, labels, masks and id of each sample, as they lie in the batch."""
+    counts: list[int] = batch.counts.tolist()
+    bits, crops, offsets = batch.masks
+    first = 0
+    rows = zip(batch.split_images(), counts, batch.boxes.split(counts), batch.labels.split(counts), strict=True)
+    for (image, count, boxes, labels), image_id in zip(rows, batch.image_ids.tolist(), strict=True):
+        ends = offsets[first : first + count + 1]
+        start, stop = int(ends[0]), int(ends[-1])
+        yield image, boxes, labels, MaskBits(bits[start:stop], crops[first : first + count], ends - start), image_id
+        first += count
+
+
+def _make_dense(image: Any, boxes: Any, labels: Any, masks: MaskBits, image_id: int) -> Sample:
+    flipped = random.random() < 0.5
+    dense = expand_masks(masks, [image.shape[1:]], [len(labels)], flips=[flipped])[0]
+    if flipped:
+        image, boxes = image.flip(-1), flip_boxes(boxes, image.shape[-1])
+    return image, {"boxes": boxes, "labels": labels, "masks": dense, "image_id": image_id}

@@ -1,0 +1,164 @@
+# mypy: disable-error-code="import-not-found,import-untyped,misc"
+"""Peers that load with threads: SPDL, Grain and tf.data."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from benchmarks.data import Data
+from benchmarks.systems.base import BATCH_SIZE, Crew, Records, System, collate, finish, group
+from benchmarks.systems.plain import Memmap, MemmapDataset
+from benchmarks.systems.references import ReferenceDataset
+
+__all__ = ["SPDL", "Grain", "SPDLFiles", "TFData"]
+
+_THREADS = tuple(Crew(size, "threads") for size in (1, 2, 3))
+
+
+class SPDL(System):
+    """A pipeline of threads over the memory-mapped file."""
+
+    environment: ClassVar[str] = "spdl"
+    store: ClassVar[str] = Memmap.store
+    crews: ClassVar[tuple[Crew, ...]] = _THREADS
+    prepare = Memmap.prepare
+
+    def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
+        super().__init__(data, folder, crew)
+        self._samples: Any = MemmapDataset(folder) if self.store else ReferenceDataset(data, resize=True)
+
+    def __iter__(self) -> Iterator[Any]:
+        from spdl.pipeline import PipelineBuilder
+
+        order = torch.randperm(len(self._samples)).tolist()
+        steps = PipelineBuilder().add_source(order).pipe(self._samples.__getitem__, concurrency=self.crew.size)
+        pipeline = steps.aggregate(BATCH_SIZE).add_sink(3).build(num_threads=self.crew.size)
+        with pipeline.auto_stop():
+            yield from map(collate, pipeline.get_iterator())
+
+
+class SPDLFiles(SPDL):
+    """The same over the image files and polygons, as in torchvision's references, resized to 800/1333 on the CPU."""
+
+    store: ClassVar[str] = ""
+    size_800: ClassVar[bool] = True
+
+
+class Grain(System):
+    """ArrayRecord files, read by threads or by worker processes."""
+
+    environment: ClassVar[str] = "grain"
+    store: ClassVar[str] = "grain"
+    crews: ClassVar[tuple[Crew, ...]] = (*_THREADS, Crew(1, "workers"), Crew(2, "workers"))
+
+    @classmethod
+    def prepare(cls, data: Data, folder: Path) -> None:
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        writers = [ArrayRecordWriter(f"{folder}/{n}.array_record", "group_size:1,uncompressed") for n in range(10)]
+        for number, record in enumerate(Records(data)):
+            writers[number % 10].write(record)
+        for writer in writers:
+            writer.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        import grain.python as grain
+
+        source = grain.ArrayRecordDataSource(sorted(map(str, self.folder.glob("*.array_record"))))
+        records = grain.MapDataset.source(source).seed(random.randrange(10**6)).shuffle().map(_finish_as_arrays)
+        size, kind = self.crew
+        if kind == "workers":
+            working = grain.MultiprocessingOptions(num_workers=size, per_worker_buffer_size=4)
+            samples = records.to_iter_dataset(grain.ReadOptions(1, 4)).mp_prefetch(working)
+        else:
+            samples = records.to_iter_dataset(grain.ReadOptions(size, 16))
+        return group((torch.from_numpy(image), _to_tensors(target)) for image, target in samples)
+
+
+def _finish_as_arrays(record: bytes) -> tuple[Any, dict[str, Any]]:
+    """A sample as numpy arrays, which is what Grain passes between processes."""
+    image, target = finish(record)
+    return image.numpy(), {key: np.asarray(value) for key, value in target.items()}
+
+
+def _to_tensors(target: dict[str, Any]) -> dict[str, Any]:
+    return {key: torch.from_numpy(value) for key, value in target.items()}
+
+
+class TFData(System):
+    """TFRecord files; parsing, masks and flip in TensorFlow's graph."""
+
+    environment: ClassVar[str] = "tf_data"
+    store: ClassVar[str] = "tf_data"
+    crews: ClassVar[tuple[Crew, ...]] = _THREADS
+
+    @classmethod
+    def prepare(cls, data: Data, folder: Path) -> None:
+        tf = _import_tensorflow()
+        writers = [tf.io.TFRecordWriter(f"{folder}/{number:02d}.tfrecord") for number in range(20)]
+        for number, record in enumerate(Records(data)):
+            writers[number % 20].write(record)
+        for writer in writers:
+            writer.close()
+
+    def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
+        tf = _import_tensorflow()
+        super().__init__(data, folder, crew)
+        files = tf.data.Dataset.from_tensor_slices(sorted(map(str, folder.glob("*.tfrecord")))).shuffle(20)
+        records = files.interleave(tf.data.TFRecordDataset, cycle_length=4, num_parallel_calls=1, deterministic=False)
+        parse = _make_parser(tf, jpeg=data.is_jpeg)
+        samples = records.shuffle(64).map(parse, num_parallel_calls=crew.size, deterministic=False).prefetch(8)
+        options = tf.data.Options()
+        options.threading.private_threadpool_size = crew.size + 1
+        self._samples = samples.with_options(options)
+
+    def __iter__(self) -> Iterator[Any]:
+        arrays = self._samples.as_numpy_iterator()
+        return group((torch.from_numpy(image), _to_tensors(target)) for image, target in arrays)
+
+
+def _import_tensorflow() -> Any:
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    with contextlib.suppress(ImportError):
+        import triton._C  # noqa: F401  # torch imports it sooner or later, and its LLVM must come before TensorFlow's
+    import tensorflow
+
+    return tensorflow
+
+
+def _make_parser(tf: Any, *, jpeg: bool) -> Any:
+    # TensorFlow has no unpackbits: each byte picks the eight bytes of its bits from a table
+    table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).view(np.int64).ravel()
+
+    def parse(record: Any) -> Any:
+        numbers = tf.io.decode_raw(tf.strings.substr(record, 0, 56), tf.int64)
+        image_id, height, width = numbers[0], numbers[1], numbers[2]
+        starts = 56 + tf.cumsum(numbers[3:], exclusive=True)
+        labels, boxes, bits, image = (tf.strings.substr(record, starts[n], numbers[3 + n]) for n in range(4))
+        if jpeg:
+            pixels = tf.transpose(tf.io.decode_jpeg(image, channels=3), [2, 0, 1])
+        else:
+            pixels = tf.reshape(tf.io.decode_raw(image, tf.uint8), [3, height, width])
+        labels, corners = tf.io.decode_raw(labels, tf.int64), tf.reshape(tf.io.decode_raw(boxes, tf.float32), [-1, 4])
+        eights = tf.gather(tf.constant(table), tf.cast(tf.io.decode_raw(bits, tf.uint8), tf.int32))
+        flat = tf.reshape(tf.bitcast(eights, tf.uint8), [-1])
+        count = tf.size(labels, tf.int64)
+        masks = tf.reshape(flat[: count * height * width], [count, height, width])
+
+        def mirror() -> Any:
+            right = tf.cast(width, tf.float32)
+            mirrored = tf.stack([right - corners[:, 2], corners[:, 1], right - corners[:, 0], corners[:, 3]], 1)
+            return tf.reverse(pixels, [2]), mirrored, tf.reverse(masks, [2])
+
+        chosen = tf.cond(tf.random.uniform([]) < 0.5, mirror, lambda: (pixels, corners, masks))
+        return chosen[0], {"boxes": chosen[1], "labels": labels, "masks": chosen[2], "image_id": image_id[None]}
+
+    return parse
