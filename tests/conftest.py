@@ -20,6 +20,12 @@ class CocoMini:
     annotations: Path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the tests remember (workers that were tuned) is theirs, not the user's; programs they start inherit it."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def coco_mini() -> CocoMini:
     """80 real COCO images of train2017 with their annotations."""
