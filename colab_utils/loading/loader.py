@@ -213,16 +213,16 @@ class Loader:
         this_pass = self._passes
         self._order.epoch = self.epoch
         for loaded in self._run():
-            if this_pass != self._passes:
-                raise ColabUtilsError(
-                    "expected one pass over a loader at a time, found a second one. Make two loaders."
-                )
             self._count_bad(loaded)
             self._delivered.add(loaded.number)
             if len(self._delivered) == len(self):
                 self._end_epoch()
             if loaded.batch is not None:
                 yield self._place(loaded.batch)
+                if this_pass != self._passes:  # before waiting: the results of this pass went to the other one
+                    raise ColabUtilsError(
+                        "expected one pass over a loader at a time, found a second one. Make two loaders."
+                    )
 
     def _end_epoch(self) -> None:
         self.epoch += 1

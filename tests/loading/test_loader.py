@@ -208,13 +208,15 @@ def test_a_pass_broken_off_is_followed_by_the_next_epoch(make, workers):
     assert loader.epoch == 4
 
 
-def test_two_passes_at_once_are_refused(make):
-    loader = make(Numbers(20), batch_size=3, workers=2)
+@pytest.mark.parametrize("seen", range(1, 8))
+def test_two_passes_at_once_are_refused(make, seen):
+    loader = make(Numbers(20), batch_size=3, workers=2, prefetch=1)
     first, second = iter(loader), iter(loader)
     next(first)
-    next(second)
+    got = [next(second) for _ in range(seen)]  # the last is all there is: nothing more will come for the first
     with pytest.raises(ColabUtilsError, match="one pass"):
         next(first)
+    assert len([*got, *second]) == 7  # and the second goes on
 
 
 @pytest.mark.parametrize(
