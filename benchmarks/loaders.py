@@ -221,10 +221,16 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace, argum
         options.work, options.images, options.annotations, options.samples, options.repeats, options.seconds
     )
     options.work.mkdir(parents=True, exist_ok=True)
-    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    above = Path(os.path.commonpath([path.absolute() for path in (*options.images, *options.annotations)])).parent
+    paths = (Path(os.path.abspath(word)) for word in given)
+    said = [
+        (str(path.relative_to(above)) if path.is_relative_to(above) else path.name) if "/" in word else word
+        for word, path in zip(given, paths, strict=True)
+    ]  # without the folders of one machine
     results: dict[str, Any] = {
         "machine": asdict(describe_machine(options.work)), "date": date.today().isoformat(),
-        "command": f"python -m benchmarks.loaders {given}", "versions": {}, "samples": options.samples,
+        "command": f"python -m benchmarks.loaders {shlex.join(said)}", "versions": {}, "samples": options.samples,
         "repeats": options.repeats, "seconds": options.seconds, "batch_size": BATCH_SIZE, "scenarios": [],
     }  # fmt: skip
     todo = [SCENARIOS[name] for name in options.scenario or SCENARIOS]

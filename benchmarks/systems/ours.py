@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch.utils.data import Dataset
 
 from benchmarks.data import Data
 from benchmarks.systems.base import BATCH_SIZE, Crew, Sample, System
-from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.masks import MaskBits, expand_masks, flip_boxes
 from colab_utils.shards.write import write_shards
 
 __all__ = ["Dense", "DenseFloat", "Packed", "PackedFiles"]
@@ -79,12 +76,17 @@ class PackedFiles(Packed):
 
 
 class Dense(Packed):
-    """Packed batches made into what the peers deliver, by two threads of this process: uint8, masks, random flip."""
+    """``deliver="dense"``: what the peers deliver, uint8 images and masks, mirrored at random."""
 
-    def __iter__(self) -> Iterator[Any]:
-        with ThreadPoolExecutor(2) as pool:
-            for batch in self._loader:
-                yield tuple(zip(*pool.map(lambda part: _make_dense(*part), _split(batch)), strict=True))
+    image_dtype: ClassVar[torch.dtype] = torch.uint8
+
+    def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
+        from torchvision.transforms import v2
+
+        self.options = {  # type: ignore[misc]
+            "deliver": "dense", "transforms": v2.RandomHorizontalFlip(0.5), "image_dtype": self.image_dtype,
+        }  # fmt: skip
+        super().__init__(data, folder, crew)
 
     def read_ids(self, batch: Any) -> list[int]:
         """The image ids in a dense batch."""
@@ -96,34 +98,6 @@ class Dense(Packed):
 
 
 class DenseFloat(Dense):
-    """``deliver="dense"`` as it is: float32 images, with torchvision's own random flip. More work than the peers do."""
+    """The same with float32 images, as torchvision's references deliver them: more work than the peers do."""
 
-    def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
-        from torchvision.transforms import v2
-
-        self.options = {"deliver": "dense", "transforms": v2.RandomHorizontalFlip(0.5)}  # type: ignore[misc]
-        super().__init__(data, folder, crew)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-
-def _split(batch: PackedBatch) -> Iterator[tuple[Any, ...]]:
-    """Image, boxes, labels, masks and id of each sample, as they lie in the batch."""
-    counts: list[int] = batch.counts.tolist()
-    bits, crops, offsets = batch.masks
-    first = 0
-    rows = zip(batch.split_images(), counts, batch.boxes.split(counts), batch.labels.split(counts), strict=True)
-    for (image, count, boxes, labels), image_id in zip(rows, batch.image_ids.tolist(), strict=True):
-        ends = offsets[first : first + count + 1]
-        start, stop = int(ends[0]), int(ends[-1])
-        yield image, boxes, labels, MaskBits(bits[start:stop], crops[first : first + count], ends - start), image_id
-        first += count
-
-
-def _make_dense(image: Any, boxes: Any, labels: Any, masks: MaskBits, image_id: int) -> Sample:
-    flipped = random.random() < 0.5
-    dense = expand_masks(masks, [image.shape[1:]], [len(labels)], flips=[flipped])[0]
-    if flipped:
-        image, boxes = image.flip(-1), flip_boxes(boxes, image.shape[-1])
-    return image, {"boxes": boxes, "labels": labels, "masks": dense, "image_id": image_id}
+    image_dtype: ClassVar[torch.dtype] = torch.float32

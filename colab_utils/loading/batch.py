@@ -133,6 +133,7 @@ class BatchShape(NamedTuple):
 
 
 _ALIGNMENT = 64
+_FLIPPED_ROWS = 64
 _DTYPES = {
     name: np.dtype(kind)
     for name, kind in {
@@ -155,14 +156,24 @@ class BatchSource(Protocol):
 
 
 def write_batch(
-    source: BatchSource, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]], *, dense: bool = False
+    source: BatchSource,
+    indices: Sequence[int],
+    reserve: Callable[[int], NDArray[np.uint8]],
+    *,
+    dense: bool = False,
+    flips: NDArray[np.bool_] | None = None,
 ) -> BatchShape:
     """Write a batch into memory that ``reserve`` gives for its size in bytes; ``dense``: the masks expanded too.
+
+    ``flips`` mirrors images, boxes and dense masks, not the mask bits.
 
     Raises:
         BadSampleError: if an image cannot be read.
     """
     tables = source.describe(indices)
+    if flips is not None:
+        right, mirrored = (np.repeat(part, tables["counts"]) for part in (tables["sizes"][:, 1], flips))
+        tables["boxes"][mirrored, ::2] = right[mirrored, None] - tables["boxes"][mirrored, 2::-2]
     lengths = tables.pop("mask_bytes")
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -186,10 +197,15 @@ def write_batch(
             raise
         except ColabUtilsError as error:
             raise BadSampleError(error, place) from None
+        if flips is not None and flips[place]:
+            for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):  # they stay in the cache
+                part.copy_(part.flip(1))
         pixel, first = pixel + pixels.size, first + count
     if dense_bytes:
         masks = MaskBits(*map(torch.from_numpy, (views["bits"], tables["crops"], offsets)))
-        expand_masks(masks, sizes, counts, out=torch.from_numpy(views["dense"]))
+        expand_masks(
+            masks, sizes, counts, flips=None if flips is None else flips.tolist(), out=torch.from_numpy(views["dense"])
+        )
     return shape
 
 

@@ -18,7 +18,7 @@ from colab_utils.loading.dispatch import Dispatcher, Loaded
 from colab_utils.loading.order import BatchOrder
 from colab_utils.loading.sample import Target
 from colab_utils.loading.source import Source
-from colab_utils.loading.transforms import Transforms, apply_transforms
+from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import Tuning, tune_workers
 from colab_utils.loading.workers import HandOff, describe_way
 from colab_utils.runtime import count_cores
@@ -70,7 +70,8 @@ def make_loader(
             the same, their order is not.
         group_by_aspect_ratio: fill shuffled batches with wide images or with tall ones, where the dataset has
             ``sizes``: less padding, as in torchvision's references.
-        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors.
+        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors. A
+            ``v2.RandomHorizontalFlip`` alone, for dense batches on the CPU, is done where the masks are expanded.
         transform_on: "device" applies them to what is delivered dense; "worker" to each sample where it is loaded
             (they must leave images uint8).
         max_bad: images in all that may fail to load and be left out, each with a warning; one more is an error.
@@ -125,7 +126,11 @@ def make_loader(
     on_worker = transform_on == "worker"
     place = _find_device(device)
     # with no GPU to expand masks on, the workers do it: into memory that is used again
-    source = Source(dataset, transforms if on_worker else None, dense=deliver == "dense" and place.type == "cpu")
+    dense = deliver == "dense" and place.type == "cpu"
+    source = Source(dataset, transforms if on_worker else None, dense=dense)
+    flip = find_flip(transforms) if dense and not source.whole_shards else None
+    if flip is not None:
+        source, transforms = Source(dataset, dense=True, flip=flip), None
     kind: HandOff = "processes" if hand_off == "auto" else hand_off
     tuning = None
     if workers == "auto" and len(source) >= _TUNED_BATCHES * batch_size and not source.whole_shards:

@@ -24,7 +24,7 @@ __all__ = ["Source"]
 
 class Source:
     """A map-style dataset, or a ``Subset`` of one; with ``transforms``, those are applied to each sample; ``dense``
-    writes the masks expanded too.
+    writes the masks expanded too, and then ``flip`` is the share of images that are mirrored, by chance.
 
     Attributes:
         writes_itself: whether batches are written without samples in between.
@@ -33,8 +33,10 @@ class Source:
         whole_shards, shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
     """
 
-    def __init__(self, dataset: Dataset[Any], transforms: Transforms | None = None, *, dense: bool = False) -> None:
-        self.dataset, self.transforms, self.dense = dataset, transforms, dense
+    def __init__(
+        self, dataset: Dataset[Any], transforms: Transforms | None = None, *, dense: bool = False, flip: float = 0
+    ) -> None:
+        self.dataset, self.transforms, self.dense, self.flip = dataset, transforms, dense, flip
         base: Any = dataset
         rows: NDArray[np.int64] | None = None
         while type(base) is Subset:
@@ -59,10 +61,11 @@ class Source:
         Raises:
             BadSampleError: if a sample cannot be loaded.
         """
+        flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
         if self.writes_itself:
-            return write_batch(self._base, self._find_rows(indices), reserve, dense=self.dense)
+            return write_batch(self._base, self._find_rows(indices), reserve, dense=self.dense, flips=flips)
         samples = self.read_samples(indices, seed)
-        return write_batch(PackedSamples(samples), range(len(samples)), reserve, dense=self.dense)
+        return write_batch(PackedSamples(samples), range(len(samples)), reserve, dense=self.dense, flips=flips)
 
     def read_samples(self, indices: Sequence[int], seed: Sequence[int]) -> list[PackedSample]:
         """The samples of a batch, or of a part of one; raises as ``write``."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.sample import Target
 
-__all__ = ["Transforms", "apply_transforms"]
+__all__ = ["Transforms", "apply_transforms", "find_flip"]
 
 Transforms = Callable[..., Any]
 """(image, target) to (image, target): one of ``torchvision.transforms.v2``, or any callable."""
@@ -52,3 +52,20 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> t
         target["area"] = target["masks"].flatten(1).sum(1, dtype=torch.float32)
         target["iscrowd"] = torch.zeros_like(target["area"], dtype=torch.int64)
     return image.as_subclass(Tensor), target
+
+
+def find_flip(transforms: Transforms | None) -> float | None:
+    """The share of images that transforms mirror left to right, where they do nothing else; else None.
+
+    Example:
+        >>> from torchvision.transforms import v2
+        >>> find_flip(v2.RandomHorizontalFlip(0.3)), find_flip(v2.RandomPhotometricDistort())
+        (0.3, None)
+    """
+    if transforms is None:
+        return None
+    from torchvision.transforms import v2
+
+    if type(transforms) is not v2.RandomHorizontalFlip:  # a subclass may do anything
+        return None
+    return float(transforms.p)

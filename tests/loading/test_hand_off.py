@@ -27,6 +27,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.slots import Slot, SlotRing
 from colab_utils.loading.source import Source
+from colab_utils.loading.transforms import apply_transforms
 from colab_utils.shards.arrays import dump_arrays, rebuild_arrays
 from colab_utils.shards.format import ShardInfo, hash_file, pad_member, read_index, write_index
 
@@ -322,6 +323,30 @@ def test_transforms_on_the_device_and_on_the_worker_give_the_same(tiny_shards, m
                 assert torch.equal(one[key], other[key])
             assert torch.equal(one["masks"], target["masks"].flip(-1))
             assert torch.equal(one["boxes"][:, 0], 160 - target["boxes"][:, 2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
+    dataset = ShardDataset(tiny_shards)
+    options = {"batch_size": 5, "shuffle": False, "workers": workers, "image_dtype": torch.uint8}
+    plain = [pair for batch in make(dataset, **options) for pair in zip(*batch, strict=True)]
+    some = [make(dataset, transforms=v2.RandomHorizontalFlip(0.5), seed=seed, **options) for seed in (1, 1, 2)]
+    assert all(loader.transforms is None for loader in some)
+    found = [[pair for batch in loader for pair in zip(*batch, strict=True)] for loader in some]
+    chosen = []
+    for samples in found:
+        flips = []
+        for (image, target), (before, target_before) in zip(samples, plain, strict=True):
+            flips.append(not torch.equal(image, before))
+            if flips[-1]:
+                before, target_before = apply_transforms(v2.RandomHorizontalFlip(1), before, target_before)
+            assert torch.equal(image, before)
+            assert all(torch.equal(target[key], target_before[key]) for key in TENSORS)
+        chosen.append(flips)
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert 0 < sum(chosen[0]) < len(plain)
+    later = [pair for batch in some[0] for pair in zip(*batch, strict=True)]
+    assert any(not torch.equal(one[0], other[0]) for one, other in zip(found[0], later, strict=True))
 
 
 class Chance:

@@ -48,7 +48,8 @@ def move(masks, device):
 
 
 def expand(way, masks, *args, **kwargs):
-    def draw(bits, tables, places, dense):
+    def draw(bits, tables, places, images):
+        dense = list(images)
         flat = torch.zeros(sum(part.size for part in dense), dtype=torch.uint8)
         module._draw_rows(bits, tables, places, flat)
         for part, drawn in zip(dense, flat.split([part.size for part in dense]), strict=True):
