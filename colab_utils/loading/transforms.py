@@ -54,7 +54,7 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> t
     return image.as_subclass(Tensor), target
 
 
-def find_flip(transforms: Transforms | None) -> float | None:
+def find_flip(transforms: Any) -> float | None:
     """The share of images that transforms mirror left to right, where they do nothing else; else None.
 
     Example:
