@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="one scenario, or several times one")
     parser.add_argument("--repeats", type=int, default=3, help="of each system, in turns (%(default)s)")
     parser.add_argument("--seconds", type=float, default=8, help="length of a repeat (%(default)s)")
-    parser.add_argument("--samples", type=int, default=1600, help="records in an epoch, about (%(default)s)")
+    parser.add_argument("--samples", type=int, default=320, help="records in an epoch, about (%(default)s)")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for data, forms, environments")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything that was measured")
     parser.add_argument(

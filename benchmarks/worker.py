@@ -110,6 +110,7 @@ def measure(system: System, job: Job) -> dict[str, Any]:
     for batch in islice(stream, 2 * system.crew.size + 2):
         if step:
             step(batch)
+    batch = None  # a loader that uses memory again would have to do without this one's
     times = time_batches(stream, step, batches=job.batches, max_s=job.seconds, warmup=0)
     stream.close()
     return {

@@ -15,7 +15,9 @@ from colab_utils.loading.workers import HandOff, Job, Result, start_crew
 
 __all__ = ["LENT_SLOTS", "Dispatcher", "Loaded"]
 
-LENT_SLOTS = 2  # slots whoever iterates holds: the batch at hand and, while it is replaced, the next
+# slots whoever iterates may hold: the batch at hand, the next while it replaces that, and two more that somebody keeps
+# to look at; a slot that is never used takes no memory
+LENT_SLOTS = 4
 
 
 class Loaded(NamedTuple):
