@@ -13,11 +13,11 @@ from colab_utils.loading.slots import SlotRing
 from colab_utils.loading.source import Source
 from colab_utils.loading.workers import HandOff, Job, Result, start_crew
 
-__all__ = ["LENT_SLOTS", "Dispatcher", "Loaded"]
+__all__ = ["Dispatcher", "Loaded"]
 
 # slots whoever iterates may hold: the batch at hand, the next while it replaces that, and two more that somebody keeps
 # to look at; a slot that is never used takes no memory
-LENT_SLOTS = 4
+_LENT_SLOTS = 4
 
 
 class Loaded(NamedTuple):
@@ -44,7 +44,7 @@ class Dispatcher:
 
     def __init__(self, source: Source, hand_off: HandOff, workers: int, prefetch: int) -> None:
         self._ahead = max(1, workers * prefetch)
-        self._ring = SlotRing(self._ahead, LENT_SLOTS)
+        self._ring = SlotRing(self._ahead, _LENT_SLOTS)
         self._crew = start_crew(hand_off, workers, source, self._ring.slots)
         self.close = self._crew.close
         self._pending: dict[int, _Pending] = {}

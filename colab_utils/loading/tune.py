@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dispatch import LENT_SLOTS, Dispatcher
+from colab_utils.loading.dispatch import Dispatcher
 from colab_utils.loading.emulated import EmulatedStep
 from colab_utils.loading.order import BatchOrder
 from colab_utils.loading.sample import BadSampleError
@@ -27,6 +27,7 @@ from colab_utils.runtime import count_cores, describe_machine, find_free_memory,
 
 __all__ = ["Trial", "Tuning", "tune_workers"]
 
+_HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
 _ALL_TRIALS_S = 14.0  # together, so that with the workers' start it stays under 20 s
 _TRIAL_S = 0.8
 _RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
@@ -103,10 +104,10 @@ def tune_workers(
     order = BatchOrder(len(source), batch_size, 0, sizes=source.sizes)
     free = find_free_memory()
     budget = int(free * _RAM_SHARE)
-    batch_bytes, waits = _measure_batch(source, order, batch_size, budget // (1 + LENT_SLOTS))
+    batch_bytes, waits = _measure_batch(source, order, batch_size, budget // (1 + _HELD))
 
     def count_bytes(workers: int, prefetch: int) -> int:
-        return (max(1, workers * prefetch) + LENT_SLOTS) * batch_bytes
+        return (max(1, workers * prefetch) + _HELD) * batch_bytes
 
     ways = [way for way in _list_ways(source, hand_off) if count_bytes(way[1], 2) <= budget] or [("inline", 0)]
     if waits:
@@ -217,7 +218,7 @@ def _measure_batch(source: Source, order: BatchOrder, batch_size: int, most: int
     def reserve(size: int) -> Any:
         if size * _SPARE > most:
             raise ColabUtilsError(
-                f"expected batches of at most {format_bytes(most)}, of which {1 + LENT_SLOTS} take half of the free "
+                f"expected batches of at most {format_bytes(most)}, of which {1 + _HELD} take half of the free "
                 f"memory, found {batch_size} images of {format_bytes(size * _SPARE)}. Use a smaller batch, or smaller "
                 "images."
             )
