@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=8, help="length of a repeat (%(default)s)")
     parser.add_argument("--samples", type=int, default=320, help="records in an epoch, about (%(default)s)")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for data, forms, environments")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write everything that was measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all that is measured; its other scenarios stay")
     parser.add_argument(
         "--readme", type=Path, metavar="FILE", help="put such a file's tables into benchmarks/README.md"
     )
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.readme:
             write_readme(json.loads(options.readme.read_text()))
             return 0
-        _run_all(parser, options, arguments)
+        _run_all(parser, options)
     except (ColabUtilsError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str] | None) -> None:
+def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if not options.images or not options.annotations or not options.json:
         parser.error("--images, --annotations and --json are needed")
     if len(options.images) != len(options.annotations) or min(options.repeats, options.samples) < 1:
@@ -221,23 +221,18 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace, argum
         options.work, options.images, options.annotations, options.samples, options.repeats, options.seconds
     )
     options.work.mkdir(parents=True, exist_ok=True)
-    given = sys.argv[1:] if arguments is None else arguments
-    above = Path(os.path.commonpath([path.absolute() for path in (*options.images, *options.annotations)])).parent
-    paths = (Path(os.path.abspath(word)) for word in given)
-    said = [
-        (str(path.relative_to(above)) if path.is_relative_to(above) else path.name) if "/" in word else word
-        for word, path in zip(given, paths, strict=True)
-    ]  # without the folders of one machine
     results: dict[str, Any] = {
         "machine": asdict(describe_machine(options.work)), "date": date.today().isoformat(),
-        "command": f"python -m benchmarks.loaders {shlex.join(said)}", "versions": {}, "samples": options.samples,
+        "command": _describe_command(options), "versions": {}, "samples": options.samples,
         "repeats": options.repeats, "seconds": options.seconds, "batch_size": BATCH_SIZE, "scenarios": [],
     }  # fmt: skip
     todo = [SCENARIOS[name] for name in options.scenario or SCENARIOS]
     todo = [scenario for scenario in todo if any(name in wanted for name in scenario.systems)]
+    kept = _read_earlier(options.json, results, [scenario.name for scenario in todo])
     for number, scenario in enumerate(todo):
         found, rows = run_scenario(scenario, [name for name in scenario.systems if name in wanted], settings)
-        results["scenarios"].append(found)
+        kept[scenario.name] = found
+        results["scenarios"] = [kept[name] for name in SCENARIOS if name in kept]
         for row in rows:
             results["versions"].update(row.versions)
         write_file(options.json, json.dumps(results, indent=1, default=str).encode())
@@ -246,6 +241,32 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace, argum
         for row in rows:  # ten forms of raw pixels are 50 GB
             if row.job.data.name not in later:
                 shutil.rmtree(row.job.folder, ignore_errors=True)
+
+
+def _describe_command(options: argparse.Namespace) -> str:
+    """The command without the folders of one machine."""
+    paths = [path.absolute() for path in (*options.images, *options.annotations)]
+    above = Path(os.path.commonpath(paths)).parent
+    names = [str(path.relative_to(above)) for path in paths]
+    count = len(options.images)
+    words = ["--images", *names[:count], "--annotations", *names[count:], "--samples", str(options.samples)]
+    words += ["--repeats", str(options.repeats), "--seconds", f"{options.seconds:g}"]
+    words += ["--systems", options.systems] if options.systems else []
+    return shlex.join(["python", "-m", "benchmarks.loaders", *words, "--json", options.json.name])
+
+
+def _read_earlier(path: Path, results: dict[str, Any], anew: Sequence[str]) -> dict[str, Any]:
+    """The scenarios in a file of earlier results that are not measured anew: of this machine, with these settings."""
+    if not path.exists():
+        return {}
+    earlier, same = json.loads(path.read_text()), ("samples", "repeats", "seconds", "batch_size")
+    machines = [{**one["machine"], "disk_free_bytes": 0} for one in (earlier, results)]
+    if machines[0] != machines[1] or any(earlier[name] != results[name] for name in same):
+        raise ColabUtilsError(
+            f"expected results of this machine with these settings in {path}, found others. Name another --json file."
+        )
+    results["versions"] = earlier["versions"]
+    return {found["name"]: found for found in earlier["scenarios"] if found["name"] not in anew}
 
 
 if __name__ == "__main__":

@@ -68,6 +68,17 @@ def test_a_run_measures_what_is_installed_and_names_what_is_not(results):
     assert "--systems packed,dali" in results["command"]
 
 
+def test_scenarios_measured_before_stay_in_the_file(results, tmp_path):
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps(results))
+    this = {**results, "versions": {}}
+    assert loaders._read_earlier(path, this, ["pixels_800"]) == {"kept_jpeg": results["scenarios"][0]}
+    assert loaders._read_earlier(path, this, ["kept_jpeg"]) == {}
+    with pytest.raises(ColabUtilsError, match="with these settings"):
+        loaders._read_earlier(path, {**this, "repeats": 99}, [])
+    assert loaders._read_earlier(tmp_path / "none.json", this, []) == {}
+
+
 def test_the_readme_gets_the_tables_between_its_markers(results, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

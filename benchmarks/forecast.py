@@ -1,0 +1,132 @@
+"""Check the forecasts of `diagnose` against what is then measured: `python -m benchmarks.forecast --images DIR ...`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from benchmarks.data import make_data
+from colab_utils.data.builtin import make_dataset
+from colab_utils.diagnosis.clocks import EmulatedStep
+from colab_utils.diagnosis.layers import diagnose
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.folder import CocoFolder
+from colab_utils.runtime import describe_machine, write_file
+from colab_utils.show.table import make_table
+
+__all__ = ["Case", "list_cases", "main", "run_case", "tabulate_errors"]
+
+DATA = ("builtin", "kept", "photos_12mp", "objects_300")
+PROFILES = ("none", "fast", "typical", "bad")
+STEPS_MS = (20, 100, 400)
+BATCH_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dataset at the speed of a Drive profile, ``workers`` of a plain ``DataLoader``, an emulated step."""
+
+    data: str
+    profile: str
+    workers: int
+    step_ms: float
+
+
+def list_cases(count: int, *, seed: int = 0) -> list[Case]:
+    """So many cases in an order by chance; each dataset with each profile comes once before one comes again.
+
+    Example:
+        >>> len({(case.data, case.profile) for case in list_cases(16)})
+        16
+    """
+    chance = random.Random(seed)
+    rounds = []
+    settings = list(product(range(5), STEPS_MS))
+    for _ in range(len(settings)):
+        pairs = list(product(DATA, PROFILES))
+        chance.shuffle(pairs)
+        rounds += pairs
+    chance.shuffle(settings)
+    return [Case(*pair, *settings[number % len(settings)]) for number, pair in enumerate(rounds)][:count]
+
+
+def run_case(case: Case, images: Path, annotations: Path, *, seconds: float) -> list[dict[str, Any]]:
+    """Diagnose, apply every fix, and give each forecast beside what was measured."""
+    dataset = CocoFolder(images, annotations, profile=case.profile)
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_size=BATCH_SIZE, shuffle=True, num_workers=case.workers, collate_fn=_collate
+    )
+    found = diagnose(loader, EmulatedStep(case.step_ms), seconds=seconds, verify=True)
+    return [
+        {
+            **asdict(case), "fix": fix.name, "now": found.images_per_second, "headspace": found.headspace,
+            "forecast": fix.forecast_images_per_second, "measured": fix.measured_images_per_second,
+            "error": fix.forecast_images_per_second / fix.measured_images_per_second - 1,
+        }
+        for fix in found.fixes
+        if fix.measured_images_per_second
+    ]  # fmt: skip
+
+
+def tabulate_errors(rows: Sequence[dict[str, Any]]) -> str:
+    """Median and worst error of each fix, and of all."""
+    names = [*dict.fromkeys(row["fix"] for row in rows), "all"]
+    table = []
+    for name in names:
+        errors = [abs(row["error"]) for row in rows if name in (row["fix"], "all")]
+        table.append({
+            "fix": name, "forecasts": len(errors), "median error": f"{median(errors):.0%}",
+            "worst error": f"{max(errors):.0%}", "within 25 %": f"{sum(e <= 0.25 for e in errors) / len(errors):.0%}",
+        })  # fmt: skip
+    return str(make_table(table)) if rows else "nothing was forecast"
+
+
+def _collate(samples: list[Any]) -> tuple[Any, ...]:
+    return tuple(zip(*samples, strict=True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__)
+    parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders")
+    parser.add_argument("--annotations", type=Path, nargs="+", metavar="FILE", required=True, help="COCO JSON of each")
+    parser.add_argument("--cases", type=int, default=32, help="how many (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=30, help="of each diagnosis (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for the data")
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="where to write what was measured")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    results = {"machine": asdict(describe_machine()), "seconds": options.seconds, "rows": rows}
+    try:
+        for number, case in enumerate(list_cases(options.cases), start=1):
+            if case.data == "builtin":
+                made = make_dataset(options.work / "data" / "builtin", n=160)
+                images, annotations = made.images, made.annotations
+            else:
+                data = make_data(case.data, options.work, options.images, options.annotations, samples=300)
+                images, annotations = data.images, data.annotations
+            print(f"{number} of {options.cases}: {case}", file=sys.stderr, flush=True)
+            rows += run_case(case, images, annotations, seconds=options.seconds)
+            write_file(options.json, json.dumps(results, indent=1, default=str).encode())
+    except (ColabUtilsError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        print(tabulate_errors(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
