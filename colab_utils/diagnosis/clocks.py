@@ -15,7 +15,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated import EmulatedStep
 from colab_utils.runtime import quiet_fork
 
-__all__ = ["BatchTimes", "EmulatedStep", "Layer", "time_batches", "time_calls"]
+__all__ = ["BatchTimes", "EmulatedStep", "Layer", "measure_tree_cpu", "time_batches", "time_calls"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def time_batches(
     """
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() and torch.cuda.is_initialized() else int
     waits, steps = [], []
-    images, first_batch_s, wait_cpu_s, step_cpu_s, cpu_began_s = 0, 0.0, 0.0, 0.0, _measure_tree_cpu()
+    images, first_batch_s, wait_cpu_s, step_cpu_s, cpu_began_s = 0, 0.0, 0.0, 0.0, measure_tree_cpu()
     source = _fetch_batches(loader)
     began_s = asked_s = perf_counter()
     asked_cpu_s = thread_time()
@@ -110,9 +110,9 @@ def time_batches(
             if number == batches or ended_s - began_s > max_s:
                 break
         elif number == 0:
-            cpu_began_s = _measure_tree_cpu()
+            cpu_began_s = measure_tree_cpu()
         asked_s, asked_cpu_s = perf_counter(), thread_time()
-    cpu_s = _measure_tree_cpu() - cpu_began_s
+    cpu_s = measure_tree_cpu() - cpu_began_s
     source.close()
     if not waits:
         raise ColabUtilsError(
@@ -124,13 +124,18 @@ def time_batches(
 
 @dataclass(frozen=True)
 class Layer:
-    """What one part of loading, or of training, takes **per image**, milliseconds: wall time, and mean CPU time."""
+    """What one part of loading, or of training, takes **per image**, milliseconds: wall time of ``calls``, and mean
+    CPU time.
+    """
 
     name: str
     median_ms: float
     p95_ms: float
     cpu_ms: float
     mean_ms: float = 0.0
+    p99_ms: float = 0.0
+    std_ms: float = 0.0
+    calls: int = 0
 
     def __str__(self) -> str:
         return f"{self.name}: {self.median_ms:.1f} ms an image (p95 {self.p95_ms:.1f} ms, CPU {self.cpu_ms:.1f} ms)"
@@ -138,22 +143,27 @@ class Layer:
 
 def make_layer(name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Layer:
     """A layer from the wall time of each of its calls, milliseconds [calls]."""
-    median, p95 = np.percentile(wall_ms, (50, 95))
-    return Layer(name, float(median), float(p95), cpu_ms, float(np.mean(wall_ms)))
+    median, p95, p99 = np.percentile(wall_ms, (50, 95, 99)).tolist()
+    return Layer(name, median, p95, cpu_ms, float(np.mean(wall_ms)), p99, float(np.std(wall_ms)), len(wall_ms))
 
 
-def time_calls(name: str, call: Callable[[Any], Any], arguments: Sequence[Any], *, max_s: float) -> Layer:
-    """Time ``call(argument)`` for each of ``arguments`` (one at least), in this thread, for about ``max_s`` seconds."""
+def time_calls(
+    name: str, call: Callable[[Any], Any], arguments: Iterable[Any], *, max_s: float, images: float = 1
+) -> Layer:
+    """Time ``call(argument)`` for each of ``arguments`` (one at least), in this thread, for about ``max_s`` seconds.
+
+    A call handles so many ``images``: the layer is per image.
+    """
     wall_ms = []
     began_s, cpu_began_s = perf_counter(), thread_time()
     for argument in arguments:
         call_began_s = perf_counter()
         call(argument)
         ended_s = perf_counter()
-        wall_ms.append((ended_s - call_began_s) * 1000)
+        wall_ms.append((ended_s - call_began_s) * 1000 / images)
         if ended_s - began_s > max_s:
             break
-    return make_layer(name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) * 1000)
+    return make_layer(name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000)
 
 
 def describe_error(error: BaseException) -> str:
@@ -208,7 +218,7 @@ def _count_images(batch: Any) -> int:
     return len(batch) if hasattr(batch, "__len__") else 1
 
 
-def _measure_tree_cpu() -> float:
+def measure_tree_cpu() -> float:
     """CPU seconds that this process and all its children have used so far, ended children included."""
     import psutil
 

@@ -5,40 +5,48 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from colab_utils.data.masks import unpack_masks
 from colab_utils.diagnosis.clocks import BatchTimes, Layer, time_batches, time_calls
-from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate
+from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding
+from colab_utils.diagnosis.parts import time_layers
 from colab_utils.diagnosis.strategies import is_on_drive, write_subset
+from colab_utils.drive import read_file
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.loading.sample import pack_target
-from colab_utils.runtime import count_cores, quiet_fork
+from colab_utils.runtime import count_cores, format_bytes, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
+from colab_utils.shards.plan import COPY_STREAMS
 from colab_utils.shards.write import write_shards
 
-__all__ = ["Fix", "Situation", "find_fixes", "time_layers"]
+__all__ = ["Fix", "Situation", "find_fixes"]
 
 _SAMPLE_IMAGES = 64
 _NO_LIMIT = 65_536  # pixels: shards that keep every image as it is
+_MOST_OFF = 0.7  # the model's error today that is believed to stay the same
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One cure: images per second as forecast and, where it was tried, as measured (else None)."""
+    """One cure: images per second as forecast and, where it was tried, as measured (else None); what an epoch takes
+    then; and what the cure costs once (0 where that is nothing).
+    """
 
     name: str
     forecast_images_per_second: float
     measured_images_per_second: float | None
     sentence: str
+    minutes_per_epoch: float | None = None
+    once_minutes: float = 0.0
+    once_gb: float = 0.0
 
     def __str__(self) -> str:
         measured = self.measured_images_per_second
@@ -48,7 +56,7 @@ class Fix:
 @dataclass(frozen=True)
 class Situation:
     """What was measured before any fix: ``now`` with the step (None: none), on ``cached`` batches, and the loader
-    ``alone``; the ``layers`` of loading an image, and the ``indices`` of the images they were timed on.
+    ``alone``; the ``layers`` of a worker's time for an image, and the ``indices`` of the images they were timed on.
     """
 
     loader: Any
@@ -60,26 +68,61 @@ class Situation:
     indices: Sequence[int]
     workers: int
 
-    @property
+    @cached_property
     def costs(self) -> Costs:
         """What one image costs now."""
+        cores, alone = count_cores(), self.alone
+        cpu_s, rate = alone.cpu_ms_per_image / 1000, alone.images_per_second
+        serial_s = alone.wait_cpu_s / alone.images if self.workers else 0.0
+        # CPU time as it is on a quiet machine: beside a busy core it was longer
+        crowd = 1 + (measure_crowding(cores) - 1) * min(max(cpu_s * rate - 1, 0.0) / max(cores - 1, 1), 1.0)
+        waits = [max(layer.mean_ms - layer.cpu_ms, 0.0) / 1000 for layer in self.layers.values()]
+        if not self.layers:
+            waits = [max(max(1, self.workers) / rate - cpu_s, 0.0)]
+        mean_ms = sum(layer.mean_ms for layer in self.layers.values())
+        variance = sum(layer.std_ms**2 for layer in self.layers.values())
+        size = round(alone.images / len(alone.wait_s))
         return Costs(
-            load_s=max(1, self.workers) / self.alone.images_per_second,
-            cpu_s=self.alone.cpu_ms_per_image / 1000,
+            io_s=sum(waits),
+            cpu_s=max(cpu_s - serial_s, 0.0) / crowd,
             # the step as it is when nobody takes its core away; what workers take counts as CPU
             step_s=sum(self.cached.step_s) / self.cached.images if self.step else 0.0,
             step_cpu_s=self.cached.step_cpu_s / self.cached.images if self.step else 0.0,
-            serial_s=self.alone.wait_cpu_s / self.alone.images if self.workers else 0.0,
+            serial_s=serial_s / crowd,
+            cv=(variance / size) ** 0.5 / mean_ms if mean_ms else 0.0,
+            batch_size=size,
         )
 
-    def forecast(self, name: str, sentence: str, costs: Costs, workers: int) -> Fix:
-        """The bound, corrected by how close today's rate comes to today's bound, and cut at the step's own rate."""
-        rate_now = self.now.images_per_second
-        bound_now = forecast_rate(self.costs, workers=self.workers, cores=count_cores())
-        rate = forecast_rate(costs, workers=workers, cores=count_cores()) * min(1.0, rate_now / bound_now)
+    def simulate(self, costs: Costs, workers: int, prefetch: int) -> float:
+        """Images per second with these costs on this machine."""
+        cores = count_cores()
+        crowding = measure_crowding(cores)
+        return forecast_rate(costs, workers=workers, cores=cores, prefetch=prefetch, crowding=crowding)
+
+    def forecast(
+        self, name: str, sentence: str, costs: Costs, workers: int, *, prefetch: int | None = None,
+        once_minutes: float = 0.0, once_gb: float = 0.0,
+    ) -> Fix:  # fmt: skip
+        """The simulated rate, corrected by how close today's comes to today's, and cut at the step's own."""
+        rate_now, ahead = self.now.images_per_second, self.prefetch
+        off = rate_now / self.simulate(self.costs, self.workers, ahead)
+        rate = self.simulate(costs, workers, prefetch or ahead) * min(max(off, _MOST_OFF), 1 / _MOST_OFF)
         rate = min(rate, self.cached.images_per_second) if self.step else rate
-        wins = f"about {rate:.1f} images/s" if rate > 1.05 * rate_now else "wins nothing"
-        return Fix(name, rate, None, f"{sentence}: {wins}.")
+        said, minutes = "wins nothing", None
+        if hasattr(self.loader.dataset, "__len__"):
+            minutes = len(self.loader.dataset) / rate / 60
+        if rate > 1.05 * rate_now:
+            said = f"about {rate:.1f} images/s"
+            if minutes is not None:
+                said += f", {_describe_time(minutes)} an epoch in place of {_describe_time(minutes * rate / rate_now)}"
+            if once_gb:
+                said += f"; once, about {_describe_time(once_minutes)} and {format_bytes(once_gb * 1e9)}"
+        return Fix(name, rate, None, f"{sentence}: {said}.", minutes, once_minutes, once_gb)
+
+    @property
+    def prefetch(self) -> int:
+        """Batches ahead for each worker."""
+        return getattr(self.loader, "prefetch", None) or getattr(self.loader, "prefetch_factor", None) or 2
 
     def verify(self, fix: Fix, dataset: Any, workers: int, *, max_s: float, packs: bool = False) -> Fix:
         """The fix with its measured rate: your loader over other data, with other workers, or `make_loader`."""
@@ -122,14 +165,25 @@ _CURES = (
 )  # fmt: skip
 
 
+def _describe_time(minutes: float) -> str:
+    return (
+        f"{minutes:.0f} minutes"
+        if minutes >= 10
+        else f"{minutes:.1f} minutes"
+        if minutes >= 2
+        else f"{minutes * 60:.0f} s"
+    )
+
+
 def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, max_size: int) -> list[Fix]:
     """Every cure that applies: its forecast and, with ``verify``, its measured rate.
 
     Cures of the data are forecast on a sample of it in a temporary folder, for about ``seconds`` in all; measuring
     takes half of that for each. ``min_size`` and ``max_size`` are the sides in pixels that training needs.
     """
-    dataset, costs = now.loader.dataset, now.costs
-    workers = choose_workers(costs, workers=now.workers, cores=count_cores())
+    dataset, costs, cores = now.loader.dataset, now.costs, count_cores()
+    crowding = measure_crowding(cores)
+    workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
     fix = now.forecast("more workers", f"Use {workers} workers, not {now.workers}", costs, workers)
     fixes = [now.verify(fix, dataset, workers, max_s=seconds / 2) if verify else fix]
     if not isinstance(dataset, CocoFolder | ShardDataset):
@@ -139,52 +193,61 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
         sizes = [*map(tuple, dataset.coco.sizes[list(now.indices)].tolist())]
         planned = [plan_size(*size, min_size=min_size, max_size=max_size) for size in sizes]
         share = sum(h * w for h, w in planned) / max(sum(h * w for h, w in sizes), 1)
-    local = sharded and dataset.profile is None and not is_on_drive(dataset.folder)
+    local = dataset.profile is None and not is_on_drive(dataset.folder)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
-        for cure in _CURES:
-            if (cure.packs and sharded and packs) or (cure.shrinks and share > 0.9) or (local and not cure.packs):
-                continue
+        if isinstance(dataset, CocoFolder) and not local:
+            fixes.append(_forecast_copy(now, dataset, Path(folder) / "files", verify=verify, max_s=seconds / 2))
+        cures = [
+            cure for cure in _CURES
+            if not (cure.packs and sharded and packs) and (share <= 0.9 or not cure.shrinks)
+            and not (sharded and local and not cure.packs)
+        ]  # fmt: skip
+        for cure in cures:
             limits = (min_size, max_size) if cure.shrinks else (_NO_LIMIT, _NO_LIMIT)
             sample = _make_sample(dataset, Path(folder), now.indices, *limits, images=_SAMPLE_IMAGES if verify else 0)
             dense = not cure.packs and not (sharded and packs)
-            fix = _forecast_cure(now, cure, sample, dense=dense, share=share, seconds=seconds / 12)
-            if verify:
-                view = Subset(sample, range(len(sample))) if dense else sample
-                fix = now.verify(fix, view, now.workers, max_s=seconds / 2, packs=cure.packs)
-            fixes.append(fix)
+            fix, costs = _forecast_cure(now, cure, sample, dense=dense, share=share, seconds=seconds / 12)
+            view = Subset(sample, range(len(sample))) if dense else sample
+            fixes.append(now.verify(fix, view, now.workers, max_s=seconds / 2, packs=cure.packs) if verify else fix)
+        if cures and workers != now.workers:
+            workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
+            name, packs = f"{cures[-1].name}, and {workers} workers", cures[-1].packs
+            minutes, gb = fix.once_minutes, fix.once_gb
+            fix = now.forecast(name, "Both together", costs, workers, once_minutes=minutes, once_gb=gb)
+            fixes.append(now.verify(fix, view, workers, max_s=seconds / 2, packs=packs) if verify else fix)
     return fixes
 
 
-def time_layers(dataset: Any, indices: Sequence[int], *, dense: bool, packs: bool, seconds: float) -> dict[str, Layer]:
-    """Time each layer of loading an image alone: ``read``, ``decode``, and ``masks`` as a worker sends them.
-
-    Takes a `ShardDataset` or a `CocoFolder`, and about ``seconds`` in all, which may not suffice for all ``indices``.
-    ``dense`` says whether samples hold dense masks, ``packs`` whether the worker packs those.
-    """
-    blobs: list[bytes] = []
-
-    def load_masks(index: int) -> None:
-        masks = dataset.read_masks(index)
-        if dense and isinstance(dataset, ShardDataset):
-            masks = unpack_masks(masks, *dataset.sizes[index].tolist())
-        if dense and packs:
-            count, height, width = masks.shape
-            empty = torch.zeros(count)
-            target = {"boxes": torch.zeros(count, 4), "labels": empty, "area": empty, "iscrowd": empty, "image_id": 0}
-            pack_target(torch.zeros(3, height, width, dtype=torch.uint8), {**target, "masks": torch.from_numpy(masks)})
-
-    # no warm-up: it would put the first file, or a whole shard, into memory
-    read = time_calls("read", lambda index: blobs.append(dataset.read(index)), indices, max_s=seconds / 2)
-    dataset.decode(blobs[0])
-    load_masks(indices[0])
-    decode = time_calls("decode", dataset.decode, blobs, max_s=seconds / 4)
-    masks = time_calls("masks", load_masks, indices[: len(blobs)], max_s=seconds / 4)
-    return {layer.name: layer for layer in (read, decode, masks)}
+def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path, *, verify: bool, max_s: float) -> Fix:
+    """The image files as they are, on the local disk."""
+    folder.mkdir()
+    sizes = []
+    for index in now.indices:
+        path = folder / dataset.coco.file_name(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(read_file(dataset.folder / dataset.coco.file_name(index)))
+        sizes.append(path.stat().st_size)
+    annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
+    local = CocoFolder(folder, annotations)
+    read = time_calls("read", local.read, range(len(local)), max_s=1)
+    was = now.layers["read"]
+    costs = replace(
+        now.costs,
+        io_s=max(now.costs.io_s + (read.mean_ms - read.cpu_ms - was.mean_ms + was.cpu_ms) / 1000, 0.0),
+        cpu_s=max(now.costs.cpu_s + (read.cpu_ms - was.cpu_ms) / 1000, 0.0),
+    )
+    images = len(dataset)
+    fix = now.forecast(
+        "image files on the local SSD",
+        f"Copy the files: reading takes {read.mean_ms:.1f} ms an image, not {was.mean_ms:.1f}", costs, now.workers,
+        once_minutes=images * was.mean_ms / 60_000 / COPY_STREAMS, once_gb=images * sum(sizes) / len(sizes) / 1e9,
+    )  # fmt: skip
+    return now.verify(fix, local, now.workers, max_s=max_s) if verify else fix
 
 
 def _forecast_cure(
     now: Situation, cure: _Cure, sample: ShardDataset, *, dense: bool, share: float, seconds: float
-) -> Fix:
+) -> tuple[Fix, Costs]:
     """Exchange the layers of loading; what is left (collate, hand-off) goes with the bytes that an image sends."""
     packs, images = isinstance(now.loader, Loader), range(min(len(sample), _SAMPLE_IMAGES))
     layers = time_layers(sample, images, dense=dense, packs=packs, seconds=seconds)
@@ -196,20 +259,24 @@ def _forecast_cure(
         batch, device = collate_packed(few), "cuda" if torch.cuda.is_available() else "cpu"
         expand = time_calls("expand", lambda _: (batch.to_images(device), batch.to_targets(device)), range(8), max_s=1)
         expand_s = expand.median_ms / 1000 / len(few)
-
-    def exchange(cost_s: float, figure: str) -> float:
-        old, new = (sum(getattr(layer, figure) for layer in of.values()) / 1000 for of in (now.layers, layers))
-        return float(new + max(cost_s - old, 0.0) * ratio)
-
+    old_s, new_s = (sum(layer.cpu_ms for layer in of.values()) / 1000 for of in (now.layers, layers))
     costs = replace(
         now.costs,
-        load_s=exchange(now.costs.load_s, "mean_ms"),
-        cpu_s=exchange(now.costs.cpu_s, "cpu_ms") + expand_s,
+        io_s=sum(max(layer.mean_ms - layer.cpu_ms, 0.0) for layer in layers.values()) / 1000,
+        cpu_s=new_s + max(now.costs.cpu_s - old_s, 0.0) * ratio,
         serial_s=now.costs.serial_s * ratio + expand_s,
     )
     figures = {name: layer.mean_ms for name, layer in layers.items()}
     figures |= {f"{name}_now": layer.mean_ms for name, layer in now.layers.items()}
-    return now.forecast(cure.name, cure.sentence.format(share=share, **figures), costs, now.workers)
+    index, total = sample.index, len(now.loader.dataset)
+    stored = sum(shard.bytes + shard.arrays_bytes for shard in index.shards) / max(len(sample), 1)
+    # reading every image once, decoding it and encoding it again or drawing its masks, on all cores
+    once_s = total * max(now.costs.io_s / COPY_STREAMS, 2 * now.costs.cpu_s / count_cores())
+    fix = now.forecast(
+        cure.name, cure.sentence.format(share=share, **figures), costs, now.workers,
+        once_minutes=once_s / 60, once_gb=total * stored / 1e9,
+    )  # fmt: skip
+    return fix, costs
 
 
 def _make_sample(

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.clocks import BatchTimes, Layer, make_layer, time_batches
-from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes, time_layers
+from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
+from colab_utils.diagnosis.parts import time_parts
+from colab_utils.diagnosis.resources import Resources, summarise_samples, watch_resources
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader
 
 __all__ = ["Diagnosis", "Fix", "Layer", "diagnose"]
@@ -30,8 +30,10 @@ class Diagnosis:
     """What `diagnose` found; its fields are the keys of the command's JSON.
 
     ``headspace`` is images per second on cached batches divided by those now; ``stall_share`` is wait / (wait + step),
-    0 to 1; *collate and hand-off* is what the other ``layers`` leave of the loader's time; ``fixes`` are empty where
+    0 to 1; *collate and hand-off* is what the other ``layers`` leave of a `Loader`'s time; ``fixes`` are empty where
     the loader is fine; ``confidence`` begins with high, medium or low; ``step`` is "real", "none" or "emulated ...".
+    ``reads`` tells *cold* and *warm* reads apart, for a `CocoFolder` or a `ShardDataset`; ``resources`` is what the
+    loader used while it ran.
     """
 
     verdict: str
@@ -43,9 +45,14 @@ class Diagnosis:
     confidence: str
     batches: int
     step: str
+    reads: tuple[Layer, ...] = ()
+    resources: Resources | None = None
 
     def __str__(self) -> str:
-        return "\n".join([self.verdict, *(f"  {layer}" for layer in self.layers), *(f"  {fix}" for fix in self.fixes)])
+        reads = (f"  of reading, {layer}" for layer in self.reads)
+        used = str(self.resources).splitlines() if self.resources else []
+        parts = (*(f"  {layer}" for layer in self.layers), *reads, *(f"  {fix}" for fix in self.fixes))
+        return "\n".join([self.verdict, *parts, *(f"  {line}" for line in used)])
 
 
 def diagnose(
@@ -55,9 +62,11 @@ def diagnose(
     """Find what training waits for, how much could be won at most, and what would win it.
 
     It times your loader with your step, then the step on batches kept in memory: less than 1.1 times as fast, and your
-    loader is fine. Else it times the loader alone and, for a `CocoFolder` or a `ShardDataset`, each layer alone, and
-    forecasts what each fix would bring. Method: headspace analysis (facebookresearch/spdl, optimization guide) and the
-    bounds of `forecast_rate`. A `Loader`'s order is put back to where it stood.
+    loader is fine. It times the loader alone and each layer alone: *read*, *decode* and *masks* of a `CocoFolder` or a
+    `ShardDataset`, *sample* and *transform* of any other map-style dataset, and what happens to whole batches. Where
+    there is something to win, it forecasts what each fix would bring. Method: headspace analysis
+    (facebookresearch/spdl, optimization guide) and the bounds of `forecast_rate`. A `Loader`'s order is put back to
+    where it stood.
 
     Args:
         loader: a ``DataLoader``, a `Loader`, or anything iterable again and again over batches.
@@ -93,40 +102,44 @@ def diagnose(
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:
     kept: list[Any] = []
+    count = 0
 
     def keep_batch(*batch: Any) -> None:
+        nonlocal count
+        count += 1
         if len(kept) < _CACHED_BATCHES:  # while it warms up; copied, for a loader may use the memory again
             kept.append(copy.deepcopy(batch if len(batch) > 1 else batch[0]))
         if step is not None:
             step(*batch)
 
-    now = time_batches(loader, keep_batch, batches=500, warmup=_CACHED_BATCHES, max_s=0.4 * seconds)
+    with watch_resources(lambda: count) as used:
+        now = time_batches(loader, keep_batch, batches=500, warmup=_CACHED_BATCHES, max_s=0.4 * seconds)
     # without a step: the least that any step does, which is to touch every byte of the batch once
     replay = step or (lambda *batch: copy.deepcopy(batch))
     cached = time_batches(kept, replay, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
     alone = now if step is None else time_batches(loader, batches=500, max_s=0.15 * seconds)
+    size = round(now.images / len(now.wait_s))
+    parts = time_parts(loader, kept[0], images=size, seconds=0.25 * seconds)
     kept.clear()
-    dataset, indices, parts = getattr(loader, "dataset", None), [], {}
     workers = getattr(loader, "workers", getattr(loader, "num_workers", 0))
-    if isinstance(dataset, CocoFolder | ShardDataset):
-        indices, packs = _choose_indices(dataset), isinstance(loader, Loader)
-        dense = not (packs and isinstance(dataset, ShardDataset))
-        parts = time_layers(dataset, indices, dense=dense, packs=packs, seconds=0.1 * seconds)
     headspace, fixes = cached.images_per_second / now.images_per_second, []
     if isinstance(loader, Loader | DataLoader) and (step is None or headspace >= _FINE_HEADSPACE):
-        situation = Situation(loader, step, now, cached, alone, parts, indices[:_SAMPLED], workers)
+        situation = Situation(loader, step, now, cached, alone, parts.sample, parts.indices[:_SAMPLED], workers)
         fixes = find_fixes(situation, seconds=0.2 * seconds, verify=verify, **sizes)
     images = now.images / len(now.wait_s)
-    layers = [*parts.values(), *([_estimate_handoff(alone, parts, max(1, workers))] if parts else [])]
+    layers = [*parts.sample.values(), *parts.batch]
+    if isinstance(loader, Loader) and parts.sample:
+        layers.append(_estimate_handoff(alone, parts.sample, max(1, workers)))
     layers.append(make_layer("wait", np.array(now.wait_s) * 1000 / images, now.wait_cpu_s / now.images * 1000))
     if step is not None:
         layers.append(make_layer("step", np.array(now.step_s) * 1000 / images, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
     confidence = _describe_confidence(now)
-    verdict = describe_verdict(now, cached, layers, fixes, name, confidence)
+    resources = summarise_samples(used)
+    verdict = " ".join((describe_verdict(now, cached, layers, fixes, name, confidence), *resources.dangers))
     return Diagnosis(
         verdict, headspace, now.images_per_second, now.wait_share, tuple(layers), tuple(fixes), confidence,
-        len(now.wait_s), name,
+        len(now.wait_s), name, parts.reads, resources,
     )  # fmt: skip
 
 
@@ -158,15 +171,6 @@ def describe_verdict(
     slower = sum(now.step_s) / now.images / max(sum(cached.step_s) / cached.images, 1e-9)
     crowd = f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long." * (slower > 1.2)
     return f"Training waits {now.wait_share:.0%} of its time: {rates}.{crowd}{part}{cure}"
-
-
-def _choose_indices(dataset: CocoFolder | ShardDataset) -> list[int]:
-    generator = np.random.default_rng(0)
-    if isinstance(dataset, ShardDataset) and dataset.whole_shards:
-        # a shard is read whole on the first touch: only a run through one tells what an image costs
-        shard = dataset.shard_of[generator.integers(len(dataset))]
-        return np.flatnonzero(dataset.shard_of == shard).tolist()
-    return generator.permutation(len(dataset))[:64].tolist()
 
 
 def _estimate_handoff(alone: BatchTimes, parts: dict[str, Layer], lanes: int) -> Layer:

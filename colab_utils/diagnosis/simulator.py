@@ -6,14 +6,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["Simulation", "Trace", "simulate"]
+if TYPE_CHECKING:
+    from colab_utils.diagnosis.layers import Diagnosis
 
+__all__ = ["Advice", "MeasuredTimes", "Simulation", "Trace", "find_cures", "read_times", "simulate"]
+
+_NOT_LOADING = ("wait", "step", "pin", "transfer")  # layers that no worker spends its time on
+_OF_IMAGES = ("read", "decode", "masks", "sample", "transform")  # layers timed image by image
+_Z95 = 1.6449  # standard deviations from the median to the 95th percentile
+_FINE = 0.05  # a step that waits less than this needs no cure
 _ROUNDING_S = 1e-9
 _MAX_BATCHES = 1_000_000  # more would keep you waiting for minutes and tell nothing new
 
@@ -33,7 +40,8 @@ class Simulation:
     """What `simulate` found: ``batches`` whose step ended within ``seconds``, and when everything happened.
 
     ``utilisation`` is the share of the time in which the step ran (0 to 1); ``loads`` has one `Trace` for each worker
-    (one, the training process itself, without workers); ``steps`` is the step's own.
+    (one, the training process itself, without workers); ``steps`` is the step's own. At most ``workers * prefetch``
+    batches are on their way at a time.
     """
 
     workers: int
@@ -42,6 +50,7 @@ class Simulation:
     utilisation: float
     loads: tuple[Trace, ...]
     steps: Trace
+    prefetch: int = 2
 
     @property
     def stall_share(self) -> float:
@@ -123,7 +132,136 @@ def simulate(
     *traces, trace = (_make_trace(spans, seconds) for spans in (*loads, steps))
     batches = sum(end_s <= seconds + _ROUNDING_S for _, _, end_s in steps)
     utilisation = float((trace.end_s - trace.start_s).sum() / seconds)
-    return Simulation(workers, float(seconds), batches, utilisation, tuple(traces), trace)
+    return Simulation(workers, float(seconds), batches, utilisation, tuple(traces), trace, prefetch)
+
+
+@dataclass(frozen=True, eq=False)
+class Advice:
+    """What `find_cures` found: the settings simulated for long, and single changes that would end the waiting."""
+
+    simulation: Simulation
+    cures: tuple[str, ...]
+
+    def __str__(self) -> str:
+        waits = f"The step waits {self.simulation.stall_share:.0%} of the time"
+        if not self.cures:
+            return f"{waits}: it is the limit itself, and loading faster would win next to nothing."
+        first = ", ".join(self.cures[:-1])
+        return f"{waits}; {first}{' or ' if first else ''}{self.cures[-1]} would end it."
+
+
+def find_cures(
+    *, workers: int, load_s: float, step_s: float, load_cv: float = 0.0, step_cv: float = 0.0, prefetch: int = 2,
+    in_order: bool = True, max_workers: int = 8,
+) -> Advice:  # fmt: skip
+    """Find what would end the step's waiting (to less than 5 %): more workers, or another single change.
+
+    Each change is simulated, as long as it takes for neither the start nor chance to matter. A worker more counts as
+    if it had a core of its own.
+
+    Args:
+        workers: as in `simulate`, like all the others.
+        load_s: mean seconds in which one worker loads one batch.
+        step_s: mean seconds of one training step.
+        load_cv: spread of the loading times, standard deviation / mean.
+        step_cv: the same for the step.
+        prefetch: batches asked for ahead of time for each worker; up to 8 are tried.
+        in_order: whether the step takes batches in the order in which they were asked for.
+        max_workers: the most workers that are tried.
+
+    Raises:
+        ColabUtilsError: an argument that no loader could have.
+
+    Example:
+        >>> print(find_cures(workers=2, load_s=0.4, step_s=0.1))
+        The step waits 50% of the time; 4 workers or loading a batch in 0.2 s would end it.
+    """
+    settings: dict[str, Any] = {
+        "workers": workers, "load_s": load_s, "step_s": step_s, "load_cv": load_cv, "step_cv": step_cv,
+        "prefetch": prefetch, "in_order": in_order,
+    }  # fmt: skip
+
+    def try_change(**change: Any) -> Simulation:
+        tried = settings | change
+        pace_s = max(tried["step_s"], tried["load_s"] / max(1, tried["workers"]))
+        return simulate(**tried, seconds=max(500 * pace_s, 100 * tried["load_s"]))
+
+    def ends_it(**change: Any) -> bool:
+        return try_change(**change).stall_share < _FINE
+
+    run = try_change()
+    if run.stall_share < _FINE:
+        return Advice(run, ())
+    more = next((n for n in range(workers + 1, max_workers + 1) if ends_it(workers=n)), 0)
+    cures = [f"{more} worker{'s'[: more != 1]}"] if more else []
+    if load_s < workers * step_s:  # they load enough: only the spread makes the step wait
+        deeper = next((n for n in range(prefetch + 1, 9) if ends_it(prefetch=n)), 0)
+        cures += [f"a prefetch of {deeper}"] if deeper else []
+        cures += ["batches in any order"] if in_order and ends_it(in_order=False) else []
+    fine_s, slow_s = 0.0, min(load_s, max(1, workers) * step_s)  # slower than that, no step is fed
+    for _ in range(10):
+        middle_s = (fine_s + slow_s) / 2
+        fine_s, slow_s = (middle_s, slow_s) if ends_it(load_s=middle_s) else (fine_s, middle_s)
+    return Advice(run, (*cures, f"loading a batch in {fine_s:.2g} s"))
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """What `read_times` found: mean seconds of one batch, in one worker and in the step, and their spread.
+
+    The fields are arguments of `simulate`: ``simulate(workers=2, **vars(times))``.
+    """
+
+    load_s: float
+    load_cv: float
+    step_s: float
+    step_cv: float
+
+    def __str__(self) -> str:
+        load = f"one worker loads a batch in {self.load_s:.3g} s (spread {self.load_cv:.0%})"
+        return f"{load}, the step takes {self.step_s:.3g} s (spread {self.step_cv:.0%})"
+
+
+def read_times(diagnosis: Diagnosis, batch_size: int) -> MeasuredTimes:
+    """The times of your own batches, as `simulate` takes them, from what `diagnose` measured.
+
+    Means, for the mean decides how many batches get done. The spread (standard deviation / mean) is taken from median
+    and 95th percentile, 1.64 standard deviations apart in a normal distribution; that of a batch is smaller than that
+    of its images by the square root of their number. Layers are timed alone: workers that share cores take longer.
+
+    Args:
+        diagnosis: of a loader with a step.
+        batch_size: images in a batch.
+
+    Raises:
+        ColabUtilsError: it was diagnosed without a step, or none of the layers is of loading.
+
+    Example:
+        >>> from types import SimpleNamespace as Layer
+        >>> layers = [Layer(name="read", median_ms=60, mean_ms=75, p95_ms=120), Layer(name="step", median_ms=25,
+        ...           mean_ms=25, p95_ms=26)]
+        >>> print(read_times(Layer(layers=layers), batch_size=4))
+        one worker loads a batch in 0.3 s (spread 24%), the step takes 0.1 s (spread 2%)
+    """
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ColabUtilsError(f"expected batch_size to be a whole number, 1 or more; found {batch_size!r}")
+    layers = {layer.name: layer for layer in diagnosis.layers}
+    if "step" not in layers:
+        raise ColabUtilsError("expected a diagnosis with a step, found none. Call diagnose(loader, step).")
+    mean_s = {name: (layer.mean_ms or layer.median_ms) / 1000 for name, layer in layers.items()}
+    loading = [name for name in layers if name not in _NOT_LOADING]
+    if not loading:
+        raise ColabUtilsError(
+            f"expected layers of loading, found only {' and '.join(layers)}. Diagnose a DataLoader, or give simulate "
+            "your own load_s."
+        )
+    spread_s = {name: (layer.p95_ms - layer.median_ms) / 1000 / _Z95 for name, layer in layers.items()}
+    load_s = max(sum(mean_s[name] for name in loading), _ROUNDING_S)
+    load_spread_s = math.hypot(*(spread_s[name] for name in loading if name in _OF_IMAGES))
+    return MeasuredTimes(
+        load_s=batch_size * load_s, load_cv=load_spread_s / load_s / math.sqrt(batch_size),
+        step_s=batch_size * mean_s["step"], step_cv=spread_s["step"] / max(mean_s["step"], _ROUNDING_S),
+    )  # fmt: skip
 
 
 def _check(counts: dict[str, tuple[int, int]], times: dict[str, float]) -> None:

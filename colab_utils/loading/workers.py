@@ -158,6 +158,7 @@ class _Processes:
         self._selector = selectors.DefaultSelector()
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self.dead: tuple[int, str] | None = None  # the member that died, and how
         context = multiprocessing.get_context("fork")
         try:
             for member in range(processes):
@@ -205,6 +206,7 @@ class _Processes:
         process.join(5)
         code = process.exitcode or 0
         how = f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+        self.dead = member, how
         return explain_death(how)
 
 

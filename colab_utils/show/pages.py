@@ -16,6 +16,8 @@ from colab_utils.show.report import describe_comparison
 
 __all__ = ["PageLink", "write_demo_index", "write_notebook_page"]
 
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+
 _CELLS = """
 .cell { margin: 1em 0; }
 .input_area { background: #f6f7f9; border-radius: 6px; padding: .1em 1em; overflow-x: auto; font-size: 14px; }
@@ -83,7 +85,12 @@ def write_demo_index(path: Path, links: Sequence[PageLink], *, comparison: Mappi
 def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:
     import nbformat.v4 as v4
 
-    shown = v4.new_notebook(cells=[_collapse_progress(cell)], metadata=notebook.metadata)
+    # every cell would carry the state of all widgets, which do nothing offline
+    metadata = {name: value for name, value in notebook.metadata.items() if name != "widgets"}
+    cell = _collapse_progress(cell)
+    if "outputs" in cell:
+        cell.outputs = [output for output in cell.outputs if _WIDGET not in output.get("data", {})]
+    shown = v4.new_notebook(cells=[cell], metadata=metadata)
     body, _ = exporter.from_notebook_node(shown)
     body = re.sub(r'<a href="[^"]*colab[.]research[^"]*"><img[^>]*></a>', "", body)  # the badge is not for offline
     body = re.sub(r'href="([0-9]{2}_[a-z_]+)[.]ipynb"', r'href="\1.html"', body)

@@ -150,6 +150,43 @@ class TestTimeBatches:
         time_batches([["a"]] * 2, lambda batch: calls.append("step"), batches=2, warmup=0)
         assert calls == ["synchronise", "step", "synchronise"] * 2
 
+    def test_a_naive_clock_lies_about_a_queued_step_and_ours_does_not(self, monkeypatch):
+        busy_until = [0.0]  # a device that works off a queue, as CUDA does
+
+        def synchronise():
+            time.sleep(max(0.0, busy_until[0] - time.perf_counter()))
+
+        def step(batch):
+            busy_until[0] = max(busy_until[0], time.perf_counter()) + 0.03  # queued, and back at once
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronise)
+        began_s = time.perf_counter()
+        step(["a"])
+        naive_s = time.perf_counter() - began_s
+        times = time_batches([["a"]] * 6, step, batches=4, warmup=1)
+        assert naive_s < 0.01
+        assert min(times.step_s) >= 0.03
+        assert times.wait_share < 0.2
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    def test_the_same_on_a_gpu(self):
+        matrix = torch.rand(4096, 4096, device="cuda")
+
+        def step(batch):
+            for _ in range(20):
+                matrix @ matrix
+
+        step(None)
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        step(None)
+        naive_s = time.perf_counter() - began_s
+        torch.cuda.synchronize()
+        times = time_batches([["a"]] * 6, step, batches=4, warmup=1)
+        assert min(times.step_s) > 2 * naive_s
+
     def test_cuda_is_left_alone_where_nobody_uses_it(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.data.coco import read_coco
 from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep
-from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate
 from colab_utils.diagnosis.layers import Fix, describe_verdict, diagnose
 from colab_utils.diagnosis.strategies import write_subset
 from colab_utils.drive import DriveProfile
@@ -61,7 +60,7 @@ def test_a_stalled_loader_is_told_what_it_could_win():
     assert found.verdict.startswith("Training waits")
     assert found.headspace > 2
     assert found.stall_share > 0.4
-    assert [layer.name for layer in found.layers] == ["wait", "step"]
+    assert [layer.name for layer in found.layers] == ["sample", "collate", "hand-off", "wait", "step"]
     workers = _by_name(found.fixes)["more workers"]
     assert workers.forecast_images_per_second > 1.3 * found.images_per_second
     assert workers.measured_images_per_second is None
@@ -92,7 +91,12 @@ def test_a_slow_drive_is_named_and_shards_are_forecast(tiny_dataset):
     assert "the largest layer is read" in found.verdict
     assert "(emulated)" in found.verdict
     assert found.step == "emulated 10 ms"
-    assert set(fixes) == {"more workers", "shards on the local SSD", "packed masks"}
+    assert {"more workers", "image files on the local SSD", "shards on the local SSD", "packed masks"} <= set(fixes)
+    images = len(loader.dataset)
+    assert all(
+        fix.minutes_per_epoch * 60 * fix.forecast_images_per_second == pytest.approx(images) for fix in found.fixes
+    )
+    assert fixes["shards on the local SSD"].once_gb > 0
     assert fixes["shards on the local SSD"].forecast_images_per_second > 1.5 * found.images_per_second
     json.dumps(dataclasses.asdict(found), allow_nan=False)
 
@@ -107,7 +111,7 @@ def test_verify_measures_shards_of_a_sample(tiny_dataset, plain):
     )
     found = diagnose(loader, _sleep_step(0.002), seconds=2, verify=True)
     fixes = _by_name(found.fixes)
-    for name in ("shards on the local SSD", "packed masks"):
+    for name in ("image files on the local SSD", "shards on the local SSD", "packed masks"):
         assert fixes[name].measured_images_per_second > found.images_per_second
 
 
@@ -192,25 +196,3 @@ def test_a_broken_image_is_named(tiny_dataset, tmp_path):
     loader = make_loader(CocoFolder(tmp_path, annotations), batch_size=2, workers=0)
     with pytest.raises(ColabUtilsError, match=r"batch 1 .*tmp|batch 1 .*\.jpg"):
         diagnose(loader, seconds=1)
-
-
-@pytest.mark.parametrize(
-    ("costs", "workers", "cores", "rate"),
-    [
-        (Costs(load_s=0.060, cpu_s=0.001), 2, 2, 2 / 0.060),  # waiting for Drive: the workers are the limit
-        (Costs(load_s=0.060, cpu_s=0.001), 0, 2, 1 / 0.060),  # the training process loads itself
-        (Costs(load_s=0.001, cpu_s=0.001, step_s=0.1), 2, 2, 10),  # the step is the limit
-        (Costs(load_s=0.001, cpu_s=0.001, step_s=0.1, serial_s=0.1), 2, 2, 5),  # the training process is
-        (Costs(load_s=0.020, cpu_s=0.020, step_s=0.01, step_cpu_s=0.01), 8, 1.5, 50),  # the cores are
-        (Costs(load_s=0.1, cpu_s=0.1, step_s=0.1), 0, 2, 5),  # no workers: loading and training alternate
-    ],
-)
-def test_forecast_is_the_bound_of_what_runs_out_first(costs, workers, cores, rate):
-    assert forecast_rate(costs, workers=workers, cores=cores) == pytest.approx(rate)
-
-
-def test_workers_are_chosen_for_the_limit():
-    waiting = Costs(load_s=0.08, cpu_s=0.001, step_s=0.02)
-    assert choose_workers(waiting, workers=1, cores=2) == 4
-    busy = Costs(load_s=0.02, cpu_s=0.02, step_s=0.001)
-    assert choose_workers(busy, workers=2, cores=2) == 4  # more win nothing: the next count up

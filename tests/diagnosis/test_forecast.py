@@ -1,0 +1,103 @@
+"""The forecast: bounds, shared cores, variance, and what real loaders then do."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from colab_utils.diagnosis.clocks import time_batches
+from colab_utils.diagnosis.forecast import Costs, bound_rate, choose_workers, forecast_rate, measure_crowding
+from colab_utils.diagnosis.simulator import simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+CASES = [
+    (Costs(io_s=0.060, cpu_s=0.001), 2, 2, 2 / 0.061),  # waiting for Drive: the workers are the limit
+    (Costs(io_s=0.060, cpu_s=0.001), 0, 2, 1 / 0.061),  # the training process loads itself
+    (Costs(io_s=0.0, cpu_s=0.001, step_s=0.1), 2, 2, 10),  # the step is the limit
+    (Costs(io_s=0.0, cpu_s=0.001, step_s=0.1, serial_s=0.1), 2, 2, 5),  # the training process is
+    (Costs(io_s=0.0, cpu_s=0.020, step_s=0.01, step_cpu_s=0.01), 8, 1.5, 50),  # the cores are
+    (Costs(io_s=0.0, cpu_s=0.1, step_s=0.1), 0, 2, 5),  # no workers: loading and training alternate
+]
+
+
+@pytest.mark.parametrize(("costs", "workers", "cores", "rate"), CASES)
+def test_what_runs_out_first_sets_the_rate(costs, workers, cores, rate):
+    assert bound_rate(costs, workers=workers, cores=cores) == pytest.approx(rate)
+    assert forecast_rate(costs, workers=workers, cores=cores) == pytest.approx(rate, rel=0.03)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("cv", [0.0, 0.5])
+def test_with_cores_for_all_it_is_the_simulator(workers, cv):
+    costs = Costs(io_s=0.010, cpu_s=0.0, step_s=0.005, cv=cv)
+    rates = [forecast_rate(costs, workers=workers, cores=99, seed=seed) for seed in range(8)]
+    settings = {"workers": workers, "load_s": 0.040, "step_s": 0.020, "load_cv": cv, "seconds": 300}
+    assert sum(rates) / 8 == pytest.approx(4 * simulate(**settings).batches_per_second, rel=0.04)
+
+
+def test_variance_costs_most_in_balance():
+    even, uneven = (Costs(io_s=0.02, cpu_s=0.0, step_s=0.01, cv=cv) for cv in (0.0, 0.5))
+    lost = forecast_rate(uneven, workers=2, cores=2) / forecast_rate(even, workers=2, cores=2)
+    assert lost == pytest.approx(0.886, abs=0.04)  # the table in test_simulator.py
+    assert forecast_rate(uneven, workers=2, cores=2, prefetch=8) > forecast_rate(uneven, workers=2, cores=2)
+
+
+def test_two_threads_of_one_core_are_not_two_cores():
+    costs = Costs(io_s=0.0, cpu_s=0.02)
+    alone, both = (forecast_rate(costs, workers=2, cores=2, crowding=crowding) for crowding in (1.0, 1.5))
+    assert alone == pytest.approx(100, rel=0.02)
+    assert both == pytest.approx(100 / 1.5, rel=0.02)
+    assert forecast_rate(costs, workers=1, cores=2, crowding=1.5) == pytest.approx(50, rel=0.02)
+    waits = Costs(io_s=0.02, cpu_s=0.0)
+    assert forecast_rate(waits, workers=2, cores=2, crowding=1.5) == pytest.approx(100, rel=0.02)
+
+
+def test_a_step_that_lacks_cpu_is_slowed():
+    costs = Costs(io_s=0.0, cpu_s=0.05, step_s=0.02, step_cpu_s=0.018)
+    assert forecast_rate(costs, workers=2, cores=2) == pytest.approx(2 / (0.05 + 0.018), rel=0.06)
+
+
+def test_nothing_passes_the_bound():
+    for io_ms in (0, 5, 50):
+        for cpu_ms in (1, 10):
+            costs = Costs(io_ms / 1000, cpu_ms / 1000, step_s=0.01, step_cpu_s=0.009, serial_s=0.001, cv=0.3)
+            for workers in (0, 1, 2, 4):
+                rate = forecast_rate(costs, workers=workers, cores=2, crowding=1.2)
+                assert 0 < rate <= 1.05 * bound_rate(costs, workers=workers, cores=2)
+
+
+def test_workers_are_chosen_for_the_limit():
+    waiting = Costs(io_s=0.08, cpu_s=0.001, step_s=0.02)
+    assert choose_workers(waiting, workers=1, cores=2) == 4
+    busy = Costs(io_s=0.0, cpu_s=0.02, step_s=0.001)
+    assert choose_workers(busy, workers=2, cores=2) == 4  # more win nothing: the next count up
+
+
+def test_crowding_is_a_ratio():
+    assert measure_crowding(1) == 1
+    assert 1 <= measure_crowding(2) < 4
+
+
+class Sleepy(Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.zeros(3, 4, 4), index
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_real_loader_that_waits(workers):
+    forecast = forecast_rate(Costs(io_s=0.0101, cpu_s=0.0, step_s=0.0025), workers=workers, cores=2)
+    rates = []
+    for _ in range(4):  # on a busy machine sleepers oversleep: one quiet run of four is enough
+        loader = DataLoader(Sleepy(), batch_size=4, num_workers=workers)
+        rates.append(time_batches(loader, lambda *batch: time.sleep(0.01), batches=40).images_per_second)
+        if abs(rates[-1] / forecast - 1) < 0.1:
+            break
+    assert rates[-1] == pytest.approx(forecast, rel=0.1), rates

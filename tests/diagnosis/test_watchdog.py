@@ -1,0 +1,452 @@
+"""The watchdog: what it says of each kind of stall, that skipping and restarting go on, and that nothing stays."""
+
+import gc
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from colab_utils.data.builtin import BuiltinDataset
+from colab_utils.diagnosis import stacks, suspects, watch, watchdog
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.loader import make_loader
+
+pytestmark = [
+    # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::colab_utils.errors.ColabUtilsWarning"),
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through Linux's /proc"),
+    pytest.mark.timeout(120),
+]
+BAD = 3  # the sample where something happens
+TIMEOUT_S = 0.6
+
+
+class _Photos(Dataset):
+    """Files with a number in each; at sample ``BAD`` something happens first."""
+
+    def __init__(self, folder, n=8, act=None):
+        self.paths = [folder / f"{index}.txt" for index in range(n)]
+        self.act = act
+        for index, path in enumerate(self.paths):
+            path.write_text(str(index))
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        if index == BAD and self.act:
+            self.act()
+        number = int(self.paths[index].read_text())
+        return torch.zeros((3, 8, 8), dtype=torch.uint8), {
+            "boxes": torch.tensor([[0.0, 0.0, 4.0, 4.0]]),
+            "labels": torch.tensor([1]),
+            "masks": torch.ones((1, 8, 8), dtype=torch.uint8),
+            "image_id": number,
+            "area": torch.tensor([16.0]),
+            "iscrowd": torch.tensor([0]),
+        }
+
+
+def _collate(samples):
+    return tuple(zip(*samples, strict=True))
+
+
+_KINDS = {
+    "torch": partial(DataLoader, num_workers=2, collate_fn=_collate),
+    "torch alone": partial(DataLoader, collate_fn=_collate),
+    "processes": partial(make_loader, workers=2, hand_off="processes", shuffle=False),
+    "threads": partial(make_loader, workers=2, hand_off="threads", shuffle=False),
+    "inline": partial(make_loader, workers=2, hand_off="inline", shuffle=False),
+    "alone": partial(make_loader, workers=0, shuffle=False),
+}
+_WITH_WORKERS = ("torch", "processes", "threads")
+
+
+def _list_ids(watched):
+    return [int(target["image_id"]) for _, targets in watched for target in targets]
+
+
+def _make_fifo(path):
+    """A file whose opening waits for somebody who writes to it."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _when_stalled(watched, act, *, times=1):
+    """Call ``act`` from another thread once there are so many stalls."""
+
+    def wait():
+        while len(watched.stalls) < times:
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def _once(flag, act):
+    """``act`` in the first process that comes here."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    act()
+
+
+def _kill_self():
+    time.sleep(0.3)  # other threads of this worker have gone on to later batches
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _burn_until(path):
+    while not path.exists():
+        sum(range(1000))
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing():
+    """No process, thread, signal handler or open file stays."""
+
+    def list_all():
+        gc.collect()
+        status = Path("/proc/self/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16) >> (stacks._SIGNAL - 1) & 1
+        threads = {thread.name for thread in threading.enumerate() if "QueueFeeder" not in thread.name}
+        return multiprocessing.active_children(), threads, caught
+
+    before = list_all()
+    yield
+    deadline = time.monotonic() + 10
+    while list_all() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list_all() == before
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_read_that_hangs(tmp_path, kind):
+    dataset = _Photos(tmp_path)
+    fifo = dataset.paths[BAD]
+    _make_fifo(fifo)
+    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S)
+    release = _when_stalled(watched, lambda: fifo.write_text(str(BAD)))
+    with pytest.warns(ColabUtilsWarning, match=rf"stuck in a read \(openat of {fifo}\), at sample {BAD}, in "):
+        assert _list_ids(watched) == list(range(8))
+    release.join()
+    (stall,) = watched.stalls
+    assert stall.verdict == "read"
+    assert (stall.sample, stall.file, stall.call) == (BAD, str(fifo), "openat")
+    assert stall.batch == (() if kind == "torch alone" else (2, 3))
+    assert any(line.endswith(" __getitem__") and "test_watchdog.py:" in line for line in stall.stack)
+    assert (stall.worker is None) == (stall.pid == os.getpid()) == (kind not in _WITH_WORKERS)
+    assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5  # within 1 s, but for a busy machine
+    assert "\n" not in str(stall)
+
+
+@pytest.mark.parametrize("kind", _WITH_WORKERS)
+def test_skip_goes_on_without_the_batch(tmp_path, kind):
+    dataset = _Photos(tmp_path, n=14)
+    _make_fifo(dataset.paths[BAD])
+    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
+    assert _list_ids(watched) == [0, 1, *range(4, 14)]
+    assert watched.skipped == [(2, 3)]
+    assert [stall.verdict for stall in watched.stalls] == ["read"]
+
+
+@pytest.mark.parametrize("kind", _WITH_WORKERS)
+@pytest.mark.parametrize("on_stall", ["skip", "restart"])
+def test_a_killed_worker(tmp_path, kind, on_stall):
+    dataset = _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", _kill_self))
+    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=30, on_stall=on_stall)
+    left_out = {2, 3} if on_stall == "skip" else set()
+    assert _list_ids(watched) == [index for index in range(14) if index not in left_out]
+    (stall,) = watched.stalls
+    assert (stall.verdict, stall.sample, stall.batch) == ("dead", BAD, (2, 3))
+    assert stall.file == str(dataset.paths[BAD])
+    assert watched.skipped == ([(2, 3)] if on_stall == "skip" else [])
+
+
+@pytest.mark.parametrize("kind", _WITH_WORKERS)
+def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
+    watched = watch(_KINDS[kind](_Photos(tmp_path, act=_kill_self), batch_size=2))
+    with pytest.raises(ColabUtilsError, match=r"worker \d \(pid \d+\) ended \(killed by signal: Killed\)") as caught:
+        _list_ids(watched)
+    said = str(caught.value)
+    assert f"at sample {BAD}" in said
+    assert "/dev/shm are free. Mostly memory ran out" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("kind", _WITH_WORKERS)
+def test_restart_asks_for_the_batch_again(tmp_path, kind):
+    dataset = _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", partial(time.sleep, 1000)))
+    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="restart")
+    assert _list_ids(watched) == list(range(14))
+    assert [(stall.verdict, stall.sample) for stall in watched.stalls] == [("waiting", BAD)]
+    assert "waits in clock_nanosleep" in str(watched.stalls[0])
+
+
+@pytest.mark.parametrize("kind", _WITH_WORKERS)
+def test_a_worker_that_dies_during_a_step(tmp_path, kind):
+    dataset = _Photos(tmp_path, act=_kill_self)
+    watched = watch(_KINDS[kind](dataset, batch_size=1), timeout_s=30, on_stall="skip")
+    ids = []
+    for _, targets in watched:
+        ids += [int(target["image_id"]) for target in targets]
+        time.sleep(0.2)
+    assert ids == [0, 1, 2, 4, 5, 6, 7]
+    assert watched.skipped == [(BAD,)]
+
+
+def test_restart_gives_up_after_some_times(tmp_path, monkeypatch):
+    monkeypatch.setitem(watchdog._MAX_TRIES, "restart", 1)
+    watched = watch(
+        _KINDS["processes"](_Photos(tmp_path, act=_kill_self), batch_size=2), timeout_s=30, on_stall="restart"
+    )
+    with pytest.raises(ColabUtilsError, match="ended"):
+        _list_ids(watched)
+    assert len(watched.stalls) in (2, 3)  # the first batch may come in between
+
+
+@pytest.mark.parametrize("kind", ["torch", "processes"])
+def test_a_lock_held_across_fork(tmp_path, kind):
+    lock = threading.Lock()
+
+    def take():
+        with lock:
+            pass
+
+    watched = watch(_KINDS[kind](_Photos(tmp_path, act=take), batch_size=2), timeout_s=TIMEOUT_S, on_stall="restart")
+    lock.acquire()
+    release = _when_stalled(watched, lock.release)  # the workers that hang were forked while it was held
+    assert _list_ids(watched) == list(range(8))
+    release.join()
+    (stall,) = watched.stalls
+    assert (stall.verdict, stall.sample) == ("lock", BAD)
+    assert stall.stack[0].endswith(" take")
+    assert "start threads after the workers" in str(stall)
+
+
+@pytest.mark.parametrize("kind", ["torch", "processes", "alone"])
+def test_only_slow_is_told_from_stuck_and_a_new_verdict_is_said(tmp_path, kind):
+    dataset = _Photos(tmp_path, act=partial(_burn_until, tmp_path / "flag"))
+    fifo = dataset.paths[BAD]
+    _make_fifo(fifo)
+    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S)
+    threads = [
+        _when_stalled(watched, (tmp_path / "flag").touch),
+        _when_stalled(watched, lambda: fifo.write_text(str(BAD)), times=2),
+    ]
+    assert _list_ids(watched) == list(range(8))
+    for thread in threads:
+        thread.join()
+    assert [stall.verdict for stall in watched.stalls] == ["slow", "read"]
+    assert all(stall.sample == BAD for stall in watched.stalls)
+    assert any(line.endswith(" _burn_until") for line in watched.stalls[0].stack)
+
+
+def test_slow_workers_are_left_to_work(tmp_path):
+    dataset = _Photos(tmp_path, act=partial(_burn_until, tmp_path / "flag"))
+    watched = watch(_KINDS["torch"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
+    _when_stalled(watched, (tmp_path / "flag").touch)
+    assert _list_ids(watched) == list(range(8))
+    assert watched.skipped == []
+
+
+def _limit_files(flag, worker):
+    _once(flag, partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, 4096)))
+
+
+class _Large(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.full((1 << 20,), index, dtype=torch.uint8)
+
+
+def test_a_batch_that_finds_no_shared_memory(tmp_path):
+    """A limit on files stands for a full /dev/shm: torch prints an error, drops the batch, and waits for ever."""
+    limit = partial(_limit_files, tmp_path / "flag")
+    loader = DataLoader(_Large(), num_workers=1, collate_fn=list, worker_init_fn=limit)
+    watched = watch(loader, timeout_s=TIMEOUT_S, on_stall="restart")
+    assert [int(image[0]) for batch in watched for image in batch] == list(range(6))
+    (stall,) = watched.stalls
+    assert stall.verdict == "lost"
+    assert stall.batch == (0,)
+    assert "of /dev/shm are free" in str(stall)
+
+
+_FULL_SHM = """
+    import torch
+    from torch.utils.data import DataLoader
+    from colab_utils.diagnosis import watch, watchdog
+    watchdog._MAX_TRIES["skip"] = 0
+    images = torch.zeros(6, 8 << 20, dtype=torch.uint8)
+    watched = watch(DataLoader(images, num_workers=1, collate_fn=list), timeout_s=1, on_stall="skip")
+    try:
+        for batch in watched:
+            pass
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_an_exhausted_shm():
+    """The real thing, in a namespace of its own: /dev/shm of 2 MB, batches of 8 MB."""
+    unshare = shutil.which("unshare")
+    command = [unshare or "unshare", *(["-m"] if os.getuid() == 0 else ["-rm"]), "sh", "-c"]
+    mount = "mount -t tmpfs -o size=2m tmpfs /dev/shm"
+    if not unshare or subprocess.run([*command, mount], capture_output=True).returncode:
+        pytest.skip("a small /dev/shm cannot be mounted here")
+    done = subprocess.run(
+        [*command, f'{mount} && exec "$0" -c "$1"', sys.executable, textwrap.dedent(_FULL_SHM)],
+        capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert done.stdout.startswith("ColabUtilsError expected a batch, found none"), done.stdout + done.stderr
+    assert "worker 0" in done.stdout
+    assert "/dev/shm are free" in done.stdout
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_healthy_loader_is_left_alone(tmp_path, kind):
+    loader = _KINDS[kind](_Photos(tmp_path), batch_size=2)
+    watched = watch(loader, timeout_s=20)
+    assert _list_ids(watched) == _list_ids(watched) == list(range(8))
+    assert watched.stalls == watched.skipped == []
+    assert len(watched) == len(loader) == 4
+    assert watched.batch_size == 2
+    assert watched.dataset is loader.dataset
+    assert "__getitem__" in vars(_Photos)
+    assert not hasattr(_Photos.__getitem__, "__wrapped__")  # only in workers
+
+
+def test_any_iterable():
+    watched = watch((number for number in range(3)), timeout_s=20)
+    assert list(watched) == [0, 1, 2]
+    with pytest.raises(TypeError):
+        len(watched)
+    with pytest.raises(AttributeError, match="no attribute"):
+        watched.batch_size  # noqa: B018
+
+
+def test_a_generator_that_waits():
+    watched = watch((time.sleep(number) for number in (0, 1.6)), timeout_s=TIMEOUT_S)
+    assert list(watched) == [None, None]
+    (stall,) = watched.stalls
+    assert (stall.verdict, stall.worker, stall.pid) == ("waiting", None, os.getpid())
+    assert "<genexpr>" in stall.stack[0]
+
+
+def test_the_loaders_own_errors_come_through():
+    class Broken(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            raise KeyError("no such photo")
+
+    for workers in (0, 1):
+        with pytest.raises(KeyError, match="no such photo"):
+            list(watch(DataLoader(Broken(), num_workers=workers), timeout_s=20))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"persistent_workers": True},
+        {"in_order": False},
+        {"shuffle": True},
+        {"prefetch_factor": 4, "drop_last": True},
+    ],
+)
+def test_ways_of_the_dataloader(tmp_path, more):
+    loader = DataLoader(
+        _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", _kill_self)),
+        batch_size=2, num_workers=2, collate_fn=_collate, **more,
+    )  # fmt: skip
+    watched = watch(loader, timeout_s=30, on_stall="restart")
+    for _ in range(2):
+        assert sorted(_list_ids(watched)) == list(range(14))
+    assert [stall.verdict for stall in watched.stalls] == ["dead"]
+
+
+def test_a_shuffled_epoch_is_the_loaders_own(tmp_path):
+    loader = DataLoader(_Photos(tmp_path), batch_size=2, num_workers=2, collate_fn=_collate, shuffle=True)
+    torch.manual_seed(5)
+    expected = _list_ids(loader)
+    torch.manual_seed(5)
+    assert _list_ids(watch(loader)) == expected
+
+
+def test_samples_without_batches_and_iterable_datasets(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(5))
+
+    assert list(watch(DataLoader(Stream(), num_workers=1, batch_size=None), timeout_s=20)) == list(range(5))
+    loader = DataLoader(_Photos(tmp_path), batch_size=None, num_workers=1)
+    assert [target["image_id"] for _, target in watch(loader, timeout_s=20)] == list(range(8))
+    with pytest.raises(ColabUtilsError, match="a dataset with indices"):
+        watch(DataLoader(Stream(), num_workers=1), on_stall="skip")
+
+
+def test_a_pass_that_is_broken_off(tmp_path):
+    watched = watch(_KINDS["torch"](_Photos(tmp_path), batch_size=2), timeout_s=20)
+    for _ in watched:
+        break
+    assert _list_ids(watched) == list(range(8))
+
+
+def test_the_sample_of_a_subset_and_its_file(tmp_path):
+    dataset = _Photos(tmp_path, act=_kill_self)
+    watched = watch(DataLoader(Subset(dataset, [5, BAD]), num_workers=1, collate_fn=_collate))
+    with pytest.raises(ColabUtilsError, match=f"at sample {BAD} .*{dataset.paths[BAD].name}"):
+        list(watched)
+    assert watched.stalls[0].batch == (1,)
+
+
+def test_files_of_our_datasets(tiny_dataset: BuiltinDataset, tiny_shards):
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    assert Path(suspects.find_file(folder, 2)).is_file()
+    assert Path(suspects.find_file(ShardDataset(tiny_shards), 11)).suffix == ".tar"
+    assert suspects.find_file(folder, None) == suspects.find_file([1, 2], 0) == ""
+
+
+def test_it_costs_little():
+    batches = list(range(20_000))
+    began = time.perf_counter()
+    assert list(watch(batches)) == batches
+    assert (time.perf_counter() - began) / len(batches) < 300e-6  # about 3 us
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"timeout_s": 0}, "timeout_s as seconds over 0"),
+        ({"timeout_s": float("nan")}, "timeout_s as seconds over 0"),
+        ({"timeout_s": "60"}, "timeout_s as seconds over 0"),
+        ({"on_stall": "panic"}, "one of report, skip, restart"),
+        ({"on_stall": "skip"}, "worker processes"),  # a list has none
+    ],
+)
+def test_arguments_that_cannot_be(arguments, said):
+    with pytest.raises(ColabUtilsError, match=said):
+        watch([1], **arguments)
+    with pytest.raises(ColabUtilsError, match="to iterate over, found int"):
+        watch(5)
