@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from benchmarks.data import make_data
+from benchmarks.systems.base import BATCH_SIZE, collate
 from colab_utils.data.builtin import make_dataset
 from colab_utils.diagnosis.clocks import EmulatedStep
 from colab_utils.diagnosis.layers import diagnose
@@ -29,7 +30,6 @@ __all__ = ["Case", "list_cases", "main", "run_case", "tabulate_errors"]
 DATA = ("builtin", "kept", "photos_12mp", "objects_300")
 PROFILES = ("none", "fast", "typical", "bad")
 STEPS_MS = (20, 100, 400)
-BATCH_SIZE = 4
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run_case(case: Case, images: Path, annotations: Path, *, seconds: float) -> 
     """Diagnose, apply every fix, and give each forecast beside what was measured."""
     dataset = CocoFolder(images, annotations, profile=case.profile)
     loader: DataLoader[Any] = DataLoader(
-        dataset, batch_size=BATCH_SIZE, shuffle=True, num_workers=case.workers, collate_fn=_collate
+        dataset, batch_size=BATCH_SIZE, shuffle=True, num_workers=case.workers, collate_fn=collate
     )
     found = diagnose(loader, EmulatedStep(case.step_ms), seconds=seconds, verify=True)
     return [
@@ -89,10 +89,6 @@ def tabulate_errors(rows: Sequence[dict[str, Any]]) -> str:
             "worst error": f"{max(errors):.0%}", "within 25 %": f"{sum(e <= 0.25 for e in errors) / len(errors):.0%}",
         })  # fmt: skip
     return str(make_table(table)) if rows else "nothing was forecast"
-
-
-def _collate(samples: list[Any]) -> tuple[Any, ...]:
-    return tuple(zip(*samples, strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

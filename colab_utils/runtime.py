@@ -24,6 +24,7 @@ __all__ = [
     "end_with_parent",
     "find_free_memory",
     "format_bytes",
+    "format_seconds",
     "is_colab",
     "is_watched",
     "quiet_fork",
@@ -190,6 +191,17 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time as people read it.
+
+    Example:
+        >>> format_seconds(5.25), format_seconds(600)
+        ('5.2 s', '10 minutes')
+    """
+    size, unit = (1, "s") if seconds < 90 else (60, "minutes") if seconds < 5400 else (3600, "hours")
+    return f"{seconds / size:.2g} {unit}" if seconds / size < 10 else f"{seconds / size:,.0f} {unit}"
 
 
 @cache

@@ -17,7 +17,7 @@ import numpy as np
 
 from colab_utils.drive import DRIVE_PROFILES, DriveFile, DriveProfile, get_profile
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, format_bytes
+from colab_utils.runtime import count_cores, format_bytes, format_seconds
 from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
 
 __all__ = ["DriveHealth", "examine_drive"]
@@ -93,7 +93,7 @@ class DriveHealth:
     def _weigh(self, first_s: float, later_s: float, copy_s: float) -> str:
         """Whether shards, or a copy of those there are, win over the epochs: one sentence with both costs."""
         now_s, once_s = first_s + (self.epochs - 1) * later_s, copy_s + (0 if self.sharded else first_s)
-        first, later, now, once, copy = map(_describe_time, (first_s, later_s, now_s, once_s, copy_s))
+        first, later, now, once, copy = map(format_seconds, (first_s, later_s, now_s, once_s, copy_s))
         if now_s < 1.1 * once_s:
             more = "" if self.sharded else f"; each new session costs {first} again, or {copy} with shards"
             return f"Leave the files where they are: {self.epochs} epochs take {now}, a copy for them {once}{more}."
@@ -110,7 +110,7 @@ class DriveHealth:
             speed = f"{self.open_ms_median:.3g} ms a file (p95 {self.open_ms_p95:.3g}, {self.sampled_files} read)"
         for name, rate in (("cold", self.cold_mb_per_s), ("warm", self.warm_mb_per_s)):
             speed += f", {rate:.0f} MB/s {name}" if rate else ""
-        times = [_describe_time(time_s) for time_s in (self.epoch_s, self.later_epoch_s) if time_s is not None]
+        times = [format_seconds(time_s) for time_s in (self.epoch_s, self.later_epoch_s) if time_s is not None]
         size = f"{bound}{self.files:,} files, {format_bytes(self.bytes)}: {', later '.join(times) or 'not measured'}"
         parts = [f"{self.kind} at {self.folder}: {speed}", f"  an epoch reads {size}"]
         parts += [f"  fullest folder: {bound}{self.entries:,} entries", *(f"  trouble: {met}" for met in self.troubles)]
@@ -282,8 +282,3 @@ def _find_kind(path: str) -> str:
     mounts = [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
     _, system = max(((len(at), system) for at, system in mounts if Path(path).is_relative_to(at)), default=(0, ""))
     return "Google Drive" if system == "fuse.drive" else "other disk"
-
-
-def _describe_time(seconds: float) -> str:
-    size, unit = (1, "s") if seconds < 90 else (60, "minutes") if seconds < 5400 else (3600, "hours")
-    return f"{seconds / size:.2g} {unit}" if seconds / size < 10 else f"{seconds / size:,.0f} {unit}"

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from colab_utils.diagnosis.clocks import BatchTimes, Layer, time_batches, time_calls
-from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding
+from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding, slow_down
 from colab_utils.diagnosis.parts import time_layers
 from colab_utils.diagnosis.strategies import is_on_drive, write_subset
 from colab_utils.drive import read_file
@@ -21,7 +21,7 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.runtime import count_cores, format_bytes, quiet_fork
+from colab_utils.runtime import count_cores, format_bytes, format_seconds, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
 from colab_utils.shards.plan import COPY_STREAMS
@@ -75,7 +75,7 @@ class Situation:
         cpu_s, rate = alone.cpu_ms_per_image / 1000, alone.images_per_second
         serial_s = alone.wait_cpu_s / alone.images if self.workers else 0.0
         # CPU time as it is on a quiet machine: beside a busy core it was longer
-        crowd = 1 + (measure_crowding(cores) - 1) * min(max(cpu_s * rate - 1, 0.0) / max(cores - 1, 1), 1.0)
+        crowd = slow_down(cpu_s * rate, cores, measure_crowding(cores))
         waits = [max(layer.mean_ms - layer.cpu_ms, 0.0) / 1000 for layer in self.layers.values()]
         if not self.layers:
             waits = [max(max(1, self.workers) / rate - cpu_s, 0.0)]
@@ -93,20 +93,25 @@ class Situation:
             batch_size=size,
         )
 
-    def simulate(self, costs: Costs, workers: int, prefetch: int) -> float:
+    def simulate(self, costs: Costs, workers: int) -> float:
         """Images per second with these costs on this machine."""
         cores = count_cores()
+        ahead = getattr(self.loader, "prefetch", None) or getattr(self.loader, "prefetch_factor", None) or 2
         crowding = measure_crowding(cores)
-        return forecast_rate(costs, workers=workers, cores=cores, prefetch=prefetch, crowding=crowding)
+        return forecast_rate(costs, workers=workers, cores=cores, prefetch=ahead, crowding=crowding)
+
+    @cached_property
+    def correction(self) -> float:
+        """Today's rate over the simulated one, as far as that is believed to stay the same."""
+        off = self.now.images_per_second / self.simulate(self.costs, self.workers)
+        return min(max(off, _MOST_OFF), 1 / _MOST_OFF)
 
     def forecast(
-        self, name: str, sentence: str, costs: Costs, workers: int, *, prefetch: int | None = None,
-        once_minutes: float = 0.0, once_gb: float = 0.0,
-    ) -> Fix:  # fmt: skip
+        self, name: str, sentence: str, costs: Costs, workers: int, *, once_minutes: float = 0.0, once_gb: float = 0.0
+    ) -> Fix:
         """The simulated rate, corrected by how close today's comes to today's, and cut at the step's own."""
-        rate_now, ahead = self.now.images_per_second, self.prefetch
-        off = rate_now / self.simulate(self.costs, self.workers, ahead)
-        rate = self.simulate(costs, workers, prefetch or ahead) * min(max(off, _MOST_OFF), 1 / _MOST_OFF)
+        rate_now = self.now.images_per_second
+        rate = self.simulate(costs, workers) * self.correction
         rate = min(rate, self.cached.images_per_second) if self.step else rate
         said, minutes = "wins nothing", None
         if hasattr(self.loader.dataset, "__len__"):
@@ -114,15 +119,11 @@ class Situation:
         if rate > 1.05 * rate_now:
             said = f"about {rate:.1f} images/s"
             if minutes is not None:
-                said += f", {_describe_time(minutes)} an epoch in place of {_describe_time(minutes * rate / rate_now)}"
+                now_s = 60 * minutes * rate / rate_now
+                said += f", {format_seconds(60 * minutes)} an epoch in place of {format_seconds(now_s)}"
             if once_gb:
-                said += f"; once, about {_describe_time(once_minutes)} and {format_bytes(once_gb * 1e9)}"
+                said += f"; once, about {format_seconds(60 * once_minutes)} and {format_bytes(once_gb * 1e9)}"
         return Fix(name, rate, None, f"{sentence}: {said}.", minutes, once_minutes, once_gb)
-
-    @property
-    def prefetch(self) -> int:
-        """Batches ahead for each worker."""
-        return getattr(self.loader, "prefetch", None) or getattr(self.loader, "prefetch_factor", None) or 2
 
     def verify(self, fix: Fix, dataset: Any, workers: int, *, max_s: float, packs: bool = False) -> Fix:
         """The fix with its measured rate: your loader over other data, with other workers, or `make_loader`."""
@@ -163,16 +164,6 @@ _CURES = (
     _Cure("resize once offline", "Preprocess shrinks large images: training needs {share:.0%} of the pixels, decoding "
           "takes {decode:.1f} ms, not {decode_now:.1f}", shrinks=True),
 )  # fmt: skip
-
-
-def _describe_time(minutes: float) -> str:
-    return (
-        f"{minutes:.0f} minutes"
-        if minutes >= 10
-        else f"{minutes:.1f} minutes"
-        if minutes >= 2
-        else f"{minutes * 60:.0f} s"
-    )
 
 
 def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, max_size: int) -> list[Fix]:
@@ -225,7 +216,7 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path, *, verify:
     for index in now.indices:
         path = folder / dataset.coco.file_name(index)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(read_file(dataset.folder / dataset.coco.file_name(index)))
+        path.write_bytes(read_file(dataset.find_path(index)))
         sizes.append(path.stat().st_size)
     annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
     local = CocoFolder(folder, annotations)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from statistics import median
 from time import perf_counter
 
 import numpy as np
 
-__all__ = ["Costs", "bound_rate", "choose_workers", "forecast_rate", "measure_crowding"]
+__all__ = ["Costs", "choose_workers", "draw_times", "forecast_rate", "measure_crowding", "slow_down"]
 
 _BATCHES = 240
 _WARMUP = 40  # the queue fills, and the first batches come late
@@ -36,24 +38,6 @@ class Costs:
     batch_size: int = 4
 
 
-def bound_rate(costs: Costs, *, workers: int, cores: float) -> float:
-    """Images per second that no pipeline with these costs passes: the operational (asymptotic) bound.
-
-    It is ``min(1 / step, workers / load, cores / CPU)``, and ``1 / (load + step)`` without workers. Source: Denning and
-    Buzen, "The operational analysis of queueing network models" (1978).
-
-    Example:
-        >>> costs = Costs(io_s=0.050, cpu_s=0.010, step_s=0.025, step_cpu_s=0.020)
-        >>> [round(bound_rate(costs, workers=w, cores=2)) for w in (0, 1, 2, 4)]
-        [12, 17, 33, 40]
-    """
-    load_s, train_s = max(costs.io_s + costs.cpu_s, 1e-9), max(costs.step_s + costs.serial_s, 1e-9)
-    if workers == 0:
-        return 1 / (load_s + costs.step_s)
-    cpu_s = costs.cpu_s + costs.serial_s + costs.step_cpu_s
-    return min(1 / train_s, workers / load_s, cores / max(cpu_s, 1e-9))
-
-
 def forecast_rate(
     costs: Costs, *, workers: int, cores: float, prefetch: int = 2, crowding: float = 1.0, seed: int = 0
 ) -> float:
@@ -72,8 +56,7 @@ def forecast_rate(
     """
     size, lanes, share = costs.batch_size, max(1, workers), prefetch if workers else 1
     last = _BATCHES + lanes * share  # the queue stays full to the end
-    variance = math.log1p(costs.cv**2)  # of the logarithm
-    factors = np.random.default_rng(seed).lognormal(-variance / 2, math.sqrt(variance), last).tolist()
+    factors = list(islice(draw_times(1.0, costs.cv, seed, stream=0), last))
     busy_share = min(1.0, costs.step_cpu_s / costs.step_s) if costs.step_s else 0.0
     # what each worker still has to do, part after part; the last one is the training process
     todo: list[deque[_Part]] = [deque() for _ in range(workers + 1)]
@@ -127,6 +110,19 @@ def choose_workers(costs: Costs, *, workers: int, cores: float, crowding: float 
     return min(count for count, rate in rates.items() if rate >= 0.95 * max(rates.values()))
 
 
+def draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator[float]:
+    """Endless lognormal times with this mean and coefficient of variation.
+
+    Example:
+        >>> next(draw_times(0.5, 0.0, 0, stream=0))
+        0.5
+    """
+    variance = math.log1p(cv * cv)  # of the logarithm
+    generator = np.random.default_rng([seed, stream])
+    while True:
+        yield from (mean_s * generator.lognormal(-variance / 2, math.sqrt(variance), 256)).tolist()
+
+
 @cache
 def measure_crowding(cores: int) -> float:
     """How many times as long work takes while all cores are busy as alone, 1 or more; half a second, once.
@@ -152,6 +148,16 @@ def measure_crowding(cores: int) -> float:
     return max(1.0, median(ratios))
 
 
+def slow_down(busy: float, cores: float, crowding: float) -> float:
+    """How many times as long work takes beside others that keep so many cores ``busy`` with it.
+
+    Example:
+        >>> slow_down(1, 2, 1.5), slow_down(2, 2, 1.5)
+        (1.0, 1.5)
+    """
+    return 1 + (crowding - 1) * max(0.0, min(busy, cores) - 1) / (cores - 1) if cores > 1 else 1.0
+
+
 @dataclass
 class _Part:
     kind: str
@@ -169,6 +175,5 @@ def _share_cores(kinds: list[str], busy_share: float, cores: float, crowding: fl
             compute = (cores - busy_share) / computing
         else:
             compute, step = fair, fair / busy_share if stepping else 1.0
-    crowd = max(0.0, min(wanted, cores) - 1) / (cores - 1) if cores > 1 else 0.0
-    rates = {"compute": compute / (1 + (crowding - 1) * crowd), "step": step, "wait": 1.0, "idle": 1.0}
+    rates = {"compute": compute / slow_down(wanted, cores, crowding), "step": step, "wait": 1.0, "idle": 1.0}
     return [rates[kind] for kind in kinds]

@@ -65,7 +65,7 @@ def diagnose(
     loader is fine. It times the loader alone and each layer alone: *read*, *decode* and *masks* of a `CocoFolder` or a
     `ShardDataset`, *sample* and *transform* of any other map-style dataset, and what happens to whole batches. Where
     there is something to win, it forecasts what each fix would bring. Method: headspace analysis
-    (facebookresearch/spdl, optimization guide) and the bounds of `forecast_rate`. A `Loader`'s order is put back to
+    (facebookresearch/spdl, optimization guide) and the simulation of `forecast_rate`. A `Loader`'s order is put back to
     where it stood.
 
     Args:

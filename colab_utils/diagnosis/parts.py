@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -98,19 +99,13 @@ def time_reads(dataset: Any, indices: Sequence[int], *, seconds: float) -> tuple
 
     Drive's own cache on its disk cannot be dropped: on Drive, cold is cold for files that were never read here.
     """
-    for path in {_find_file(dataset, index) for index in indices}:
+    for path in {dataset.find_path(index) for index in indices}:
         _drop_cached(path)
     cold = time_calls("cold", dataset.read, indices, max_s=seconds / 2)
     return cold, time_calls("warm", dataset.read, indices[: cold.calls], max_s=seconds / 2)
 
 
-def _find_file(dataset: Any, index: int) -> str:
-    if isinstance(dataset, ShardDataset):
-        return str(dataset.folder / dataset.index.shards[dataset.shard_of[index]].name)
-    return str(dataset.folder / dataset.coco.file_name(index))
-
-
-def _drop_cached(path: str) -> None:
+def _drop_cached(path: Path) -> None:
     if hasattr(os, "posix_fadvise"):
         try:
             file = os.open(path, os.O_RDONLY)

@@ -123,7 +123,8 @@ def summarise_samples(samples: Sequence[Sample]) -> Resources:
     import resource
 
     last = max(samples, key=lambda sample: (len(sample.worker_bytes), sample.batches))  # workers may have ended since
-    growth = _find_growth(samples[len(samples) // 2 :])
+    running = [sample for sample in samples if sample.batches < samples[-1].batches]  # after the last, workers end
+    growth = _find_growth(running[len(running) // 2 :])
     free = find_free_memory()
     shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
     return Resources(

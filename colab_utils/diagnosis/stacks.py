@@ -25,6 +25,8 @@ from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
+from colab_utils.loading.workers import describe_exit
+
 __all__ = ["Activity", "Board", "read_ending", "read_progress"]
 
 _ROWS, _CELLS = 128, 8  # workers remembered; numbers that each notes: its pid, and the sample of each of its threads
@@ -200,8 +202,7 @@ def read_ending(pid: int) -> str:
     if not fields:
         return "no reason given" if os.path.isdir("/proc/self") else ""
     code = int(fields[49])
-    how = f"killed by signal: {signal.strsignal(code & 127)}" if code & 127 else f"exit code {code >> 8}"
-    return how if fields[0] in "ZX" else ""
+    return describe_exit(os.waitstatus_to_exitcode(code & 0xFF7F)) if fields[0] in "ZX" else ""  # 0x80: a core dump
 
 
 def _read_call(pid: int, task: int) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from colab_utils.diagnosis.stacks import Board
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader
+from colab_utils.loading.workers import describe_exit
 
 __all__ = ["END", "Source", "Suspect", "find_file", "make_source"]
 
@@ -181,8 +182,7 @@ class _TorchWorkers(Source):
     def find_dead(self) -> tuple[Suspect, str] | None:
         for worker, process in enumerate(getattr(self._batches, "_workers", ())):
             if (code := process.exitcode) is not None:
-                how = f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
-                return self.find_job(worker, process.pid), how
+                return self.find_job(worker, process.pid), describe_exit(code)
         return None
 
     def restart(self, skipped: int | None) -> None:
@@ -212,10 +212,8 @@ def make_source(loader: Any) -> Source:
 def find_file(dataset: Any, sample: Any) -> str:
     """The file of a sample: as our datasets know it, else from a list of paths as long as the dataset."""
     with suppress(Exception):  # whatever somebody's own dataset does
-        if isinstance(dataset, CocoFolder):
-            return str(dataset.folder / dataset.coco.file_name(sample))
-        if isinstance(dataset, ShardDataset):
-            return str(dataset.folder / dataset.index.shards[dataset.shard_of[sample]].name)
+        if isinstance(dataset, CocoFolder | ShardDataset):
+            return str(dataset.find_path(sample))
         for values in vars(dataset).values():
             if isinstance(values, list) and len(values) == len(dataset):
                 item = values[sample][0] if isinstance(values[sample], tuple) else values[sample]

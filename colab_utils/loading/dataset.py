@@ -225,6 +225,10 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         """The image's bytes as uint8 [3, H, W]."""
         return decode_image(data)
 
+    def find_path(self, index: int) -> Path:
+        """The shard that the image lies in."""
+        return self.folder / self.index.shards[self.shard_of[index]].name
+
     def read_masks(self, index: int) -> PackedMasks:
         """The image's packed masks."""
         tables = self.describe([self._check(index)])
@@ -251,7 +255,7 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         return position % len(self)
 
     def _explain_damage(self, index: int, found: str) -> ColabUtilsError:
-        path = self.folder / self.index.shards[self.shard_of[index]].name
+        path = self.find_path(index)
         return ColabUtilsError(
             f"expected a whole image and record in {path}, found image {self.image_ids[index]} damaged ({found}). "
             "Run verify on the shards, and copy or preprocess again what it names."

@@ -74,7 +74,7 @@ class CocoFolder(Dataset[tuple[Tensor, Target]]):
         try:
             image = self.decode(data)
         except ColabUtilsError as error:
-            raise ColabUtilsError(f"{self._path(index)}: {error}. Run check on the dataset.") from None
+            raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
         height, width = image.shape[-2:]
         annotations, boxes = self._keep(index, height, width)
         labels = self._labels.map(np.array([a["category_id"] for a in annotations], np.int64))
@@ -89,7 +89,7 @@ class CocoFolder(Dataset[tuple[Tensor, Target]]):
 
     def read(self, index: int) -> bytes:
         """The image file's bytes."""
-        path = self._path(range(len(self))[index])
+        path = self.find_path(range(len(self))[index])
         try:
             return read_file(path, self.profile)
         except OSError as error:
@@ -108,7 +108,8 @@ class CocoFolder(Dataset[tuple[Tensor, Target]]):
         height, width = self.coco.sizes[index].tolist()
         return self._rasterise(self._keep(index, height, width)[0], height, width)
 
-    def _path(self, index: int) -> Path:
+    def find_path(self, index: int) -> Path:
+        """The image's file."""
         return self.folder / self.coco.file_name(index)
 
     def _keep(self, index: int, height: int, width: int) -> tuple[list[dict[str, Any]], NDArray[np.float32]]:

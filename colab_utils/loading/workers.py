@@ -26,7 +26,7 @@ from colab_utils.loading.slots import Slot
 from colab_utils.loading.source import Source
 from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork
 
-__all__ = ["Crew", "HandOff", "Job", "Result", "describe_way", "explain_death", "start_crew"]
+__all__ = ["Crew", "HandOff", "Job", "Result", "describe_exit", "describe_way", "explain_death", "start_crew"]
 
 HandOff = Literal["processes", "threads", "inline"]
 """Worker processes; one loader process with threads; threads in the training process."""
@@ -204,10 +204,18 @@ class _Processes:
     def _explain_death(self, member: int) -> ColabUtilsError:
         process = self._processes[member]
         process.join(5)
-        code = process.exitcode or 0
-        how = f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
-        self.dead = member, how
-        return explain_death(how)
+        self.dead = member, describe_exit(process.exitcode or 0)
+        return explain_death(self.dead[1])
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, by its exit code; negative is a signal.
+
+    Example:
+        >>> describe_exit(-9), describe_exit(1)
+        ('killed by signal: Killed', 'exit code 1')
+    """
+    return f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
 def explain_death(found: str) -> ColabUtilsError:

@@ -9,10 +9,22 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.diagnosis.clocks import time_batches
-from colab_utils.diagnosis.forecast import Costs, bound_rate, choose_workers, forecast_rate, measure_crowding
+from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding
 from colab_utils.diagnosis.simulator import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def bound_rate(costs, *, workers, cores):
+    """Images per second that no pipeline with these costs passes: Denning and Buzen, "The operational analysis of
+    queueing network models" (1978).
+    """
+    load_s = costs.io_s + costs.cpu_s
+    if workers == 0:
+        return 1 / (load_s + costs.step_s)
+    cpu_s = costs.cpu_s + costs.serial_s + costs.step_cpu_s
+    return min(1 / max(costs.step_s + costs.serial_s, 1e-9), workers / load_s, cores / cpu_s)
+
 
 CASES = [
     (Costs(io_s=0.060, cpu_s=0.001), 2, 2, 2 / 0.061),  # waiting for Drive: the workers are the limit

@@ -52,7 +52,7 @@ def test_growth_is_a_slope_over_batches():
             *make_samples(9 * MB, count=16)[:15],
             *[make_samples(9 * MB, count=16)[15]._replace(batches=b) for b in range(75, 120, 5)],
         ],
-        [*make_samples(2 * MB, count=16), *make_samples(2 * MB, count=4, workers=())],  # an epoch ended
+        [*make_samples(2 * MB, count=16), *make_samples(2 * MB, count=24, workers=())[16:]],  # an epoch ended
     ],
     ids=["flat", "noisy", "shrinking", "few", "little", "filling up", "workers that ended"],
 )
@@ -61,6 +61,12 @@ def test_what_is_not_sure_is_not_said(samples):
     assert found.growth_mb_per_batch is None
     assert found.full_at_batch is None
     assert found.dangers == ()
+
+
+def test_workers_that_end_after_the_last_batch_hide_no_growth():
+    samples = make_samples(2 * MB, count=20)
+    last = samples[-1]._replace(batches=samples[-1].batches + 5, worker_bytes=())
+    assert summarise_samples([*samples, last, last]).growth_mb_per_batch == pytest.approx(2, rel=0.01)
 
 
 def test_full_shm_and_open_files_are_dangers():
@@ -78,7 +84,7 @@ class Hoarder(Dataset):
         self.kept = []
 
     def __len__(self):
-        return 400
+        return 800
 
     def __getitem__(self, index):
         self.kept.append(os.urandom(2 * MB))
@@ -88,7 +94,7 @@ class Hoarder(Dataset):
 
 def test_a_worker_that_hoards_is_found_out():
     loader = DataLoader(Hoarder(), batch_size=2, num_workers=1)
-    found = diagnose(loader, lambda *batch: time.sleep(0.001), seconds=12)
+    found = diagnose(loader, lambda *batch: time.sleep(0.001), seconds=24)
     assert found.resources.growth_mb_per_batch == pytest.approx(4, rel=0.4)
     assert "Memory grows by" in found.verdict
     assert len(found.resources.worker_mb) == 1
