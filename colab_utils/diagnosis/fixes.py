@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,19 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, RandomSampler, Subset
 
-from colab_utils.diagnosis.clocks import BatchTimes, Layer, time_batches, time_calls
+from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep, Layer, time_batches, time_calls
 from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding, slow_down
 from colab_utils.diagnosis.parts import time_layers
 from colab_utils.diagnosis.strategies import is_on_drive, write_subset
 from colab_utils.drive import read_file
-from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.runtime import count_cores, format_bytes, format_seconds, quiet_fork
+from colab_utils.runtime import count_cores, find_free_memory, format_bytes, format_seconds, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
 from colab_utils.shards.plan import COPY_STREAMS
@@ -30,6 +29,10 @@ from colab_utils.shards.write import write_shards
 __all__ = ["Fix", "Situation", "find_fixes"]
 
 _SAMPLE_IMAGES = 64
+_SAMPLE_S = 20  # that making shards of a sample may take, about
+_MANY = 1_000_000
+_KEPT = 8
+_MEMORY_SHARE = 0.5  # of what is free
 _NO_LIMIT = 65_536  # pixels: shards that keep every image as it is
 _MOST_OFF = 0.7  # the model's error today that is believed to stay the same
 
@@ -47,6 +50,11 @@ class Fix:
     minutes_per_epoch: float | None = None
     once_minutes: float = 0.0
     once_gb: float = 0.0
+
+    @property
+    def images_per_second(self) -> float:
+        """What was measured, which counts more than its forecast."""
+        return self.measured_images_per_second or self.forecast_images_per_second
 
     def __str__(self) -> str:
         measured = self.measured_images_per_second
@@ -93,10 +101,14 @@ class Situation:
             batch_size=size,
         )
 
-    def simulate(self, costs: Costs, workers: int) -> float:
+    @property
+    def prefetch(self) -> int:
+        """Batches ahead for each worker."""
+        return getattr(self.loader, "prefetch", None) or getattr(self.loader, "prefetch_factor", None) or 2
+
+    def simulate(self, costs: Costs, workers: int, prefetch: int | None = None) -> float:
         """Images per second with these costs on this machine."""
-        cores = count_cores()
-        ahead = getattr(self.loader, "prefetch", None) or getattr(self.loader, "prefetch_factor", None) or 2
+        cores, ahead = count_cores(), prefetch or self.prefetch
         crowding = measure_crowding(cores)
         return forecast_rate(costs, workers=workers, cores=cores, prefetch=ahead, crowding=crowding)
 
@@ -107,12 +119,13 @@ class Situation:
         return min(max(off, _MOST_OFF), 1 / _MOST_OFF)
 
     def forecast(
-        self, name: str, sentence: str, costs: Costs, workers: int, *, once_minutes: float = 0.0, once_gb: float = 0.0
-    ) -> Fix:
+        self, name: str, sentence: str, costs: Costs, workers: int, *, prefetch: int | None = None,
+        once_minutes: float = 0.0, once_gb: float = 0.0,
+    ) -> Fix:  # fmt: skip
         """The simulated rate, corrected by how close today's comes to today's, and cut at the step's own."""
         rate_now = self.now.images_per_second
-        rate = self.simulate(costs, workers) * self.correction
-        rate = min(rate, self.cached.images_per_second) if self.step else rate
+        rate = self.simulate(costs, workers, prefetch) * self.correction
+        rate = min(rate, 1 / costs.step_s) if costs.step_s else rate
         said, minutes = "wins nothing", None
         if hasattr(self.loader.dataset, "__len__"):
             minutes = len(self.loader.dataset) / rate / 60
@@ -125,25 +138,42 @@ class Situation:
                 said += f"; once, about {format_seconds(60 * once_minutes)} and {format_bytes(once_gb * 1e9)}"
         return Fix(name, rate, None, f"{sentence}: {said}.", minutes, once_minutes, once_gb)
 
-    def verify(self, fix: Fix, dataset: Any, workers: int, *, max_s: float, packs: bool = False) -> Fix:
-        """The fix with its measured rate: your loader over other data, with other workers, or `make_loader`."""
+    def verify(
+        self, fix: Fix, dataset: Any, workers: int, *, max_s: float, packs: bool = False, prefetch: int | None = None,
+        step: Callable[..., Any] | None = None,
+    ) -> Fix:  # fmt: skip
+        """The fix with its measured rate."""
+        times = self.time(dataset, workers, step or self.step, max_s=max_s, packs=packs, prefetch=prefetch)
+        return replace(fix, measured_images_per_second=times.images_per_second) if times else fix
+
+    def find_costs(self, dataset: Any, layers: dict[str, Layer], *, max_s: float, packs: bool = False) -> Costs:
+        """What one image of other data costs, whose layers were timed: by a trial of the loader without the step."""
+        alone = self.time(dataset, self.workers, None, max_s=max_s, packs=packs)
+        return replace(self, alone=alone, layers=layers).costs if alone else self.costs
+
+    def time(
+        self, dataset: Any, workers: int, step: Callable[..., Any] | None, *, max_s: float, packs: bool = False,
+        prefetch: int | None = None,
+    ) -> BatchTimes | None:  # fmt: skip
+        """Time your loader over other data, with other workers, or `make_loader`; None where that cannot be."""
         loader, batch_size = self.loader, round(self.now.images / len(self.now.wait_s))
         if packs or isinstance(loader, Loader):
             settings = {name: getattr(loader, name) for name in ("device", "deliver") if hasattr(loader, name)}
             rebuilt: Any = make_loader(dataset, batch_size=batch_size, workers=workers, **settings)
         elif not hasattr(dataset, "__getitem__"):
-            return fix  # an iterable dataset deals its work to the workers itself
+            return None  # an iterable dataset deals its work to the workers itself
         else:
             copied = ("collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context")
             settings = {name: getattr(loader, name) for name in copied} | {"persistent_workers": workers > 0}
+            settings |= {"prefetch_factor": prefetch or self.prefetch} if workers else {}
             size = batch_size if loader.batch_sampler else None
+            endless = RandomSampler(dataset, replacement=True, num_samples=_MANY)  # at an epoch's end workers run dry
             with quiet_fork():
-                rebuilt = DataLoader(dataset, batch_size=size, shuffle=True, num_workers=workers, **settings)
+                rebuilt = DataLoader(dataset, batch_size=size, sampler=endless, num_workers=workers, **settings)
         try:
-            times = time_batches(rebuilt, self.step, batches=200, max_s=max_s)
+            return time_batches(rebuilt, step, batches=500, max_s=max_s)
         finally:
             getattr(rebuilt, "close", int)()
-        return replace(fix, measured_images_per_second=times.images_per_second)
 
 
 @dataclass(frozen=True)
@@ -177,6 +207,7 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
     workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
     fix = now.forecast("more workers", f"Use {workers} workers, not {now.workers}", costs, workers)
     fixes = [now.verify(fix, dataset, workers, max_s=seconds / 2) if verify else fix]
+    fixes += _forecast_settings(now, verify=verify, max_s=seconds / 2)
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return fixes
     sharded, packs, share = isinstance(dataset, ShardDataset), isinstance(now.loader, Loader), 1.0
@@ -195,10 +226,10 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
         ]  # fmt: skip
         for cure in cures:
             limits = (min_size, max_size) if cure.shrinks else (_NO_LIMIT, _NO_LIMIT)
-            sample = _make_sample(dataset, Path(folder), now.indices, *limits, images=_SAMPLE_IMAGES if verify else 0)
+            sample = _make_sample(now, Path(folder), *limits, images=_SAMPLE_IMAGES if verify else 0)
             dense = not cure.packs and not (sharded and packs)
-            fix, costs = _forecast_cure(now, cure, sample, dense=dense, share=share, seconds=seconds / 12)
             view = Subset(sample, range(len(sample))) if dense else sample
+            fix, costs = _forecast_cure(now, cure, sample, view, dense=dense, share=share, seconds=seconds / 3)
             fixes.append(now.verify(fix, view, now.workers, max_s=seconds / 2, packs=cure.packs) if verify else fix)
         if cures and workers != now.workers:
             workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
@@ -206,6 +237,44 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
             minutes, gb = fix.once_minutes, fix.once_gb
             fix = now.forecast(name, "Both together", costs, workers, once_minutes=minutes, once_gb=gb)
             fixes.append(now.verify(fix, view, workers, max_s=seconds / 2, packs=packs) if verify else fix)
+    return fixes
+
+
+def _forecast_settings(now: Situation, *, verify: bool, max_s: float) -> list[Fix]:
+    """What any loader and step can have: more batches ahead, samples kept in memory, a faster step."""
+    loader, costs, fixes = now.loader, now.costs, list[Fix]()
+    dataset: Any = loader.dataset
+    if now.workers:
+        ahead = 2 * now.prefetch
+        fix = now.forecast("more prefetch", f"Keep {ahead} batches ahead for each worker, not {now.prefetch}", costs,
+                           now.workers, prefetch=ahead)  # fmt: skip
+        plain = verify and isinstance(loader, DataLoader)
+        fixes.append(now.verify(fix, dataset, now.workers, max_s=max_s, prefetch=ahead) if plain else fix)
+    if isinstance(loader, DataLoader) and now.layers:
+        kept = [dataset[index] for index in now.indices[:_KEPT]]
+        each = sum(len(pickle.dumps(sample)) for sample in kept) / len(kept)
+        needed = each * len(dataset) * max(1, now.workers)
+        free = find_free_memory()
+        has = f"it needs {format_bytes(needed)} of memory in all workers, {format_bytes(free)} are free"
+        if needed < _MEMORY_SHARE * free:
+            read = time_calls("read", kept.__getitem__, range(len(kept)), max_s=1)
+            fix = now.forecast(
+                "samples in memory", f"Keep every sample from the first epoch on, random changes and all ({has})",
+                now.find_costs(kept, {"read": read}, max_s=max_s / 2), now.workers,
+            )  # fmt: skip
+            fixes.append(now.verify(fix, kept, now.workers, max_s=max_s) if verify else fix)
+        else:
+            fixes.append(now.forecast("samples in memory", f"Not here: {has}", costs, now.workers))
+    if now.step:
+        faster = replace(costs, step_s=costs.step_s / 2, step_cpu_s=costs.step_cpu_s / 2)
+        fix = now.forecast(
+            "a step twice as fast", "Half precision (AMP) or a smaller input, where they halve the step", faster,
+            now.workers,
+        )  # fmt: skip
+        if verify and isinstance(now.step, EmulatedStep):
+            half = EmulatedStep(now.step.step_ms / 2)
+            fix = now.verify(fix, dataset, now.workers, max_s=max_s, step=half)
+        fixes.append(fix)
     return fixes
 
 
@@ -220,13 +289,8 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path, *, verify:
         sizes.append(path.stat().st_size)
     annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
     local = CocoFolder(folder, annotations)
-    read = time_calls("read", local.read, range(len(local)), max_s=1)
-    was = now.layers["read"]
-    costs = replace(
-        now.costs,
-        io_s=max(now.costs.io_s + (read.mean_ms - read.cpu_ms - was.mean_ms + was.cpu_ms) / 1000, 0.0),
-        cpu_s=max(now.costs.cpu_s + (read.cpu_ms - was.cpu_ms) / 1000, 0.0),
-    )
+    read, was = time_calls("read", local.read, range(len(local)), max_s=1), now.layers["read"]
+    costs = now.find_costs(local, {**now.layers, "read": read}, max_s=max_s / 2)
     images = len(dataset)
     fix = now.forecast(
         "image files on the local SSD",
@@ -237,26 +301,12 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path, *, verify:
 
 
 def _forecast_cure(
-    now: Situation, cure: _Cure, sample: ShardDataset, *, dense: bool, share: float, seconds: float
+    now: Situation, cure: _Cure, sample: ShardDataset, view: Any, *, dense: bool, share: float, seconds: float
 ) -> tuple[Fix, Costs]:
-    """Exchange the layers of loading; what is left (collate, hand-off) goes with the bytes that an image sends."""
+    """By the layers of loading the sample, and by a trial of the loader alone over it."""
     packs, images = isinstance(now.loader, Loader), range(min(len(sample), _SAMPLE_IMAGES))
-    layers = time_layers(sample, images, dense=dense, packs=packs, seconds=seconds)
-    ratio, expand_s = share if cure.shrinks else 1.0, 0.0
-    if cure.packs and not packs:
-        few = [sample.read_packed(i) for i in images[:4]]
-        dense_bytes = sum(one.pixels.nbytes // 3 * (3 + len(one.labels)) for one in few)
-        ratio = sum(one.pixels.nbytes + one.masks.bits.nbytes for one in few) / dense_bytes
-        batch, device = collate_packed(few), "cuda" if torch.cuda.is_available() else "cpu"
-        expand = time_calls("expand", lambda _: (batch.to_images(device), batch.to_targets(device)), range(8), max_s=1)
-        expand_s = expand.median_ms / 1000 / len(few)
-    old_s, new_s = (sum(layer.cpu_ms for layer in of.values()) / 1000 for of in (now.layers, layers))
-    costs = replace(
-        now.costs,
-        io_s=sum(max(layer.mean_ms - layer.cpu_ms, 0.0) for layer in layers.values()) / 1000,
-        cpu_s=new_s + max(now.costs.cpu_s - old_s, 0.0) * ratio,
-        serial_s=now.costs.serial_s * ratio + expand_s,
-    )
+    layers = time_layers(sample, images, dense=dense, packs=packs, seconds=seconds / 3)
+    costs = now.find_costs(view, layers, max_s=seconds * 2 / 3, packs=cure.packs)
     figures = {name: layer.mean_ms for name, layer in layers.items()}
     figures |= {f"{name}_now": layer.mean_ms for name, layer in now.layers.items()}
     index, total = sample.index, len(now.loader.dataset)
@@ -270,11 +320,11 @@ def _forecast_cure(
     return fix, costs
 
 
-def _make_sample(
-    dataset: CocoFolder | ShardDataset, folder: Path, indices: Sequence[int], *limits: int, images: int
-) -> ShardDataset:
+def _make_sample(now: Situation, folder: Path, *limits: int, images: int) -> ShardDataset:
     """Shards of some images on the local disk: of those timed, which a slow Drive has cached, and more of them."""
-    shards = folder / f"shards-{limits[0]}"
+    dataset, indices, shards = now.loader.dataset, now.indices, folder / f"shards-{limits[0]}"
+    each_s = now.costs.io_s + 2 * now.costs.cpu_s
+    images = min(images, int(_SAMPLE_S / max(each_s, 1e-3)))
     if isinstance(dataset, CocoFolder):
         chosen = list(dict.fromkeys([*indices, *range(min(images, len(dataset)))]))[: max(images, len(indices))]
         annotations = write_subset(dataset.coco, chosen, folder / "annotations.json")

@@ -11,17 +11,24 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.clocks import BatchTimes, Layer, make_layer, time_batches
+from colab_utils.diagnosis.clocks import BatchTimes, Layer, describe_error, make_layer, time_batches
+from colab_utils.diagnosis.doctor import DriveHealth, examine_drive
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
 from colab_utils.diagnosis.parts import time_parts
 from colab_utils.diagnosis.resources import Resources, summarise_samples, watch_resources
+from colab_utils.diagnosis.strategies import is_on_drive
+from colab_utils.diagnosis.watchdog import watch
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader
 
 __all__ = ["Diagnosis", "Fix", "Layer", "diagnose"]
 
 _CACHED_BATCHES = 4
 _SAMPLED = 16  # images that the fixes are forecast on
+_SHOWN_FIXES = 3
+_TIMEOUT_S = 60.0  # for a batch
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
 
 
@@ -33,7 +40,7 @@ class Diagnosis:
     0 to 1; *collate and hand-off* is what the other ``layers`` leave of a `Loader`'s time; ``fixes`` are empty where
     the loader is fine; ``confidence`` begins with high, medium or low; ``step`` is "real", "none" or "emulated ...".
     ``reads`` tells *cold* and *warm* reads apart, for a `CocoFolder` or a `ShardDataset`; ``resources`` is what the
-    loader used while it ran.
+    loader used while it ran; ``drive`` is what `examine_drive` found, where the dataset lies on Google Drive.
     """
 
     verdict: str
@@ -47,12 +54,16 @@ class Diagnosis:
     step: str
     reads: tuple[Layer, ...] = ()
     resources: Resources | None = None
+    drive: DriveHealth | None = None
 
     def __str__(self) -> str:
         reads = (f"  of reading, {layer}" for layer in self.reads)
         used = str(self.resources).splitlines() if self.resources else []
-        parts = (*(f"  {layer}" for layer in self.layers), *reads, *(f"  {fix}" for fix in self.fixes))
-        return "\n".join([self.verdict, *parts, *(f"  {line}" for line in used)])
+        best = sorted(self.fixes, key=lambda fix: -fix.images_per_second)[:_SHOWN_FIXES]
+        more = [f"  ({len(self.fixes) - len(best)} more that win less)"] if len(self.fixes) > len(best) else []
+        parts = (*(f"  {layer}" for layer in self.layers), *reads, *(f"  {fix}" for fix in best), *more)
+        drive = [f"  {line}" for line in str(self.drive).splitlines()] if self.drive else []
+        return "\n".join([self.verdict, *parts, *(f"  {line}" for line in used), *drive])
 
 
 def diagnose(
@@ -78,7 +89,8 @@ def diagnose(
         max_size: the longer side that training needs, pixels.
 
     Raises:
-        ColabUtilsError: the loader yields nothing, raises, or is an iterator that ends.
+        ColabUtilsError: the loader yields nothing, raises, gives no batch for a minute (the message says which worker
+            waits where), or is an iterator; or the step fails.
 
     Example:
         >>> from colab_utils.diagnosis.clocks import EmulatedStep
@@ -109,15 +121,19 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
         count += 1
         if len(kept) < _CACHED_BATCHES:  # while it warms up; copied, for a loader may use the memory again
             kept.append(copy.deepcopy(batch if len(batch) > 1 else batch[0]))
-        if step is not None:
-            step(*batch)
+        try:
+            _ = step is None or step(*batch)
+        except Exception as error:
+            found = f"expected a step that takes batch {count}, found {describe_error(error)}"
+            raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
 
+    watched = watch(loader, timeout_s=_TIMEOUT_S, on_stall="raise")
     with watch_resources(lambda: count) as used:
-        now = time_batches(loader, keep_batch, batches=500, warmup=_CACHED_BATCHES, max_s=0.4 * seconds)
+        now = time_batches(watched, keep_batch, batches=500, warmup=_CACHED_BATCHES, max_s=0.4 * seconds)
     # without a step: the least that any step does, which is to touch every byte of the batch once
     replay = step or (lambda *batch: copy.deepcopy(batch))
     cached = time_batches(kept, replay, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
-    alone = now if step is None else time_batches(loader, batches=500, max_s=0.15 * seconds)
+    alone = now if step is None else time_batches(watched, batches=500, max_s=0.15 * seconds)
     size = round(now.images / len(now.wait_s))
     parts = time_parts(loader, kept[0], images=size, seconds=0.25 * seconds)
     kept.clear()
@@ -139,8 +155,15 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     verdict = " ".join((describe_verdict(now, cached, layers, fixes, name, confidence), *resources.dangers))
     return Diagnosis(
         verdict, headspace, now.images_per_second, now.wait_share, tuple(layers), tuple(fixes), confidence,
-        len(now.wait_s), name, parts.reads, resources,
+        len(now.wait_s), name, parts.reads, resources, _ask_doctor(loader, 0.25 * seconds),
     )  # fmt: skip
+
+
+def _ask_doctor(loader: Any, seconds: float) -> DriveHealth | None:
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, CocoFolder | ShardDataset) or not is_on_drive(dataset.folder):
+        return None
+    return examine_drive(dataset.folder, images=dataset, seconds=max(1.0, seconds))
 
 
 def describe_verdict(
@@ -161,8 +184,7 @@ def describe_verdict(
     )
     if ceiling / rate < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."
-    # what was measured counts more than its forecast
-    rates_with = {fix.name: fix.measured_images_per_second or fix.forecast_images_per_second for fix in fixes}
+    rates_with = {fix.name: fix.images_per_second for fix in fixes if fix.name != "a step twice as fast"}
     best = max(rates_with, key=lambda fix: rates_with[fix], default="")
     tried = "measured" if any(fix.measured_images_per_second for fix in fixes) else "forecast"
     gains = best and rates_with[best] > 1.05 * rate

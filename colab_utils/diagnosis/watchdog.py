@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 import warnings
 from collections import deque
@@ -22,11 +23,11 @@ from colab_utils.runtime import format_bytes, quiet_fork
 
 __all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "watch"]
 
-OnStall = Literal["report", "skip", "restart"]
+OnStall = Literal["report", "skip", "restart", "raise"]
 Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
 _TICK_S = 0.25
 _PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
-_MAX_TRIES = {"report": 0, "skip": 10, "restart": 3}  # without a batch in between
+_MAX_TRIES = {"report": 0, "skip": 10, "restart": 3, "raise": 0}  # without a batch in between
 _FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
     "dead": ("ended ({call})", ""),
     "read": ("is stuck in a read ({call} of {file})",
@@ -86,7 +87,8 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         timeout_s: seconds to wait for a batch before it is explained.
         on_stall: "report" waits on, however long. "skip" starts the workers again without the batch (``skipped``
             lists it), "restart" with it: both need worker processes and a dataset with indices, give up after 10 and
-            3 times without a batch in between, and leave workers that are only slow ten times as long.
+            3 times without a batch in between, and leave workers that are only slow ten times as long. "raise" ends
+            the waiting with the explanation as an error, if need be by interrupting the main thread.
 
     Raises:
         ColabUtilsError: an argument that cannot be; and, while you iterate, if a worker ended and nothing else is
@@ -104,7 +106,7 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
     if not hasattr(loader, "__iter__"):
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}")
     watched = WatchedLoader(loader, timeout_s, on_stall)
-    if on_stall != "report" and not watched._make_source().restarts:
+    if on_stall in ("skip", "restart") and not watched._make_source().restarts:
         raise ColabUtilsError(
             f"expected worker processes and a dataset with indices for on_stall={on_stall!r}, found "
             f"{type(loader).__name__} without. Use on_stall='report'."
@@ -170,6 +172,10 @@ class _Pass:
                 with nullcontext() if batches is not None else quiet_fork(), self._source.board.follow():
                     batches = self._source.start() if batches is None else batches
                     batch = self._source.get(batches)
+            except KeyboardInterrupt:
+                if self._given_up is None:
+                    raise
+                raise ColabUtilsError(str(self._given_up[1])) from None
             except Exception as error:
                 self._stop_waiting()
                 self._go_on(error, wait, tries)
@@ -228,8 +234,7 @@ class _Pass:
                 due_s = waited_s + min(30, max(1, waited_s - timeout_s))
                 moved = ticks - seen[0][1] > 2 or seen[0][2] != seen[-1][2]
                 stall = self._explain(suspect, wait, moved=moved, ending=read_ending(suspect.pid))
-                goes_on = self._watched.on_stall != "report" and not here
-                goes_on = goes_on and (stall.verdict != "slow" or waited_s > _PATIENCE * timeout_s)
+                goes_on = self._gives_up(stall, wait[1], here=here)
                 if (stall.verdict, goes_on) not in said:
                     said.add((stall.verdict, goes_on))
                     self._watched.stalls.append(stall)
@@ -237,7 +242,17 @@ class _Pass:
                 with self._lock:
                     if goes_on and self._wait is wait:
                         self._given_up = suspect, stall
-                        self._source.kill(suspect.pid)
+                        if here:
+                            signal.pthread_kill(wait[1], signal.SIGINT)
+                        else:
+                            self._source.kill(suspect.pid)
+
+    def _gives_up(self, stall: Stall, thread: int, *, here: bool) -> bool:
+        if self._watched.on_stall == "raise":
+            return not here or thread == threading.main_thread().ident
+        if self._watched.on_stall == "report" or here:
+            return False
+        return stall.verdict != "slow" or stall.waited_s > _PATIENCE * self._watched.timeout_s
 
     def _explain(self, suspect: Suspect, wait: tuple[float, int], *, moved: bool, ending: str) -> Stall:
         board, pid = self._source.board, suspect.pid
@@ -263,6 +278,8 @@ class _Pass:
 
     def _say(self, stall: Stall, goes_on: bool) -> None:
         does = {"skip": " The batch is left out.", "restart": " The workers are started again."}
+        if goes_on and self._watched.on_stall not in does:
+            return  # the error says it
         with suppress(ColabUtilsWarning):  # a filter made it an error, and here nobody could catch it
             said = f"{stall}{does[self._watched.on_stall] if goes_on else ''}"
             warnings.warn_explicit(said, ColabUtilsWarning, __file__, 0)

@@ -112,6 +112,13 @@ class TestTimeBatches:
         # the kernel counts CPU in ticks of 10 ms, and workers run a few batches ahead or behind
         assert 10 < times.cpu_ms_per_image < 90
 
+    def test_slow_workers_that_deliver_in_bursts_are_timed_in_whole_rounds(self):
+        # 2 workers, 0.5 s a batch: two batches at once every half second, 4 batches a second, whatever the cap
+        loader = DataLoader(_Samples(60, sleep_s=0.5), batch_size=1, num_workers=2)
+        times = time_batches(loader, batches=100, max_s=0.1)
+        assert len(times.wait_s) == 2  # three rounds would take longer than three times the cap
+        assert times.images_per_second == pytest.approx(4, rel=0.3)
+
     def test_an_iterator_gives_what_it_has(self):
         assert len(time_batches(iter([["a"]] * 5), batches=10, warmup=2).wait_s) == 3
 

@@ -1,7 +1,9 @@
 """Diagnosis: the verdict, the layers, and the fixes, on loaders whose bottleneck was put there on purpose."""
 
 import dataclasses
+import itertools
 import json
+import multiprocessing
 import time
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.data.coco import read_coco
+from colab_utils.diagnosis import fixes, layers
 from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep
 from colab_utils.diagnosis.layers import Fix, describe_verdict, diagnose
 from colab_utils.diagnosis.strategies import write_subset
@@ -184,6 +187,89 @@ def test_few_batches_make_low_confidence():
     found = diagnose(DataLoader(_Sleepy(0.05), batch_size=4), _sleep_step(0.01), seconds=1)
     assert found.confidence.startswith("low: ")
     assert "(low confidence" in found.verdict
+
+
+class _Hangs(_Sleepy):
+    def __getitem__(self, index):
+        if index >= 8:
+            time.sleep(1000)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_never_yields_is_named(monkeypatch, workers):
+    monkeypatch.setattr(layers, "_TIMEOUT_S", 1.0)
+    loader = DataLoader(_Hangs(0.0), batch_size=4, num_workers=workers)
+    with pytest.raises(ColabUtilsError, match=r"expected batch 3 from the loader, found none for .* at sample 8, in "):
+        diagnose(loader, _sleep_step(0.001), seconds=2)
+    assert not multiprocessing.active_children()
+
+
+def test_our_loader_that_never_yields_is_named_with_its_file(monkeypatch, tiny_dataset):
+    monkeypatch.setattr(layers, "_TIMEOUT_S", 1.0)
+    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    monkeypatch.setattr(dataset, "read", lambda index: time.sleep(1000))
+    loader = make_loader(dataset, batch_size=2, workers=1)
+    with pytest.raises(ColabUtilsError, match=r"waits in clock_nanosleep, at sample \d+ \(.*\.jpg\)"):
+        diagnose(loader, _sleep_step(0.001), seconds=2)
+    loader.close()
+
+
+def test_a_step_that_fails_is_named():
+    def fail(images, targets):
+        raise ValueError("expected 4 channels")
+
+    with pytest.raises(ColabUtilsError, match="a step that takes batch 1, found ValueError: expected 4 channels"):
+        diagnose(DataLoader(_Sleepy(0.0), batch_size=4), fail, seconds=1)
+
+
+def test_one_core(monkeypatch):
+    for module in (fixes, layers):
+        monkeypatch.setattr(module, "count_cores", lambda: 1, raising=False)
+    found = diagnose(DataLoader(_Sleepy(0.01), batch_size=4), EmulatedStep(20), seconds=2)
+    assert found.headspace > 1.5
+    assert _by_name(found.fixes)["more workers"].forecast_images_per_second > found.images_per_second
+
+
+def test_a_wall_clock_that_jumps_changes_no_verdict(monkeypatch):
+    clock = itertools.count(0, -3600)
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    found = diagnose(DataLoader(_Sleepy(0.0), batch_size=4), _sleep_step(0.02), seconds=1)
+    assert found.verdict.startswith("Your loader is fine, stop here")
+
+
+def test_settings_are_forecast_and_tried():
+    loader = DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1)
+    found = _by_name(diagnose(loader, EmulatedStep(20), seconds=6, verify=True).fixes)
+    memory = found["samples in memory"]
+    assert memory.measured_images_per_second > 1.5 * found["more prefetch"].measured_images_per_second
+    assert memory.forecast_images_per_second == pytest.approx(memory.measured_images_per_second, rel=0.3)
+    assert "of memory in all workers" in memory.sentence
+    assert found["a step twice as fast"].measured_images_per_second
+
+
+def test_samples_that_do_not_fit_in_memory_are_not_offered(monkeypatch):
+    monkeypatch.setattr(fixes, "find_free_memory", lambda: 1000)
+    found = _by_name(diagnose(DataLoader(_Sleepy(0.01), batch_size=4), EmulatedStep(20), seconds=1, verify=True).fixes)
+    assert found["samples in memory"].sentence.startswith("Not here: it needs")
+    assert found["samples in memory"].measured_images_per_second is None
+
+
+def test_the_three_best_fixes_are_printed(tiny_dataset):
+    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+    found = diagnose(DataLoader(dataset, batch_size=2, collate_fn=_collate), EmulatedStep(5), seconds=2)
+    shown = [fix for fix in found.fixes if f"{fix.name}: " in str(found)]
+    assert len(shown) == 3
+    assert f"({len(found.fixes) - 3} more that win less)" in str(found)
+
+
+def test_on_drive_the_doctor_looks_too(monkeypatch, tiny_shards):
+    for module in (fixes, layers):
+        monkeypatch.setattr(module, "is_on_drive", lambda folder: True)
+    found = diagnose(make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0), EmulatedStep(1), seconds=2)
+    assert found.drive.files
+    assert str(found.drive).splitlines()[0] in str(found)
+    json.dumps(dataclasses.asdict(found), allow_nan=False)
 
 
 def test_an_iterator_is_refused():
