@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -97,15 +97,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__)
     parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders")
     parser.add_argument("--annotations", type=Path, nargs="+", metavar="FILE", required=True, help="COCO JSON of each")
-    parser.add_argument("--cases", type=int, default=32, help="how many (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=30, help="of each diagnosis (%(default)s)")
+    parser.add_argument("--cases", type=int, default=16, help="how many (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=40, help="of each diagnosis (%(default)s)")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for the data")
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="where to write what was measured")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", required=True, help="all that is measured; cases that it has are kept"
+    )
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     results = {"machine": asdict(describe_machine()), "seconds": options.seconds, "rows": rows}
     try:
+        if options.json.exists():
+            rows += json.loads(options.json.read_text())["rows"]
+        done = {tuple(row[name] for name in ("data", "profile", "workers", "step_ms")) for row in rows}
         for number, case in enumerate(list_cases(options.cases), start=1):
+            if astuple(case) in done:
+                continue
             if case.data == "builtin":
                 made = make_dataset(options.work / "data" / "builtin", n=160)
                 images, annotations = made.images, made.annotations

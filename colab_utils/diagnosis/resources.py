@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 from colab_utils.runtime import find_free_memory, format_bytes
 
-__all__ = ["Resources", "Sample", "summarise_samples", "watch_resources"]
+__all__ = ["Resources", "Sample", "Used", "summarise_samples", "watch_resources"]
 
 _INTERVAL_S = 0.25
+_LOOKING_SHARE = 0.03
 _sampling = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a worker that is forked in the middle of a sample would inherit its locks
     os.register_at_fork(before=_sampling.acquire, after_in_parent=_sampling.release, after_in_child=_sampling.release)
@@ -26,14 +28,21 @@ _NEARLY_FULL = 0.8
 _LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
 
 
-class Sample(NamedTuple):
-    """What was used at one moment, in bytes; ``batches`` had been delivered."""
+class Used(NamedTuple):
+    """What the processes of a loader used, PSS in bytes: it takes the kernel 20 ms a process to find out."""
 
-    batches: int
     main_bytes: int
     worker_bytes: tuple[int, ...]
-    shm_bytes: int
     open_files: int
+
+
+class Sample(NamedTuple):
+    """What was used and free at one moment, in bytes; ``batches`` had been delivered."""
+
+    batches: int
+    free_bytes: int
+    shm_bytes: int
+    used: Used
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,8 @@ class Resources:
     """What a loader used: PSS (proportional set size, so that shared pages count once) of this process and of each
     worker; ``shm_used_mb`` at most, of ``shm_total_mb``; ``open_files`` of the process that had most, of the limit.
 
-    ``growth_mb_per_batch`` is the slope of all memory together; None where it is not sure. ``full_at_batch`` says when
-    memory is full if that goes on.
+    ``growth_mb_per_batch`` is the slope of what this machine has less free; None where it is not sure.
+    ``full_at_batch`` says when memory is full if that goes on.
     """
 
     main_mb: float
@@ -92,19 +101,27 @@ class Resources:
 def watch_resources(count_batches: Callable[[], int]) -> Iterator[list[Sample]]:
     """Take a sample four times a second, in a thread; ``count_batches`` tells how many batches there were.
 
+    Processes are looked into as often as takes 3 % of the time: more would slow down the loader under watch.
+
     Example:
         >>> with watch_resources(lambda: 0) as samples:
         ...     pass
         >>> summarise_samples(samples).main_mb > 1
         True
     """
-    samples = [_take_sample(count_batches())]
-    ended = threading.Event()
+    began_s = perf_counter()
+    used = _look_into_processes()
+    samples = [_take_sample(count_batches(), used)]
+    due_s, ended = perf_counter() + (perf_counter() - began_s) / _LOOKING_SHARE, threading.Event()
 
     def watch() -> None:
+        nonlocal used, due_s
         while not ended.wait(_INTERVAL_S):
             with _sampling:
-                samples.append(_take_sample(count_batches()))
+                if (began_s := perf_counter()) >= due_s:
+                    used = _look_into_processes()
+                    due_s = perf_counter() + (perf_counter() - began_s) / _LOOKING_SHARE
+                samples.append(_take_sample(count_batches(), used))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -122,7 +139,8 @@ def summarise_samples(samples: Sequence[Sample]) -> Resources:
     """
     import resource
 
-    last = max(samples, key=lambda sample: (len(sample.worker_bytes), sample.batches))  # workers may have ended since
+    # workers may have ended since
+    last = max(samples, key=lambda sample: (len(sample.used.worker_bytes), sample.batches)).used
     running = [sample for sample in samples if sample.batches < samples[-1].batches]  # after the last, workers end
     growth = _find_growth(running[len(running) // 2 :])
     free = find_free_memory()
@@ -135,7 +153,7 @@ def summarise_samples(samples: Sequence[Sample]) -> Resources:
         free_mb=free / 1e6,
         shm_used_mb=max(sample.shm_bytes for sample in samples) / 1e6,
         shm_total_mb=shm / 1e6,
-        open_files=max(sample.open_files for sample in samples),
+        open_files=max(sample.used.open_files for sample in samples),
         open_files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         samples=len(samples),
     )
@@ -143,13 +161,14 @@ def summarise_samples(samples: Sequence[Sample]) -> Resources:
 
 def _find_growth(samples: Sequence[Sample]) -> float | None:
     """Bytes a batch; None where noise could be the reason, where it slows down, or where workers came and went."""
-    if len(samples) < _LEAST_SAMPLES or len({len(sample.worker_bytes) for sample in samples}) > 1:
+    if len(samples) < _LEAST_SAMPLES or len({len(sample.used.worker_bytes) for sample in samples}) > 1:
         return None
     batches = np.array([sample.batches for sample in samples], np.float64)
-    used = np.array([sample.main_bytes + sum(sample.worker_bytes) for sample in samples], np.float64)
+    used = -np.array([sample.free_bytes for sample in samples], np.float64)
+    least = _LEAST_GROWTH * (samples[-1].used.main_bytes + sum(samples[-1].used.worker_bytes))
     slope, error = _fit_line(batches, used)
     late, _ = _fit_line(batches[len(used) // 2 :], used[len(used) // 2 :])
-    enough = slope * float(np.ptp(batches)) > _LEAST_GROWTH * used.mean()
+    enough = slope * float(np.ptp(batches)) > least
     return slope if enough and slope > 3 * error and late > slope / 2 else None
 
 
@@ -163,7 +182,12 @@ def _fit_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, fl
     return slope, float(np.sqrt(residuals @ residuals / max(len(y) - 2, 1) / (centred @ centred)))
 
 
-def _take_sample(batches: int) -> Sample:
+def _take_sample(batches: int, used: Used) -> Sample:
+    shm = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
+    return Sample(batches, find_free_memory(), shm, used)
+
+
+def _look_into_processes() -> Used:
     import psutil
 
     main = psutil.Process()
@@ -175,8 +199,7 @@ def _take_sample(batches: int) -> Sample:
             files = max(files, member.num_fds() if hasattr(member, "num_fds") else 0)
         except psutil.Error:
             continue  # it has ended, or is another user's
-    shm = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
-    return Sample(batches, used[0], tuple(used[1:]), shm, files)
+    return Used(used[0], tuple(used[1:]), files)
 
 
 def _measure_memory(process: Any) -> int:

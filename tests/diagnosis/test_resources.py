@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.diagnosis.layers import diagnose
-from colab_utils.diagnosis.resources import Sample, summarise_samples, watch_resources
+from colab_utils.diagnosis.resources import Sample, Used, summarise_samples, watch_resources
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -23,10 +23,9 @@ def make_samples(growth, *, count=20, workers=(100 * MB, 100 * MB), noise=0):
     return [
         Sample(
             batches=5 * number,
-            main_bytes=500 * MB + (noise if number % 2 else -noise),
-            worker_bytes=tuple(used + 5 * number * growth // max(1, len(workers)) for used in workers),
+            free_bytes=9000 * MB - 5 * number * growth + (noise if number % 2 else -noise),
             shm_bytes=1000,
-            open_files=30,
+            used=Used(500 * MB, workers, 30),
         )
         for number in range(count)
     ]
@@ -65,14 +64,14 @@ def test_what_is_not_sure_is_not_said(samples):
 
 def test_workers_that_end_after_the_last_batch_hide_no_growth():
     samples = make_samples(2 * MB, count=20)
-    last = samples[-1]._replace(batches=samples[-1].batches + 5, worker_bytes=())
+    last = samples[-1]._replace(batches=samples[-1].batches + 5, used=Used(500 * MB, (), 30))
     assert summarise_samples([*samples, last, last]).growth_mb_per_batch == pytest.approx(2, rel=0.01)
 
 
 def test_full_shm_and_open_files_are_dangers():
     found = summarise_samples(make_samples(0))
-    shm = Sample(0, MB, (), int(0.9 * found.shm_total_mb * MB), 10)
-    files = Sample(0, MB, (), 0, int(0.9 * found.open_files_limit))
+    shm = Sample(0, MB, int(0.9 * found.shm_total_mb * MB), Used(MB, (), 10))
+    files = Sample(0, MB, 0, Used(MB, (), int(0.9 * found.open_files_limit)))
     assert "/dev/shm is nearly full" in summarise_samples([shm]).dangers[0]
     assert "files open" in summarise_samples([files]).dangers[0]
 
