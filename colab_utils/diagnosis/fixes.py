@@ -31,6 +31,7 @@ __all__ = ["Fix", "Situation", "find_fixes"]
 _SAMPLE_IMAGES = 64
 _SAMPLE_S = 20  # that making shards of a sample may take, about
 _MANY = 1_000_000
+_EPOCHS = 50  # of a sample in one: where an epoch ends, workers run dry
 _SLOTS = 12
 _KEPT = 8
 _MEMORY_SHARE = 0.5  # of what is free
@@ -168,7 +169,8 @@ class Situation:
             settings = {name: getattr(loader, name) for name in copied} | {"persistent_workers": workers > 0}
             settings |= {"prefetch_factor": prefetch or self.prefetch} if workers else {}
             size = batch_size if loader.batch_sampler else None
-            endless = RandomSampler(dataset, replacement=True, num_samples=_MANY)  # at an epoch's end workers run dry
+            same = dataset is loader.dataset
+            endless = loader.sampler if same else RandomSampler(dataset, replacement=True, num_samples=_MANY)
             with quiet_fork():
                 rebuilt = DataLoader(dataset, batch_size=size, sampler=endless, num_workers=workers, **settings)
         try:
@@ -231,7 +233,7 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
             limits = (min_size, max_size) if cure.shrinks else (_NO_LIMIT, _NO_LIMIT)
             sample = _make_sample(now, Path(folder), *limits, images=_SAMPLE_IMAGES if verify else 0)
             dense = not cure.packs and not (sharded and packs)
-            view = Subset(sample, range(len(sample))) if dense else sample
+            view = Subset(sample, [*range(len(sample))] * _EPOCHS)
             fix, costs = _forecast_cure(now, cure, sample, view, dense=dense, share=share, seconds=seconds / 3)
             fixes.append(now.verify(fix, view, now.workers, max_s=seconds / 2, packs=cure.packs) if verify else fix)
         if cures and workers != now.workers:

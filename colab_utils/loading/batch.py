@@ -87,7 +87,12 @@ class PackedBatch:
     def to_images(self, device: torch.device | str) -> list[Tensor]:
         """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device."""
         images = replace(self, pixels=self.pixels.to(device)).split_images()
-        return [image.to(torch.float32, memory_format=torch.contiguous_format).div_(255) for image in images]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # several would spin for a core that the workers need
+        try:
+            return [image.to(torch.float32, memory_format=torch.contiguous_format).div_(255) for image in images]
+        finally:
+            torch.set_num_threads(threads)
 
     def to_targets(self, device: torch.device | str) -> list[Target]:
         """The targets as torchvision models take them, with dense masks, on the device."""
