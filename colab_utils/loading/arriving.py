@@ -38,7 +38,7 @@ class ArrivingShards(ShardDataset):
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``times_s`` of each shard that has arrived, ``is_complete``, ``stop()``.
+        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``, ``stop()``.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.

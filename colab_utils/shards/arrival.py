@@ -27,7 +27,8 @@ class Arrival:
     waits; the index in ``target`` comes last.
 
     Attributes:
-        times_s: seconds after the start at which each shard arrived, by its number, in the order of arrival.
+        spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of ``perf_counter``), by its
+            number, in the order of arrival; an earlier copy that is whole took no time.
         retries: how many times Drive failed and was tried again.
 
     Raises:
@@ -46,19 +47,22 @@ class Arrival:
         self._news = threading.Condition()
         self._error: ColabUtilsError | None = None
         self._thread: threading.Thread | None = None
-        self.times_s: dict[int, float] = {}
+        self.began_s = perf_counter()
+        self.spans_s: dict[int, tuple[float, float]] = {}
         self.retries = 0
         if (
             before is not None
             and before.shards == index.shards
             and all(has_size(target / name, size) for name, size, _ in index.files())
         ):
-            self.times_s = dict.fromkeys(range(len(index.shards)), 0.0)  # an earlier copy, checked when it was made
+            self.spans_s = dict.fromkeys(
+                range(len(index.shards)), (0.0, 0.0)
+            )  # an earlier copy, checked when it was made
 
     def start(self) -> None:
         """Begin to copy; a second call does nothing."""
         if self._thread is None and not self.is_complete:
-            self._began_s = perf_counter()
+            self.began_s = perf_counter()
             self._thread = threading.Thread(target=self._run, name="arrival", daemon=True)
             self._thread.start()
 
@@ -71,7 +75,7 @@ class Arrival:
     @property
     def is_complete(self) -> bool:
         """Whether all shards have arrived."""
-        return len(self.times_s) == len(self.index.shards)
+        return len(self.spans_s) == len(self.index.shards)
 
     def list_arrived(self, *, more_than: int = -1) -> list[int]:
         """Numbers of the shards there are, in the order of arrival.
@@ -82,15 +86,15 @@ class Arrival:
             ColabUtilsError: likewise, where a shard is damaged on Drive too, or the disk is full.
         """
         with self._news:
-            if self._error is not None and len(self.times_s) <= more_than:
+            if self._error is not None and len(self.spans_s) <= more_than:
                 raise self._error
-            return list(self.times_s)
+            return list(self.spans_s)
 
     def wait_for(self, number: int) -> None:
         """Return when this shard has arrived; raises as `list_arrived`."""
         with self._news:
-            self._news.wait_for(lambda: number in self.times_s or self._error is not None)
-            if number not in self.times_s and self._error is not None:
+            self._news.wait_for(lambda: number in self.spans_s or self._error is not None)
+            if number not in self.spans_s and self._error is not None:
                 raise self._error
 
     def _run(self) -> None:
@@ -115,6 +119,7 @@ class Arrival:
 
     def _fetch(self, number: int) -> None:
         """Copy one shard, and try again where Drive fails."""
+        began_s = perf_counter()
         for wait_s in (*_PATIENCE_S, None):
             if self._job.stop.is_set():
                 return
@@ -125,11 +130,11 @@ class Arrival:
             except DriveLostError as error:
                 if wait_s is None:
                     raise DriveLostError(
-                        f"{error}; {len(self.times_s)} of {len(self.index.shards)} shards are safe in {self.target}, "
+                        f"{error}; {len(self.spans_s)} of {len(self.index.shards)} shards are safe in {self.target}, "
                         "and the same call continues there"
                     ) from error
                 self.retries += 1
                 self._job.stop.wait(wait_s)
         with self._news:
-            self.times_s[number] = perf_counter() - self._began_s
+            self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
             self._news.notify_all()

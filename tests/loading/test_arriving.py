@@ -1,6 +1,7 @@
 """Training on shards while they are still copied: every image once an epoch, in an order that can be repeated."""
 
 import json
+import threading
 import time
 
 import numpy as np
@@ -14,7 +15,9 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import arrival
 from colab_utils.shards.copy import Copying, copy_shards
+from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
+from tests.drive_mount import can_mount, mount_drive
 
 SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")
 
@@ -50,7 +53,7 @@ def test_every_image_once_an_epoch_from_the_first_on(drive, tmp_path, workers):
         assert sorted(flatten(epoch)) == sorted(dataset.image_ids.tolist())
     assert epochs[0] != epochs[1]
     assert dataset.arrival.is_complete
-    assert sorted(dataset.arrival.times_s) == list(range(len(dataset.index.shards)))
+    assert sorted(dataset.arrival.spans_s) == list(range(len(dataset.index.shards)))
     dataset.arrival.stop()
     assert ShardDataset(tmp_path / "ssd").index == dataset.index
 
@@ -138,3 +141,52 @@ def test_other_shards_in_the_target_are_refused(drive, tmp_path, tiny_shards):
     copy_shards(tiny_shards, tmp_path / "ssd")
     with pytest.raises(ColabUtilsError, match="found other shards"):
         ArrivingShards(drive, tmp_path / "ssd")
+
+
+@pytest.fixture
+def mount(request, drive, tmp_path):
+    if reason := can_mount():
+        pytest.skip(f"no mounted Drive to test on: {reason}")
+    profile = DriveProfile("mount", open_s=0.1, bytes_per_s=1e6, total_bytes_per_s=2e6, source="made up for the test")
+    with mount_drive(drive, tmp_path / "mount", profile=profile, direct=getattr(request, "param", False)) as mounted:
+        yield mounted
+
+
+def train_two_epochs(dataset):
+    loader = make_loader(dataset, batch_size=2, workers=1)
+    epochs = [sorted(flatten(list_ids(loader))) for _ in range(2)]
+    loader.close()
+    return epochs
+
+
+@pytest.mark.parametrize(
+    ("mount", "fault"), [(False, {}), (False, {"errors": 3}), (True, {"short_read": 1000})], indirect=["mount"],
+    ids=["none", "EIO", "short reads"],
+)  # fmt: skip
+def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(arrival, "_PATIENCE_S", (0.1, 0.2, 0.4))
+    dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
+    mount.fail(**fault)
+    assert train_two_epochs(dataset) == [sorted(dataset.image_ids.tolist())] * 2
+    assert bool(dataset.arrival.retries) == ("errors" in fault)
+    assert verify_shards(tmp_path / "ssd").bad == ()
+
+
+def test_a_mount_that_comes_back(mount, tmp_path, monkeypatch):
+    monkeypatch.setattr(arrival, "_PATIENCE_S", (0.5,) * 20)
+    dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
+    mount.fail(lost=True)
+    timer = threading.Timer(1.5, mount.fail)
+    timer.start()
+    assert train_two_epochs(dataset) == [sorted(dataset.image_ids.tolist())] * 2
+    assert dataset.arrival.retries
+    timer.join()
+
+
+def test_a_mount_that_is_lost_after_the_copy_is_not_missed(mount, tmp_path):
+    dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
+    loader = make_loader(dataset, batch_size=2, workers=1)
+    first = sorted(flatten(list_ids(loader)))
+    mount.fail(lost=True)
+    assert sorted(flatten(list_ids(loader))) == first
+    loader.close()
