@@ -1,10 +1,10 @@
-# make setup | demo | test | lint | stress | peers | benchmark | badges
+# make setup | demo | test | lint | fuse | stress | peers | benchmark | badges
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test lint stress peers benchmark badges
+.PHONY: setup demo test fuse lint stress peers benchmark badges
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -21,8 +21,13 @@ $(INSTALLED): requirements.txt pyproject.toml
 demo: setup
 	$(RUN) -m colab_utils demo --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)")
 
-test: lint
+test: lint fuse
 	$(RUN) -m pytest
+
+# For a mounted Drive to test on; without it those tests are skipped, and say so
+fuse:
+	@command -v fusermount3 >/dev/null || { test "$$(id -u)" = 0 && apt-get install -y -qq fuse3 >/dev/null; } || \
+		echo "note: no fuse3 (apt-get install fuse3): the tests on a mounted Drive are skipped"
 
 lint: setup
 	$(RUN) -m ruff check .

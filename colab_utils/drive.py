@@ -33,13 +33,16 @@ class DriveLostError(ColabUtilsError):
 class DriveProfile:
     """How slow a cold read is: ``open_s`` to reach a place in a file, then ``bytes_per_s`` for each stream.
 
-    ``source`` says where the figures come from.
+    ``source`` says where the figures come from. A mounted Drive also takes ``stat_s`` to look at a file for the first
+    time, and gives all streams together at most ``total_bytes_per_s`` (None: no limit).
     """
 
     name: str
     open_s: float
     bytes_per_s: float
     source: str
+    stat_s: float = 0.0
+    total_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.open_s >= 0 and self.bytes_per_s > 0):

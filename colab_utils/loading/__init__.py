@@ -1,8 +1,9 @@
 """From samples to batches on the device."""
 
+from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader, make_loader
 
-__all__ = ["CocoFolder", "Loader", "PackedBatch", "ShardDataset", "make_loader"]
+__all__ = ["ArrivingShards", "CocoFolder", "Loader", "PackedBatch", "ShardDataset", "make_loader"]

@@ -27,7 +27,7 @@ from colab_utils.loading.files import ShardFiles, load_shard
 from colab_utils.loading.labels import Labels
 from colab_utils.loading.sample import PackedSample, Target, decode_image
 from colab_utils.shards.arrays import ShardArrays
-from colab_utils.shards.format import read_index
+from colab_utils.shards.format import ShardIndex, read_index
 
 __all__ = ["ShardDataset"]
 
@@ -76,15 +76,19 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         whole_shards: bool | None = None,
         contiguous_labels: bool = False,
     ) -> None:
-        self.folder = Path(folder)
-        self.profile = get_profile(profile)
-        self.whole_shards = self.profile is not None if whole_shards is None else whole_shards
-        with guard_drive(self.folder):
-            self.index = read_index(self.folder)
-            ids = [category["id"] for category in self.index.categories]
-            shards = [
-                load_shard(self.folder, shard, category_ids=ids, profile=self.profile) for shard in self.index.shards
-            ]
+        speed = get_profile(profile)
+        with guard_drive(folder):
+            index = read_index(folder)
+            ids = [category["id"] for category in index.categories]
+            shards = [load_shard(Path(folder), shard, category_ids=ids, profile=speed) for shard in index.shards]
+        whole = speed is not None if whole_shards is None else whole_shards
+        self._open(Path(folder), index, shards, speed, whole_shards=whole, contiguous_labels=contiguous_labels)
+
+    def _open(
+        self, folder: Path, index: ShardIndex, shards: list[ShardArrays], profile: DriveProfile | None, *,
+        whole_shards: bool, contiguous_labels: bool,
+    ) -> None:  # fmt: skip
+        self.folder, self.index, self.profile, self.whole_shards = folder, index, profile, whole_shards
         labels = Labels(self.index.categories, contiguous=contiguous_labels)
         self.class_names, self.category_ids, self.num_classes = (
             labels.class_names,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from time import sleep
 from typing import NamedTuple
 
 from colab_utils.errors import ColabUtilsError
@@ -18,6 +19,8 @@ __all__ = ["Dispatcher", "Loaded"]
 # slots whoever iterates may hold: the batch at hand, the next while it replaces that, and two more that somebody keeps
 # to look at; a slot that is never used takes no memory
 _LENT_SLOTS = 4
+_POLL_S = 0.02
+_END = object()
 
 
 class Loaded(NamedTuple):
@@ -53,9 +56,9 @@ class Dispatcher:
         self._ticket = 0
 
     def run(
-        self, batches: Iterable[tuple[int, BatchParts]], *, seed: tuple[int, ...], in_order: bool, tolerant: bool
+        self, batches: Iterable[tuple[int, BatchParts] | None], *, seed: tuple[int, ...], in_order: bool, tolerant: bool
     ) -> Iterator[Loaded]:
-        """Load numbered batches; in the order given, or as they get ready.
+        """Load numbered batches; in the order given, or as they get ready. None: the next one has to wait.
 
         Raises:
             ColabUtilsError: if a worker died, or a sample cannot be loaded (not ``tolerant``).
@@ -63,15 +66,23 @@ class Dispatcher:
         self._drop_pass()
         todo, got = iter(batches), self._got
         sent: dict[int, int] = {}  # number of a batch: parts that are missing
+        over = False
         while True:
-            while len(sent) < self._ahead and (item := next(todo, None)) is not None:
+            while not over and len(sent) < self._ahead:
+                item = next(todo, _END)
+                over = item is _END
+                if item is None or not isinstance(item, tuple):
+                    break
                 number, parts = item
                 sent[number], got[number] = len(parts), []
                 for part, (stream, indices) in enumerate(parts):
                     slot = self._ring.take() if len(parts) == 1 else None
                     self._send(_Pending(number, part, self._choose(stream), slot), indices, (*seed, number), tolerant)
             if not sent:
-                return
+                if over:
+                    return
+                sleep(_POLL_S)
+                continue
             first = next(iter(sent))
             ready = first if not sent[first] or in_order else next((n for n in sent if not sent[n]), first)
             if not sent[ready]:

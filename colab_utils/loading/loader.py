@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dispatch import Dispatcher, Loaded
-from colab_utils.loading.order import BatchOrder
+from colab_utils.loading.order import BatchOrder, BatchParts
 from colab_utils.loading.sample import Target
 from colab_utils.loading.source import Source
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
@@ -133,7 +133,8 @@ def make_loader(
         source, transforms = Source(dataset, dense=True, flip=flip), None
     kind: HandOff = "processes" if hand_off == "auto" else hand_off
     tuning = None
-    if workers == "auto" and len(source) >= _TUNED_BATCHES * batch_size and not source.whole_shards:
+    here = not source.whole_shards and (source.arrival is None or source.arrival.is_complete)
+    if workers == "auto" and len(source) >= _TUNED_BATCHES * batch_size and here:
         tuning = tune_workers(source, batch_size=int(batch_size), hand_off=None if hand_off == "auto" else hand_off)
         kind, count = tuning.best.hand_off, tuning.best.workers
         ahead = tuning.best.prefetch if prefetch == "auto" else prefetch
@@ -199,6 +200,8 @@ class Loader:
         self.bad: list[tuple[int, str]] = []
         self._source, self._order = source, order
         self._delivered: set[int] = set()
+        self._joined: list[tuple[int, int]] = []  # shards that arrived in this epoch, and before which batch
+        self._planned = 0
         self._resumed = False
         self._passes = 0
         self._dispatcher: Dispatcher | None = None
@@ -232,19 +235,40 @@ class Loader:
     def _end_epoch(self) -> None:
         self.epoch += 1
         self._delivered.clear()
+        self._joined, self._planned = [], 0
 
     def _run(self) -> Iterator[Loaded]:
         """What the workers give; ends them where something goes wrong."""
-        batches = [(n, parts) for n, parts in enumerate(self._order.plan()) if n not in self._delivered]
         try:
             yield from self._start().run(
-                batches, seed=(self.seed, self.epoch), in_order=self.in_order, tolerant=self.max_bad > 0
+                self._plan(), seed=(self.seed, self.epoch), in_order=self.in_order, tolerant=self.max_bad > 0
             )
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
         except BaseException:
             self.close()
             raise
+
+    def _plan(self) -> Iterator[tuple[int, BatchParts] | None]:
+        """The batches of the epoch that were not delivered yet."""
+        arrival, delivered = self._source.arrival, set(self._delivered)
+        plan: Iterator[BatchParts | None] = iter(())
+        if self._joined or not (arrival is None or arrival.is_complete):
+            shard_of: Any = self._source.shard_of
+            every = np.unique(shard_of).tolist()
+            list_arrived = arrival.list_arrived if arrival else lambda **_: every
+            plan = self._order.plan_arriving(shard_of, list_arrived, self._joined, self._planned)
+        else:
+            plan = iter(self._order.plan())
+        number = 0
+        for parts in plan:
+            if parts is None:
+                yield None
+                continue
+            self._planned = max(self._planned, number + 1)
+            if number not in delivered:
+                yield number, parts
+            number += 1
 
     def _start(self) -> Dispatcher:
         if self._dispatcher is None:
@@ -291,11 +315,13 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands after the batches delivered so far: plain whole numbers; ``ahead`` lists batches
-        that were delivered before their turn (``in_order=False``).
+        that were delivered before their turn (``in_order=False``); ``joined`` when shards arrived that were copied.
         """
         done = next(n for n in range(len(self) + 1) if n not in self._delivered)
         ahead = sorted(n for n in self._delivered if n > done)
         state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": done}
+        if self._joined:
+            state |= {"joined": [list(one) for one in self._joined], "planned": self._planned}
         return {**state, "streams": self._order.streams, **({"ahead": ahead} if ahead else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -310,6 +336,8 @@ class Loader:
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
         self.epoch, self._resumed = state["epoch"], True
         self._delivered = {*range(state["batch"]), *state.get("ahead", ())}
+        self._joined = [(shard, number) for shard, number in state.get("joined", ())]
+        self._planned = state.get("planned", 0)
         self._order.streams = state.get("streams", self._order.streams)
 
     def _describe_order(self) -> dict[str, int]:

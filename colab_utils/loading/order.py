@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 __all__ = ["BatchOrder", "BatchParts"]
+
+_LOOKED_AT = 16  # batches of images among which a batch of one kind is looked for
 
 BatchParts = list[tuple[int | None, list[int]]]
 """The parts of a batch: the stream that loads each (None: any), and its indices."""
@@ -77,6 +79,42 @@ class BatchOrder(Sampler[list[int]]):
         order = sorted((i, stream) for stream, (whole, _) in enumerate(streams) for i in range(len(whole)))
         batches = [[(stream, streams[stream][0][i])] for i, stream in order]
         return batches + self._cut([rest for _, rest in streams])
+
+    def plan_arriving(
+        self, shard_of: NDArray[np.int64], list_arrived: Callable[..., list[int]], joined: list[tuple[int, int]],
+        planned: int,
+    ) -> Iterator[BatchParts | None]:  # fmt: skip
+        """The batches of an epoch whose shards are still on their way; None where the next one has to wait.
+
+        A shard joins before some batch, and what is left then is shuffled anew. ``joined`` lists (shard, number of
+        that batch), and grows; what it holds when this starts is repeated as it was, up to batch ``planned``.
+        """
+        missing, joining, number = set(np.unique(shard_of).tolist()), list(joined), 0
+        pool = np.zeros(0, np.int64)
+        while missing:
+            here = list_arrived()
+            if not joining and number >= planned:
+                joining = [(shard, number) for shard in here if shard in missing]
+                joined += joining
+            if joining and joining[0][1] == number and joining[0][0] in here:
+                shard = joining.pop(0)[0]
+                missing.discard(shard)
+                pool = np.concatenate([pool, np.flatnonzero(shard_of == shard)])
+                if self._seed is not None:
+                    pool = np.random.default_rng((self._seed, self.epoch, len(missing))).permutation(pool)
+                continue
+            batches = self._group(pool[: _LOOKED_AT * self._batch_size])[0]
+            if not batches or (joining and joining[0][1] == number):
+                list_arrived(more_than=len(here))
+                yield None
+                continue
+            pool = pool[~np.isin(pool, batches[0])]
+            yield [(None, batches[0])]
+            number += 1
+        whole, rest = self._group(pool)
+        for batch in whole:
+            yield [(None, batch)]
+        yield from self._cut([rest])
 
     def _group(self, sequence: NDArray[np.int64]) -> tuple[list[list[int]], NDArray[np.int64]]:
         """Whole batches of one kind each, in the order in which they fill, and what is left over."""

@@ -18,6 +18,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import BatchShape, PackedSamples, write_batch
 from colab_utils.loading.sample import BadSampleError, PackedSample, pack_target
 from colab_utils.loading.transforms import Transforms, apply_transforms
+from colab_utils.shards.arrival import Arrival
 
 __all__ = ["Source"]
 
@@ -28,6 +29,7 @@ class Source:
 
     Attributes:
         writes_itself: whether batches are written without samples in between.
+        arrival: of shards that are still copied, where they are.
         fingerprint: the dataset's, where it has one.
         is_decoded: whether the images lie there as pixels.
         whole_shards, shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
@@ -46,6 +48,7 @@ class Source:
         self.writes_itself = transforms is None and _writes_itself(type(base))
         find_operator()  # now, so that workers need not
         self.whole_shards: bool = getattr(base, "whole_shards", False)
+        self.arrival: Arrival | None = getattr(base, "arrival", None)
         self.fingerprint: str | None = getattr(base, "fingerprint", None)
         self.is_decoded: bool = getattr(base, "is_decoded", False)
         self.shard_of, self.sizes = (self._pick(getattr(base, name, None)) for name in ("shard_of", "sizes"))

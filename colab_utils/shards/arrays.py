@@ -7,6 +7,7 @@ torchvision's references train on: crowds and boxes without area are left out (b
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -161,8 +162,13 @@ def load_arrays(path: Path) -> ShardArrays:
         offset = file.tell()
         if dtype != np.uint8 or (os.fstat(file.fileno()).st_size - offset,) != shape:
             raise ValueError("cut short")
-        # numpy cannot map nothing
-        values[last] = np.memmap(path, np.uint8, "r", offset, shape) if shape[0] else np.zeros(0, np.uint8)
+        try:
+            # numpy cannot map nothing
+            values[last] = np.memmap(path, np.uint8, "r", offset, shape) if shape[0] else np.zeros(0, np.uint8)
+        except OSError as error:
+            if error.errno != errno.ENODEV:  # a mount whose files cannot be mapped
+                raise
+            values[last] = np.frombuffer(file.read(), np.uint8)
     return ShardArrays(**values)
 
 

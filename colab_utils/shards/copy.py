@@ -26,7 +26,7 @@ from colab_utils.shards.format import (
     write_index,
 )
 
-__all__ = ["CopyReport", "copy_shards"]
+__all__ = ["CopyReport", "Copying", "check_space", "copy_shards", "has_size", "read_target"]
 
 PIECE_BYTES = 8 << 20
 HEADER_BYTES = 4096
@@ -93,15 +93,15 @@ def copy_shards(
         index = read_index(source)
     if os.path.realpath(source) == os.path.realpath(target):
         raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
-    previous = _read_target(target, index)
+    previous = read_target(target, index)
     chosen = _choose_shards(index, limit_gb)
     files = [file for shard in chosen for file in shard.files()]
-    _check_space(target, files)
+    check_space(target, files)
     with explain_write(target):
         target.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
     started = perf_counter()
-    job = _Copy(source, target, speed, overwrite=previous is not None)
+    job = Copying(source, target, speed, overwrite=previous is not None)
     try:
         job.run(files, workers)
     except DriveLostError as error:
@@ -120,14 +120,14 @@ def copy_shards(
     )
 
 
-class _Copy:
+class Copying:
     """One copy under way; ``overwrite`` allows to replace damaged files, which are known to be ours."""
 
     def __init__(self, source: Path, target: Path, profile: DriveProfile | None, *, overwrite: bool) -> None:
         self.source, self.target, self.profile, self.overwrite = source, target, profile, overwrite
         self.copied: set[str] = set()
         self.finished = 0
-        self._stop = threading.Event()
+        self.stop = threading.Event()
         self._progress: SimpleQueue[int] = SimpleQueue()
 
     def run(self, files: list[tuple[str, int, str]], workers: int) -> None:
@@ -137,7 +137,7 @@ class _Copy:
             show_progress("copying shards", total=total, unit="B", scale=True) as bar,
             ThreadPoolExecutor(workers, thread_name_prefix="copy") as pool,
         ):
-            pending = {pool.submit(self._copy_file, *file): file[0] for file in files}
+            pending = {pool.submit(self.copy_file, *file): file[0] for file in files}
             try:
                 while pending:
                     done = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED).done
@@ -150,14 +150,14 @@ class _Copy:
                     while not self._progress.empty():
                         bar.update(self._progress.get())
             finally:
-                self._stop.set()  # on an error or Ctrl-C the other threads end at their next piece
+                self.stop.set()  # on an error or Ctrl-C the other threads end at their next piece
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _copy_file(self, name: str, size: int, checksum: str) -> bool:
+    def copy_file(self, name: str, size: int, checksum: str) -> bool:
         """Copy one file unless it is there; says whether it was copied."""
         path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
         with explain_write(self.target):
-            if _has_size(path, size) and hash_file(path) == checksum:
+            if has_size(path, size) and hash_file(path) == checksum:
                 self._progress.put(size)
                 return False
             if path.exists() and not self.overwrite:
@@ -182,7 +182,7 @@ class _Copy:
         state, offset = xxhash.xxh3_64(), 0
         with self._open(name) as file, open(temporary, "wb") as out:
             while piece := file.pread(PIECE_BYTES, offset):
-                if self._stop.is_set():
+                if self.stop.is_set():
                     raise CancelledError
                 out.write(piece)
                 state.update(piece)
@@ -210,7 +210,7 @@ class _Copy:
                 )
 
 
-def _read_target(target: Path, index: ShardIndex) -> ShardIndex | None:
+def read_target(target: Path, index: ShardIndex) -> ShardIndex | None:
     """The index in the target, if there is one; it must be of the same shards."""
     if (target / UNFINISHED_NAME).exists():
         raise ColabUtilsError(
@@ -249,9 +249,10 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
     return tuple(chosen)
 
 
-def _check_space(target: Path, files: list[tuple[str, int, str]]) -> None:
+def check_space(target: Path, files: list[tuple[str, int, str]]) -> None:
+    """Refuse a copy that the disk cannot hold, before its first byte."""
     existing = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
-    needed = sum(size for name, size, _ in files if not _has_size(target / name, size)) * DISK_MARGIN
+    needed = sum(size for name, size, _ in files if not has_size(target / name, size)) * DISK_MARGIN
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ColabUtilsError(
@@ -264,12 +265,13 @@ def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardIn
     """The target's new index: what was copied, and what lay there before and was not asked for now."""
     listed = {shard.name: shard for shard in chosen}
     for shard in previous.shards if previous else ():
-        if all(_has_size(target / name, size) for name, size, _ in shard.files()):
+        if all(has_size(target / name, size) for name, size, _ in shard.files()):
             listed[shard.name] = shard
     whole = previous if previous and not previous.partial else index
     shards = tuple(listed[name] for name in sorted(listed))
     return replace(whole, shards=shards, partial=whole.partial or len(shards) < len(whole.shards))
 
 
-def _has_size(path: Path, size: int) -> bool:
+def has_size(path: Path, size: int) -> bool:
+    """Whether a file is there, as long as it should be."""
     return path.is_file() and path.stat().st_size == size

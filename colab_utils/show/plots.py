@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from colab_utils.diagnosis.comparison import Comparison
     from colab_utils.diagnosis.layers import Diagnosis
     from colab_utils.diagnosis.simulator import Simulation
+    from colab_utils.shards.arrival import Arrival
 
-__all__ = ["name_strategy", "plot_bars", "plot_comparison", "plot_layers", "plot_timeline", "plot_training"]
+__all__ = [
+    "name_strategy", "plot_arrival", "plot_bars", "plot_comparison", "plot_layers", "plot_timeline", "plot_training",
+]  # fmt: skip
 
 _BLUE, _ORANGE, _RED = PALETTE[0], PALETTE[1], PALETTE[3]
 _STRATEGY_NAMES = {
@@ -206,14 +209,49 @@ def plot_timeline(simulation: Simulation, *, seconds: float | None = None) -> Fi
     title = f"With {workers} the step waits {simulation.stall_share:.0%} of the time"
     lanes = [*simulation.loads, simulation.steps]
     names = [f"worker {n}" if simulation.workers else "loading" for n in range(len(simulation.loads))]
+    spans = [list(zip(lane.start_s, lane.end_s - lane.start_s, strict=True)) for lane in lanes]
+    figure = _draw_lanes(title, dict(zip([*names, "step"], spans, strict=True)))
+    figure.axes[0].set_xlim(0, shown_s)
+    return figure
+
+
+def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figure:
+    """The copy of each shard above the training steps: what was trained before the last shard had arrived.
+
+    Args:
+        arrival: of an `ArrivingShards`.
+        steps: when each step began and ended, by ``time.perf_counter``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> arrival = SimpleNamespace(began_s=10.0, spans_s={0: (0.0, 1.0), 1: (1.0, 4.0)})
+        >>> plot_arrival(arrival, [(11.5, 12.0), (12.0, 12.5)]).get_suptitle()
+        'Training began after 1.5 s, 2.5 s before the last shard was here'
+    """
+    trained = [(begin_s - arrival.began_s, end_s - begin_s) for begin_s, end_s in steps]
+    copied = sorted((begin_s, end_s - begin_s) for begin_s, end_s in arrival.spans_s.values() if end_s > 0)
+    last_s, first_s = max((begin_s + took_s for begin_s, took_s in copied), default=0.0), trained[0][0]
+    title = f"Training began after {first_s:.1f} s, {last_s - first_s:.1f} s before the last shard was here"
+    if last_s < first_s:
+        title = "The shards were here before the training began"
+    lanes: list[list[tuple[float, float]]] = []
+    for begin_s, took_s in copied:  # each in the first lane that is free
+        free = next((lane for lane in lanes if sum(lane[-1]) <= begin_s), None)
+        if free is None:
+            lanes.append(free := [])
+        free.append((begin_s, took_s))
+    rows = {f"copy {number}": spans for number, spans in enumerate(lanes, start=1)}
+    return _draw_lanes(title, {**rows, "training": trained})
+
+
+def _draw_lanes(title: str, lanes: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """A row of bars (begin and length, seconds) for each name; the last row stands out."""
     figure = make_figure(title, width=12, height=1.6 + 0.62 * len(lanes))
     axis = figure.add_subplot()
-    for row, trace in enumerate(lanes):
+    for row, spans in enumerate(lanes.values()):
         colour = _ORANGE if row == len(lanes) - 1 else _BLUE
-        spans = list(zip(trace.start_s.tolist(), (trace.end_s - trace.start_s).tolist(), strict=True))
         axis.broken_barh(spans, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.8)
-    axis.set_yticks(range(len(lanes)), [*names, "step"], fontsize=15)
-    axis.set_xlim(0, shown_s)
+    axis.set_yticks(range(len(lanes)), [*lanes], fontsize=15)
     axis.set_xlabel("seconds", fontsize=14)
     axis.tick_params(axis="y", length=0)
     axis.tick_params(axis="x", labelsize=12)

@@ -1,0 +1,119 @@
+"""Two epochs from a slow Drive, three ways: `python -m benchmarks.arrival --images DIR --annotations FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from benchmarks.data import make_data
+from benchmarks.systems.base import BATCH_SIZE, collate
+from colab_utils.diagnosis.clocks import EmulatedStep
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.loader import make_loader
+from colab_utils.runtime import describe_machine, write_file
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.write import write_shards
+from colab_utils.show.table import make_table
+
+__all__ = ["main", "run_once", "tabulate_runs"]
+
+PROFILES = ("fast", "typical", "bad")
+WORKERS = 2
+
+
+def run_once(way: str, data: Any, shards: Path, profile: str, step_ms: float) -> dict[str, float]:
+    """Seconds to the first batch, to the end of the first epoch, and of the second one."""
+    step, began_s = EmulatedStep(step_ms), perf_counter()
+    with TemporaryDirectory(dir=shards.parent) as folder:
+        close: Callable[[], Any] = int
+        if way == "loose files on Drive":
+            loose = CocoFolder(data.images, data.annotations, profile=profile)
+            loader: Any = DataLoader(loose, BATCH_SIZE, shuffle=True, num_workers=WORKERS, collate_fn=collate)
+        elif way == "copy, then train":
+            copy_shards(shards, Path(folder) / "ssd", profile=profile)
+            loader = make_loader(ShardDataset(Path(folder) / "ssd"), batch_size=BATCH_SIZE, workers=WORKERS)
+            close = loader.close
+        else:
+            dataset = ArrivingShards(shards, Path(folder) / "ssd", profile=profile)
+            loader = make_loader(dataset, batch_size=BATCH_SIZE, workers=WORKERS)
+            close = loader.close
+        times_s: list[float] = []
+        ends_s = []
+        try:
+            for _ in range(2):
+                for batch in loader:
+                    times_s.append(perf_counter() - began_s)
+                    step(*batch)
+                ends_s.append(perf_counter() - began_s)
+        finally:
+            close()
+    return {"first batch": times_s[0], "first epoch": ends_s[0], "second epoch": ends_s[1] - ends_s[0]}
+
+
+WAYS = ("loose files on Drive", "copy, then train", "train while it is copied")
+
+
+def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
+    """Medians [lowest-highest] in seconds, a row for each profile and way."""
+    table = []
+    for profile, way in dict.fromkeys((row["profile"], row["way"]) for row in rows):
+        found: dict[str, Any] = {"Drive": profile, "way": way}
+        for name in ("first batch", "first epoch", "second epoch"):
+            times = [row[name] for row in rows if (row["profile"], row["way"]) == (profile, way)]
+            found[f"{name}, s"] = f"{median(times):.1f} [{min(times):.1f}-{max(times):.1f}]"
+        table.append(found)
+    return str(make_table(table)) if table else "nothing was measured"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.arrival", description=__doc__)
+    parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders")
+    parser.add_argument("--annotations", type=Path, nargs="+", metavar="FILE", required=True, help="COCO JSON of each")
+    parser.add_argument("--samples", type=int, default=320, help="images, about (%(default)s)")
+    parser.add_argument("--shard-mb", type=float, default=4, help="size of a shard (%(default)s)")
+    parser.add_argument("--step-ms", type=float, default=100, help="emulated step of a batch of 4 (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each way, in turns (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for the data")
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="where to write what was measured")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    try:
+        data = make_data("kept", options.work, options.images, options.annotations, samples=options.samples)
+        shards = options.work / "arriving"
+        shutil.rmtree(shards, ignore_errors=True)
+        write_shards(data.images, data.annotations, shards=shards, shard_mb=options.shard_mb, form="keep")
+        results = {"machine": asdict(describe_machine()), "samples": options.samples, "step_ms": options.step_ms}
+        for repeat in range(options.repeats):
+            for profile in PROFILES:
+                for way in WAYS:
+                    print(f"{profile}, {way}: {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
+                    found = run_once(way, data, shards, profile, options.step_ms)
+                    rows.append({"profile": profile, "way": way, "repeat": repeat, **found})
+                    write_file(options.json, json.dumps({**results, "rows": rows}, indent=1, default=str).encode())
+    except (ColabUtilsError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        print(tabulate_runs(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""A mounted Google Drive to test on: as slow as people measured it, and failing on command (FUSE)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from colab_utils.drive import DriveProfile
+
+__all__ = ["DriveMount", "Faults", "can_mount", "mount_drive"]
+
+SERVER = Path(__file__).with_name("drive_server.py")
+
+
+@dataclass
+class Faults:
+    """What goes wrong. ``errors`` of the next reads fail with EIO; while ``lost``, every call fails with ENOTCONN;
+    while ``full``, writing fails with ENOSPC; a folder of more than ``most_entries`` cannot be listed; reads return
+    ``short_read`` bytes at most; what is written shows ``late_s`` seconds after it was closed.
+    """
+
+    errors: int = 0
+    lost: bool = False
+    full: bool = False
+    most_entries: int = 1_000_000
+    short_read: int = 0
+    late_s: float = 0.0
+
+
+def can_mount() -> str:
+    """Why no file system can be mounted here; "" if one can."""
+    if not os.path.exists("/dev/fuse") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "no /dev/fuse that may be opened"
+    try:
+        import mfusepy  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"no libfuse or mfusepy ({error})"
+    return ""
+
+
+class DriveMount:
+    """A mount under way: its folder, and the faults that can be set while it is used."""
+
+    def __init__(self, folder: Path, faults_file: Path) -> None:
+        self.folder, self._faults_file = folder, faults_file
+
+    def fail(self, **faults: Any) -> None:
+        """Exchange the faults; without arguments there are none."""
+        temporary = self._faults_file.with_suffix(".new")
+        temporary.write_text(json.dumps(asdict(Faults(**faults))))
+        os.replace(temporary, self._faults_file)
+
+
+@contextmanager
+def mount_drive(
+    backing: Path, folder: Path, *, profile: str | DriveProfile = "none", direct: bool = False
+) -> Iterator[DriveMount]:
+    """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts.
+
+    ``direct``: the kernel keeps nothing, so that a short read reaches the reader, and files cannot be mapped.
+    """
+    name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
+    folder.mkdir(parents=True, exist_ok=True)
+    faults = folder.parent / f"{folder.name}.faults.json"
+    mount = DriveMount(folder, faults)
+    mount.fail()
+    command = [sys.executable, str(SERVER), str(backing), str(folder), "--profile", name, "--faults", str(faults)]
+    command += ["--direct"] if direct else []
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 20
+        while not os.path.ismount(folder):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the mount did not come: {process.stderr.read() if process.stderr else ''}")
+            time.sleep(0.02)
+        yield mount
+    finally:
+        mount.fail()
+        subprocess.run(["fusermount3", "-u", "-z", folder], capture_output=True, check=False)
+        process.terminate()
+        process.communicate()

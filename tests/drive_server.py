@@ -1,0 +1,208 @@
+"""The process behind `tests.drive_mount`: a folder of this machine, served as a slow mount that fails on command.
+
+The faults lie in a JSON file that is read again whenever it changes, so a test can break the mount while it is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mfusepy
+
+from colab_utils.drive import DriveProfile, get_profile
+
+
+@dataclass
+class _Open:
+    """A file that is open: its descriptor, and where the last read ended."""
+
+    descriptor: int
+    cached: bool
+    read_bytes: int = 0
+    written: bool = False
+
+
+class Drive(mfusepy.Operations):
+    """The calls of the file system; times and faults come first, then the folder behind it."""
+
+    def __init__(self, backing: Path, profile: DriveProfile | None, faults_file: Path) -> None:
+        self.backing, self.profile, self.faults_file = backing, profile, faults_file
+        self._faults: dict[str, Any] = {}
+        self._changed = 0
+        self._files: dict[int, _Open] = {}
+        self._cached: set[str] = set()
+        self._known: set[str] = set()
+        self._late: dict[str, float] = {}
+        self._lock, self._pipe = threading.Lock(), threading.Lock()
+
+    def check(self, *, writes: bool = False, reads: bool = False) -> None:
+        """Raise what is to go wrong now."""
+        with self._lock:
+            changed = self.faults_file.stat().st_mtime_ns
+            if changed != self._changed:
+                self._faults, self._changed = json.loads(self.faults_file.read_text()), changed
+            if self._faults["lost"]:
+                raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+            if writes and self._faults["full"]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if reads and self._faults["errors"] > 0:
+                self._faults["errors"] -= 1
+                raise OSError(errno.EIO, "Input/output error")
+
+    def find(self, path: str) -> str:
+        return str(self.backing / path.lstrip("/"))
+
+    def hides(self, path: str) -> bool:
+        return self._late.get(path, 0.0) > time.monotonic()
+
+    # --- calls that look
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        self.check()
+        if self.hides(path):
+            raise OSError(errno.ENOENT, "No such file or directory")
+        found = os.lstat(self.find(path))
+        if path not in self._known:
+            time.sleep(self.profile.stat_s if self.profile else 0)
+            self._known.add(path)
+        keys = ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_atime", "st_mtime", "st_ctime", "st_ino")
+        return {key: getattr(found, key) for key in keys}
+
+    def readdir(self, path: str, fh: int) -> list[str]:
+        self.check()
+        names = [name for name in os.listdir(self.find(path)) if not self.hides(os.path.join(path, name))]
+        if len(names) > self._faults["most_entries"]:
+            raise OSError(errno.EIO, "Input/output error")
+        return [".", "..", *names]
+
+    def statfs(self, path: str) -> dict[str, int]:
+        self.check()
+        found = os.statvfs(self.backing)
+        keys = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax")
+        return {key: getattr(found, key) for key in keys}
+
+    # --- calls that read
+
+    def open(self, path: str, flags: int) -> int:
+        writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
+        self.check(writes=writes)
+        descriptor = os.open(self.find(path), flags & ~os.O_APPEND & ~os.O_EXCL)
+        cached = path in self._cached
+        if self.profile and not cached and not writes:
+            time.sleep(self.profile.open_s)
+        self._files[descriptor] = _Open(descriptor, cached, written=writes)
+        return descriptor
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        self.check(reads=True)
+        file = self._files[fh]
+        if self._faults["short_read"]:
+            size = min(size, self._faults["short_read"])
+        data = os.pread(fh, size, offset)
+        if self.profile and not file.cached:
+            self._spend(len(data))
+            file.read_bytes += len(data)
+        return data
+
+    def _spend(self, count: int) -> None:
+        """The time of so many bytes: in this stream, and in the pipe that all streams share."""
+        assert self.profile is not None
+        began_s = time.perf_counter()
+        if self.profile.total_bytes_per_s:
+            with self._pipe:
+                time.sleep(count / self.profile.total_bytes_per_s)
+        time.sleep(max(0.0, count / self.profile.bytes_per_s - (time.perf_counter() - began_s)))
+
+    # --- calls that write
+
+    def create(self, path: str, mode: int, fi: Any = None) -> int:
+        self.check(writes=True)
+        descriptor = os.open(self.find(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
+        self._files[descriptor] = _Open(descriptor, cached=True, written=True)
+        self._known.add(path)
+        return descriptor
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        self.check(writes=True)
+        return os.pwrite(fh, data, offset)
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        self.check(writes=True)
+        os.truncate(fh if fh is not None else self.find(path), length)
+        return 0
+
+    def release(self, path: str, fh: int) -> int:
+        file = self._files.pop(fh)
+        if file.read_bytes >= os.fstat(fh).st_size > 0 or file.written:
+            self._cached.add(path)
+        os.close(fh)
+        if file.written and self._faults["late_s"]:
+            self._late[path] = time.monotonic() + self._faults["late_s"]
+        return 0
+
+    def flush(self, path: str, fh: int) -> int:
+        self.check()
+        return 0
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        self.check()
+        return 0
+
+    def unlink(self, path: str) -> int:
+        self.check()
+        os.unlink(self.find(path))
+        self._cached.discard(path)
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        self.check(writes=True)
+        os.rename(self.find(old), self.find(new))
+        for paths in (self._cached, self._known):
+            if old in paths:
+                paths.discard(old)
+                paths.add(new)
+        return 0
+
+    def mkdir(self, path: str, mode: int) -> int:
+        self.check(writes=True)
+        os.mkdir(self.find(path), mode)
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        self.check()
+        os.rmdir(self.find(path))
+        return 0
+
+    def chmod(self, path: str, mode: int) -> int:
+        return 0
+
+    def utimens(self, path: str, times: Any = None) -> int:
+        self.check()
+        os.utime(self.find(path), times)
+        return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("backing", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--profile", default="none", help="a name, or a profile as JSON")
+    parser.add_argument("--faults", type=Path, required=True)
+    parser.add_argument("--direct", action="store_true", help="nothing is kept by the kernel")
+    options = parser.parse_args()
+    text = options.profile
+    profile = DriveProfile(**json.loads(text)) if text.startswith("{") else get_profile(text)
+    drive = Drive(options.backing.absolute(), profile, options.faults)
+    mfusepy.FUSE(drive, str(options.folder), foreground=True, direct_io=options.direct, nothreads=False)
+
+
+if __name__ == "__main__":
+    main()
