@@ -36,7 +36,7 @@ _SLOTS = 12
 _KEPT = 8
 _MEMORY_SHARE = 0.5  # of what is free
 _NO_LIMIT = 65_536  # pixels: shards that keep every image as it is
-_MOST_OFF = 0.7  # the model's error today that is believed to stay the same
+_MOST_OFF = 0.7  # of the simulation, today, that is believed to stay the same
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,19 @@ class Situation:
 
     @cached_property
     def correction(self) -> float:
-        """Today's rate over the simulated one, as far as that is believed to stay the same."""
-        off = self.now.images_per_second / self.simulate(self.costs, self.workers)
+        """Today's rate over the simulated one: half of what differs is believed to be the simulation's fault."""
+        off = (self.now.images_per_second / self.simulate(self.costs, self.workers)) ** 0.5
         return min(max(off, _MOST_OFF), 1 / _MOST_OFF)
 
     def forecast(
         self, name: str, sentence: str, costs: Costs, workers: int, *, prefetch: int | None = None,
-        once_minutes: float = 0.0, once_gb: float = 0.0,
+        tried: bool = False, once_minutes: float = 0.0, once_gb: float = 0.0,
     ) -> Fix:  # fmt: skip
-        """The simulated rate, corrected by how close today's comes to today's, and cut at the step's own."""
+        """The simulated rate, cut at the step's own; with costs that were not ``tried``, corrected by how close today's
+        comes.
+        """
         rate_now = self.now.images_per_second
-        rate = self.simulate(costs, workers, prefetch) * self.correction
+        rate = self.simulate(costs, workers, prefetch) * (1.0 if tried else self.correction)
         rate = min(rate, 1 / costs.step_s) if costs.step_s else rate
         said, minutes = "wins nothing", None
         if hasattr(self.loader.dataset, "__len__"):
@@ -240,7 +242,7 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
             workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
             name, packs = f"{cures[-1].name}, and {workers} workers", cures[-1].packs
             minutes, gb = fix.once_minutes, fix.once_gb
-            fix = now.forecast(name, "Both together", costs, workers, once_minutes=minutes, once_gb=gb)
+            fix = now.forecast(name, "Both together", costs, workers, tried=True, once_minutes=minutes, once_gb=gb)
             fixes.append(now.verify(fix, view, workers, max_s=seconds / 2, packs=packs) if verify else fix)
     return fixes
 
@@ -265,7 +267,7 @@ def _forecast_settings(now: Situation, *, verify: bool, max_s: float) -> list[Fi
             read = time_calls("read", kept.__getitem__, range(len(kept)), max_s=1)
             fix = now.forecast(
                 "samples in memory", f"Keep every sample from the first epoch on, random changes and all ({has})",
-                now.find_costs(kept, {"read": read}, max_s=max_s / 2), now.workers,
+                now.find_costs(kept, {"read": read}, max_s=max_s / 2), now.workers, tried=True,
             )  # fmt: skip
             fixes.append(now.verify(fix, kept, now.workers, max_s=max_s) if verify else fix)
         else:
@@ -323,7 +325,7 @@ def _forecast_cure(
     # reading every image once, decoding it and encoding it again or drawing its masks, on all cores
     once_s = total * max(now.costs.io_s / COPY_STREAMS, 2 * now.costs.cpu_s / count_cores())
     fix = now.forecast(
-        cure.name, cure.sentence.format(share=share, **figures), costs, now.workers,
+        cure.name, cure.sentence.format(share=share, **figures), costs, now.workers, tried=True,
         once_minutes=once_s / 60, once_gb=total * stored / 1e9,
     )  # fmt: skip
     return fix, costs
