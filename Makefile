@@ -26,7 +26,8 @@ test: lint fuse
 
 # For a mounted Drive to test on; without it those tests are skipped, and say so
 fuse:
-	@command -v fusermount3 >/dev/null || { test "$$(id -u)" = 0 && apt-get install -y -qq fuse3 >/dev/null; } || \
+	@command -v fusermount3 >/dev/null || { test "$$(id -u)" = 0 && \
+		{ timeout 120 apt-get install -y -qq fuse3 || timeout 120 sh -c "apt-get update -qq && apt-get install -y -qq fuse3"; } >/dev/null 2>&1; } || \
 		echo "note: no fuse3 (apt-get install fuse3): the tests on a mounted Drive are skipped"
 
 lint: setup

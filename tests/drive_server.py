@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mfusepy
-
 from colab_utils.drive import DriveProfile, get_profile
 
 
@@ -30,7 +28,7 @@ class _Open:
     written: bool = False
 
 
-class Drive(mfusepy.Operations):
+class Drive:
     """The calls of the file system; times and faults come first, then the folder behind it."""
 
     def __init__(self, backing: Path, profile: DriveProfile | None, faults_file: Path) -> None:
@@ -200,7 +198,9 @@ def main() -> None:
     options = parser.parse_args()
     text = options.profile
     profile = DriveProfile(**json.loads(text)) if text.startswith("{") else get_profile(text)
-    drive = Drive(options.backing.absolute(), profile, options.faults)
+    import mfusepy  # here, so that pytest can look at this file where there is no libfuse
+
+    drive = type("Mounted", (Drive, mfusepy.Operations), {})(options.backing.absolute(), profile, options.faults)
     mfusepy.FUSE(drive, str(options.folder), foreground=True, direct_io=options.direct, nothreads=False)
 
 
