@@ -294,7 +294,7 @@ def explore_simulation(
         "in_order": ipywidgets.Checkbox(in_order, description="batches in order"),
     }
     for slider in sliders.values():
-        slider.style.description_width, slider.layout.width, slider.continuous_update = "12em", "34em", False
+        slider.style.description_width, slider.layout.width, slider.continuous_update = "14em", "36em", False
         slider.observe(redraw, names="value")
 
     class Explorer(ipywidgets.VBox):
