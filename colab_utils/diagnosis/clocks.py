@@ -15,7 +15,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated import EmulatedStep
 from colab_utils.runtime import quiet_fork
 
-__all__ = ["BatchTimes", "EmulatedStep", "Layer", "measure_tree_cpu", "time_batches", "time_calls"]
+__all__ = ["BatchTimes", "EmulatedStep", "Layer", "count_workers", "measure_tree_cpu", "time_batches", "time_calls"]
 
 _ROUNDS = 3  # of a batch from each worker
 
@@ -94,7 +94,7 @@ def time_batches(
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() and torch.cuda.is_initialized() else int
     waits, steps = [], []
     images, first_batch_s, wait_cpu_s, step_cpu_s, cpu_began_s = 0, 0.0, 0.0, 0.0, measure_tree_cpu()
-    source, lanes = _fetch_batches(loader), max(1, getattr(loader, "workers", getattr(loader, "num_workers", 1)))
+    source, lanes = _fetch_batches(loader), max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
     began_s = asked_s = perf_counter()
     asked_cpu_s = thread_time()
@@ -173,6 +173,17 @@ def time_calls(
         if ended_s - began_s > max_s:
             break
     return make_layer(name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000)
+
+
+def count_workers(loader: Any) -> int:
+    """Workers of a `Loader` or a ``DataLoader``; 0 where a loader does not say.
+
+    Example:
+        >>> count_workers([1, 2])
+        0
+    """
+    workers: int = getattr(loader, "workers", getattr(loader, "num_workers", 0))
+    return workers
 
 
 def describe_error(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.clocks import BatchTimes, Layer, describe_error, make_layer, time_batches
+from colab_utils.diagnosis.clocks import BatchTimes, Layer, count_workers, describe_error, make_layer, time_batches
 from colab_utils.diagnosis.doctor import DriveHealth, examine_drive
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
 from colab_utils.diagnosis.parts import time_parts
@@ -137,7 +137,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     size = round(now.images / len(now.wait_s))
     parts = time_parts(loader, kept[0], images=size, seconds=0.25 * seconds)
     kept.clear()
-    workers = getattr(loader, "workers", getattr(loader, "num_workers", 0))
+    workers = count_workers(loader)
     headspace, fixes = cached.images_per_second / now.images_per_second, []
     if isinstance(loader, Loader | DataLoader) and (step is None or headspace >= _FINE_HEADSPACE):
         situation = Situation(loader, step, now, cached, alone, parts.sample, parts.indices[:_SAMPLED], workers)

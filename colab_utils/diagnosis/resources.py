@@ -109,19 +109,23 @@ def watch_resources(count_batches: Callable[[], int]) -> Iterator[list[Sample]]:
         >>> summarise_samples(samples).main_mb > 1
         True
     """
-    began_s = perf_counter()
-    used = _look_into_processes()
-    samples = [_take_sample(count_batches(), used)]
-    due_s, ended = perf_counter() + (perf_counter() - began_s) / _LOOKING_SHARE, threading.Event()
+    samples: list[Sample] = []
+    due_s, ended = 0.0, threading.Event()
+
+    def take() -> None:
+        nonlocal due_s
+        used, began_s = samples[-1].used if samples else None, perf_counter()
+        if used is None or began_s >= due_s:
+            used = _look_into_processes()
+            due_s = perf_counter() + (perf_counter() - began_s) / _LOOKING_SHARE
+        samples.append(_take_sample(count_batches(), used))
 
     def watch() -> None:
-        nonlocal used, due_s
         while not ended.wait(_INTERVAL_S):
             with _sampling:
-                if (began_s := perf_counter()) >= due_s:
-                    used = _look_into_processes()
-                    due_s = perf_counter() + (perf_counter() - began_s) / _LOOKING_SHARE
-                samples.append(_take_sample(count_batches(), used))
+                take()
+
+    take()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -55,9 +55,7 @@ class Arrival:
             and before.shards == index.shards
             and all(has_size(target / name, size) for name, size, _ in index.files())
         ):
-            self.spans_s = dict.fromkeys(
-                range(len(index.shards)), (0.0, 0.0)
-            )  # an earlier copy, checked when it was made
+            self.spans_s = dict.fromkeys(range(len(index.shards)), (0.0, 0.0))
 
     def start(self) -> None:
         """Begin to copy; a second call does nothing."""
@@ -67,7 +65,7 @@ class Arrival:
             self._thread.start()
 
     def stop(self) -> None:
-        """End at the next piece; what has arrived stays, and a new start continues."""
+        """End at the next piece; what has arrived stays, and a copy made anew continues there."""
         self._job.stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -111,10 +109,11 @@ class Arrival:
                 write_index(self.target, self.index)
         except CancelledError:
             return  # stopped
-        except ColabUtilsError as error:
+        except (ColabUtilsError, OSError) as error:
             self._job.stop.set()
+            found = f"expected to copy shards to {self.target}, found: {error}. Check the disk, or mount Drive again."
             with self._news:
-                self._error = error
+                self._error = error if isinstance(error, ColabUtilsError) else ColabUtilsError(found)
                 self._news.notify_all()
 
     def _fetch(self, number: int) -> None:
@@ -122,7 +121,7 @@ class Arrival:
         began_s = perf_counter()
         for wait_s in (*_PATIENCE_S, None):
             if self._job.stop.is_set():
-                return
+                raise CancelledError  # or the index would be written without this shard
             try:
                 for file in self.index.shards[number].files():
                     self._job.copy_file(*file)

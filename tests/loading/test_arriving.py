@@ -138,6 +138,22 @@ def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_p
     assert len(list_ids(make_loader(again, batch_size=2, workers=0))) == -(-len(again) // 2)
 
 
+def test_a_copy_that_is_stopped_leaves_no_index(drive, tmp_path, monkeypatch):
+    real = Copying.copy_file
+
+    def copy_file(self, name, *rest):
+        done = real(self, name, *rest)
+        if name.endswith(".arrays"):
+            self.stop.set()  # between two shards
+        return done
+
+    monkeypatch.setattr(Copying, "copy_file", copy_file)
+    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
+    dataset.arrival.stop()
+    assert not dataset.arrival.is_complete
+    assert not (tmp_path / "ssd" / "index.json").exists()
+
+
 def test_other_shards_in_the_target_are_refused(drive, tmp_path, tiny_shards):
     copy_shards(tiny_shards, tmp_path / "ssd")
     with pytest.raises(ColabUtilsError, match="found other shards"):
