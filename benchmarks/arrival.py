@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -16,10 +16,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from benchmarks.command import make_parser, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import BATCH_SIZE, collate
 from colab_utils.diagnosis.clocks import EmulatedStep
-from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
@@ -81,38 +81,27 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.arrival", description=__doc__)
-    parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders")
-    parser.add_argument("--annotations", type=Path, nargs="+", metavar="FILE", required=True, help="COCO JSON of each")
+    parser = make_parser("arrival", __doc__)
     parser.add_argument("--samples", type=int, default=320, help="images, about (%(default)s)")
     parser.add_argument("--shard-mb", type=float, default=4, help="size of a shard (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=100, help="emulated step of a batch of 4 (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each way, in turns (%(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for the data")
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="where to write what was measured")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    try:
+
+    def measure() -> None:
         data = make_data("kept", options.work, options.images, options.annotations, samples=options.samples)
         shards = options.work / "arriving"
         shutil.rmtree(shards, ignore_errors=True)
         write_shards(data.images, data.annotations, shards=shards, shard_mb=options.shard_mb, form="keep")
         results = {"machine": asdict(describe_machine()), "samples": options.samples, "step_ms": options.step_ms}
-        for repeat in range(options.repeats):
-            for profile in PROFILES:
-                for way in WAYS:
-                    print(f"{profile}, {way}: {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
-                    found = run_once(way, data, shards, profile, options.step_ms)
-                    rows.append({"profile": profile, "way": way, "repeat": repeat, **found})
-                    write_file(options.json, json.dumps({**results, "rows": rows}, indent=1, default=str).encode())
-    except (ColabUtilsError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        print(tabulate_runs(rows))
-    return 0
+        for repeat, profile, way in product(range(options.repeats), PROFILES, WAYS):
+            print(f"{profile}, {way}: {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
+            found = run_once(way, data, shards, profile, options.step_ms)
+            rows.append({"profile": profile, "way": way, "repeat": repeat, **found})
+            write_file(options.json, json.dumps({**results, "rows": rows}, indent=1, default=str).encode())
+
+    return run_to_end(measure, lambda: tabulate_runs(rows))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -15,12 +14,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from benchmarks.command import make_parser, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import collate
 from colab_utils.data.builtin import make_dataset
 from colab_utils.diagnosis.clocks import EmulatedStep
 from colab_utils.diagnosis.layers import diagnose
-from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.runtime import describe_machine, write_file
 from colab_utils.show.table import make_table
@@ -112,21 +111,18 @@ def tabulate_errors(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__)
-    parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders")
-    parser.add_argument("--annotations", type=Path, nargs="+", metavar="FILE", required=True, help="COCO JSON of each")
-    parser.add_argument("--cases", type=int, default=16, help="how many (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=40, help="of each diagnosis (%(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for the data")
+    parser = make_parser("forecast", __doc__)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", required=True, help="all that is measured; cases that it has are kept"
+        "--cases", type=int, default=16, help="how many; the JSON keeps those it has (%(default)s)"
     )
+    parser.add_argument("--seconds", type=float, default=40, help="of each diagnosis (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     results = {"machine": asdict(describe_machine()), "seconds": options.seconds, "rows": rows}
-    try:
+
+    def measure() -> None:
         if options.json.exists():
-            rows += json.loads(options.json.read_text())["rows"]
+            rows.extend(json.loads(options.json.read_text())["rows"])
         done = {tuple(row[name] for name in ("data", "profile", "workers", "step_ms")) for row in rows}
         for number, case in enumerate(list_cases(options.cases), start=1):
             if astuple(case) in done:
@@ -138,16 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 data = make_data(case.data, options.work, options.images, options.annotations, samples=300)
                 images, annotations = data.images, data.annotations
             print(f"{number} of {options.cases}: {case}", file=sys.stderr, flush=True)
-            rows += run_case(case, images, annotations, seconds=options.seconds)
+            rows.extend(run_case(case, images, annotations, seconds=options.seconds))
             write_file(options.json, json.dumps(results, indent=1, default=str).encode())
-    except (ColabUtilsError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        print(tabulate_errors(rows))
-    return 0
+
+    return run_to_end(measure, lambda: tabulate_errors(rows))
 
 
 if __name__ == "__main__":
