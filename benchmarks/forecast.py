@@ -98,6 +98,8 @@ def run_case(case: Case, images: Path, annotations: Path, *, seconds: float) -> 
 
 def tabulate_errors(rows: Sequence[dict[str, Any]]) -> str:
     """Median and worst error of each fix, and of all."""
+    if not rows:
+        return "nothing was forecast"
     names = [*dict.fromkeys(row["fix"] for row in rows), "all"]
     table = []
     for name in names:
@@ -106,15 +108,13 @@ def tabulate_errors(rows: Sequence[dict[str, Any]]) -> str:
             "fix": name, "forecasts": len(errors), "median error": f"{median(errors):.0%}",
             "worst error": f"{max(errors):.0%}", "within 25 %": f"{sum(e <= 0.25 for e in errors) / len(errors):.0%}",
         })  # fmt: skip
-    return str(make_table(table)) if rows else "nothing was forecast"
+    return str(make_table(table))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = make_parser("forecast", __doc__)
-    parser.add_argument(
-        "--cases", type=int, default=16, help="how many; the JSON keeps those it has (%(default)s)"
-    )
+    parser.add_argument("--cases", type=int, default=16, help="how many; the JSON keeps those it has (%(default)s)")
     parser.add_argument("--seconds", type=float, default=40, help="of each diagnosis (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
