@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,11 +14,11 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["decode_pixels", "find_operator", "read_raw_header"]
+__all__ = ["decode_pixels", "find_operator", "read_npy_header", "read_raw_header"]
 
-_HEADER_BYTES = 128  # of an image's; numpy reads each as Python code, which takes longer than its pixels
-_MOST_HEADERS = 65_536
-_headers: dict[bytes, tuple[int, int, int]] = {}
+_NPY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([^']+)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n", re.DOTALL
+)
 _JPEG, _NUMPY = b"\xff\xd8\xff", b"\x93NUMPY"
 
 
@@ -37,7 +39,7 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
     """
     if data[:6] == _NUMPY:
         start, shape = read_raw_header(data)
-        if len(data) - start != int(np.prod(shape)):
+        if len(data) - start != math.prod(shape):
             raise ColabUtilsError(
                 f"expected a whole image, found {len(data) - start:,} bytes of raw pixels for {shape}"
             )
@@ -64,21 +66,38 @@ def read_raw_header(data: bytes | bytearray) -> tuple[int, tuple[int, int, int]]
     Raises:
         ColabUtilsError: if the header is not of uint8 [H, W, 3] in C order.
     """
-    known = _headers.get(bytes(data[:_HEADER_BYTES]))
-    if known is not None:
-        return _HEADER_BYTES, known
-    file = io.BytesIO(data)
     try:
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("another version of the format")
-        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
-        if by_columns or dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
+        start, shape, dtype = read_npy_header(data)
+        if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
             raise ValueError(f"{dtype} {list(shape)}")
-    except Exception as error:  # numpy reads the header as Python, and raises whatever that raises
+    except ValueError as error:
         raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
-    if file.tell() == _HEADER_BYTES and len(_headers) < _MOST_HEADERS:
-        _headers[bytes(data[:_HEADER_BYTES])] = shape
-    return file.tell(), shape
+    return start, shape
+
+
+def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+    """Where the values start in a ``.npy`` file that begins with ``data``, their shape and dtype.
+
+    numpy reads the header as Python code: slower than an image's pixels, and Python 3.11 fails at it by chance where
+    several threads do (SystemError of the AST, seen; see https://github.com/pytest-dev/pytest/issues/10763).
+
+    Raises:
+        ValueError: if it is no header that ``numpy.save`` writes for numbers in C order.
+
+    Example:
+        >>> file = io.BytesIO()
+        >>> np.save(file, np.zeros((2, 3), np.float32))
+        >>> read_npy_header(file.getvalue())
+        (128, (2, 3), dtype('float32'))
+    """
+    found = _NPY_HEADER.match(data)
+    if found is None or found.end() != 10 + int.from_bytes(data[8:10], "little"):
+        raise ValueError("a header that is not numpy's")
+    shape = tuple(int(part) for part in found[2].decode().split(",") if part.strip())
+    try:
+        return found.end(), shape, np.dtype(found[1].decode())
+    except TypeError:
+        raise ValueError(f"no type of numbers called {found[1]!r}") from None
 
 
 @cache

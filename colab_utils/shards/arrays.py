@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks
 from colab_utils.errors import ColabUtilsError
 
@@ -158,7 +159,7 @@ def load_arrays(path: Path) -> ShardArrays:
         _read_array(file)
         *names, last = [field.name for field in fields(ShardArrays)]
         values = {name: _read_array(file) for name in names}
-        shape, _, dtype = _read_header(file)
+        shape, dtype = _read_header(file)
         offset = file.tell()
         if dtype != np.uint8 or (os.fstat(file.fileno()).st_size - offset,) != shape:
             raise ValueError("cut short")
@@ -172,20 +173,15 @@ def load_arrays(path: Path) -> ShardArrays:
     return ShardArrays(**values)
 
 
-def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(file)
-    if version != (1, 0):
-        raise ValueError(f"numpy format {version}")
-    try:
-        header: tuple[tuple[int, ...], bool, np.dtype[Any]] = np.lib.format.read_array_header_1_0(file)
-    except Exception:  # numpy reads the header as Python, and raises whatever that raises
-        raise ValueError("a header that is not numpy's") from None
-    return header
+def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    start = file.read(10)
+    _, shape, dtype = read_npy_header(start + file.read(int.from_bytes(start[8:], "little")))
+    return shape, dtype
 
 
 def _read_array(file: BinaryIO) -> NDArray[Any]:
     """One array that ``numpy.save`` wrote; a damaged header never makes it allocate more than the file holds."""
-    shape, _, dtype = _read_header(file)
+    shape, dtype = _read_header(file)
     size = math.prod(shape) * dtype.itemsize
     if size < 0 or size > os.fstat(file.fileno()).st_size or dtype.hasobject:
         raise ValueError("cut short")
