@@ -1,0 +1,54 @@
+"""Headers of ``.npy`` files, read without Python's parser."""
+
+import gc
+import io
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from colab_utils.data.decoding import read_npy_header
+
+
+def dump(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 4), (2, 3, 3)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.float32])
+def test_headers_are_those_of_numpy(shape, dtype):
+    data = dump(np.ones(shape, dtype))
+    start, *found = read_npy_header(data)
+    assert found == [shape, np.dtype(dtype)]
+    assert len(data) - start == np.ones(shape, dtype).nbytes
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x93NUMPY", dump(np.ones(3))[:60], dump(np.asfortranarray(np.ones((2, 3)))),
+     dump(np.ones(3)).replace(b"<f8", b"<q9"), dump(np.ones(3)).replace(b"NUMPY\x01", b"NUMPY\x02")],
+    ids=["empty", "magic only", "cut short", "by columns", "unknown type", "another version"],
+)  # fmt: skip
+def test_other_headers_are_refused(data):
+    with pytest.raises(ValueError, match=r"header|type"):
+        read_npy_header(data)
+
+
+def test_threads_do_not_disturb_each_other():
+    data, before = dump(np.ones((2, 3), np.float32)), gc.get_threshold()
+
+    def give_way(*_):
+        time.sleep(1e-5)  # another thread runs in the middle of whatever allocates; Python's own parser fails at that
+
+    gc.callbacks.append(give_way)
+    gc.set_threshold(10)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = set(pool.map(lambda _: read_npy_header(data), range(5000)))
+    finally:
+        gc.callbacks.remove(give_way)
+        gc.set_threshold(*before)
+    assert found == {(128, (2, 3), np.dtype(np.float32))}
