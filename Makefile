@@ -35,10 +35,12 @@ lint: setup
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# Slow: a COCO JSON of train2017's size, and ten epochs over an index of that size, with limits on time and memory
+# Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, with limits on time and memory, and 200
+# kills of preprocess
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
+	$(RUN) tests/stress/kill_preprocess.py
 
 # An environment for each loader that `make benchmark` compares with; what cannot be installed is named
 peers: setup

@@ -207,6 +207,8 @@ def _run_train(options: argparse.Namespace) -> Any:
     return train(
         options.shards,
         options.run_folder,
+        local=options.local,
+        limit_gb=options.limit_gb,
         val_shards=options.val_shards,
         steps=options.steps,
         epochs=options.epochs,
@@ -298,6 +300,8 @@ def _make_parser() -> argparse.ArgumentParser:
     train = add("train", _run_train, "Train a torchvision Mask R-CNN on shards; continues where it stopped.")
     train.add_argument("--shards", metavar="DIR", required=True, help="shards to train on")
     train.add_argument("--run", dest="run_folder", metavar="DIR", required=True, help="folder for checkpoints")
+    train.add_argument("--local", metavar="DIR", help="folder on the SSD: copy the shards there while it trains")
+    train.add_argument("--limit-gb", type=_positive, metavar="G", help="most that --local may hold: shards take turns")
     train.add_argument("--val-shards", metavar="DIR", help="shards to evaluate on: box and mask AP")
     length = train.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, metavar="N", help="train for N steps in all")

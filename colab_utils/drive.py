@@ -1,16 +1,17 @@
-"""The slowed folder: reads files at the speed that people measured on a mounted Google Drive."""
+"""A mounted Google Drive: files read at the speed that people measured, and read again where it fails."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from colab_utils.errors import ColabUtilsError
 
@@ -19,10 +20,15 @@ __all__ = [
     "DriveFile",
     "DriveLostError",
     "DriveProfile",
+    "Retries",
     "get_profile",
     "guard_drive",
+    "is_on_drive",
     "read_file",
 ]
+
+RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
+_Result = TypeVar("_Result")
 
 
 class DriveLostError(ColabUtilsError):
@@ -103,8 +109,62 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
     return DRIVE_PROFILES[name]
 
 
-def read_file(path: str | Path, profile: DriveProfile | None = None) -> bytes:
+class Retries:
+    """Tries again what Drive failed at: four times for each call, after 1, 4, 16 and 60 seconds. Threads may share it.
+
+    Attributes:
+        count: how many times a call was tried again.
+        failing: whether the last try of the latest call failed.
+        stop: an event; once it is set, nothing is waited for or tried again.
+
+    Example:
+        >>> retries = Retries()
+        >>> retries.run(lambda: "read"), retries.count
+        ('read', 0)
+    """
+
+    def __init__(self, stop: threading.Event | None = None) -> None:
+        self.count, self.failing = 0, False
+        self.stop = stop or threading.Event()
+
+    def run(self, call: Callable[[], _Result]) -> _Result:
+        """What ``call`` returns.
+
+        Raises:
+            DriveLostError: it failed every time; any other error comes through at once.
+        """
+        for wait_s in RETRY_WAITS_S:
+            try:
+                result = call()
+            except DriveLostError:
+                self.failing = True
+                if self.stop.is_set():
+                    raise
+                self.count += 1
+                self.stop.wait(wait_s)
+            else:
+                self.failing = False
+                return result
+        return call()
+
+    def __str__(self) -> str:
+        return f"Drive failed {self.count} time{'s' * (self.count != 1)} and was tried again" if self.count else ""
+
+
+def is_on_drive(folder: str | Path) -> bool:
+    """Whether a folder lies on Colab's mounted Google Drive.
+
+    Example:
+        >>> is_on_drive("/content/drive/MyDrive/photos"), is_on_drive("/content/photos")
+        (True, False)
+    """
+    return "/content/drive/" in f"{Path(folder).absolute()}/"
+
+
+def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> bytes:
     """Read a whole file, no faster than ``profile`` allows; ``None`` reads at full speed.
+
+    Where Drive fails it is tried again by ``retries``; without them the first error is raised.
 
     Raises:
         DriveLostError: Drive got disconnected (errno 107) or its storage failed (errno 5).
@@ -115,8 +175,12 @@ def read_file(path: str | Path, profile: DriveProfile | None = None) -> bytes:
         True
     """
     started = perf_counter()
-    with guard_drive(path), open(path, "rb") as file:
-        content = file.read()
+
+    def read() -> bytes:
+        with guard_drive(path), open(path, "rb") as file:
+            return file.read()
+
+    content = retries.run(read) if retries else read()
     if profile is not None:
         _wait(profile.open_s + len(content) / profile.bytes_per_s, started)
     return content
@@ -127,7 +191,8 @@ class DriveFile:
 
     Opening waits ``open_s`` (it covers the first read, wherever that is); each later read that does not
     start where the last one ended waits it again; every byte costs ``1 / bytes_per_s``. Close it when you
-    are done, or use it as a context manager. Raises what `read_file` raises.
+    are done, or use it as a context manager. Raises what `read_file` raises; where Drive fails, ``retries``
+    open the file anew and go on where they were.
 
     Example:
         >>> with DriveFile(__file__, get_profile("none")) as file:
@@ -135,14 +200,13 @@ class DriveFile:
         True
     """
 
-    def __init__(self, path: str | Path, profile: DriveProfile | None = None) -> None:
-        self._descriptor = -1
+    def __init__(self, path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> None:
+        self._descriptors: list[int] = []  # the last one is read, those before it belong to a mount that was lost
         self.path = Path(path)
-        self.profile = profile
+        self.profile, self.retries = profile, retries
         started = perf_counter()
-        with guard_drive(path):
-            self._descriptor = os.open(path, os.O_RDONLY)
-            self.size = os.fstat(self._descriptor).st_size
+        retries.run(self._open) if retries else self._open()
+        self.size = os.fstat(self._descriptors[-1]).st_size
         self._next: int | None = None  # where a contiguous read would start
         if profile is not None:
             _wait(profile.open_s, started)
@@ -155,24 +219,40 @@ class DriveFile:
     def readinto(self, buffer: Any, offset: int) -> int:
         """Fill a writable buffer of bytes from ``offset``; returns how many came, fewer only at the end of the file."""
         started = perf_counter()
-        view, got = memoryview(buffer).cast("B"), 0
-        with guard_drive(self.path):
-            while got < len(view):  # a network file may hand over less than was asked for
-                count = os.preadv(self._descriptor, [view[got:]], offset + got)
-                if not count:
-                    break
-                got += count
+        view, got, failed = memoryview(buffer).cast("B"), 0, False
+
+        def fill() -> None:
+            nonlocal got, failed
+            if failed:
+                self._open()  # a descriptor of a mount that was lost stays lost
+            failed = True
+            with guard_drive(self.path):
+                while got < len(view):  # a network file may hand over less than was asked for
+                    count = os.preadv(self._descriptors[-1], [view[got:]], offset + got)
+                    if not count:
+                        break
+                    got += count
+
+        self.retries.run(fill) if self.retries else fill()
         if self.profile is not None:
             jump_s = 0.0 if self._next in (None, offset) else self.profile.open_s
             _wait(jump_s + got / self.profile.bytes_per_s, started)
         self._next = offset + got
         return got
 
+    def forget(self) -> None:
+        """Give back the memory in which the system keeps what was read, for files that are read once."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptors[-1], 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _open(self) -> None:
+        with guard_drive(self.path):
+            self._descriptors.append(os.open(self.path, os.O_RDONLY))
 
     def __enter__(self) -> DriveFile:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import platform
@@ -31,6 +32,8 @@ __all__ = [
     "show_progress",
     "write_file",
 ]
+
+_PIECE_BYTES = 8 << 20
 
 
 def count_cores() -> int:
@@ -167,13 +170,23 @@ def quiet_fork() -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes | bytearray) -> None:
-    """Write a whole file under a temporary name, then rename it; a failure leaves nothing behind."""
+    """Write a whole file under a temporary name, read it back, then rename it; a failure leaves nothing behind.
+
+    Raises:
+        OSError: what Python raised, or EIO where the file reads back differently.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):  # or it would be read from memory, which proves nothing
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with open(temporary, "rb") as file:
+            for start in range(0, len(data), _PIECE_BYTES):
+                if file.read(_PIECE_BYTES) != data[start : start + _PIECE_BYTES]:
+                    raise OSError(errno.EIO, "what was written reads back differently")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from colab_utils import drive
 from colab_utils.data.builtin import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 
@@ -24,6 +25,12 @@ class CocoMini:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What the tests remember (workers that were tuned) is theirs, not the user's; programs they start inherit it."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_waits() -> None:
+    """What is tried again where Drive fails is tried at once."""
+    drive.RETRY_WAITS_S = (0.01, 0.01, 0.01, 0.01)
 
 
 @pytest.fixture(scope="session")

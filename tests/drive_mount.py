@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from colab_utils.drive import DriveProfile
 
-__all__ = ["DriveMount", "Faults", "can_mount", "mount_drive"]
+__all__ = ["DriveMount", "Faults", "can_mount", "mount_drive", "mount_or_skip"]
 
 SERVER = Path(__file__).with_name("drive_server.py")
 
@@ -24,7 +26,8 @@ SERVER = Path(__file__).with_name("drive_server.py")
 class Faults:
     """What goes wrong. ``errors`` of the next reads fail with EIO; while ``lost``, every call fails with ENOTCONN;
     while ``full``, writing fails with ENOSPC; a folder of more than ``most_entries`` cannot be listed; reads return
-    ``short_read`` bytes at most; what is written shows ``late_s`` seconds after it was closed.
+    ``short_read`` bytes at most; what another machine wrote shows ``late_s`` seconds after that; of what is written,
+    the last ``lost_bytes`` of every piece are stored as zeros.
     """
 
     errors: int = 0
@@ -33,6 +36,7 @@ class Faults:
     most_entries: int = 1_000_000
     short_read: int = 0
     late_s: float = 0.0
+    lost_bytes: int = 0
 
 
 def can_mount() -> str:
@@ -61,11 +65,14 @@ class DriveMount:
 
 @contextmanager
 def mount_drive(
-    backing: Path, folder: Path, *, profile: str | DriveProfile = "none", direct: bool = False
-) -> Iterator[DriveMount]:
+    backing: Path, folder: Path, *, profile: str | DriveProfile = "none", direct: bool = False,
+    cache: Path | None = None,
+) -> Iterator[DriveMount]:  # fmt: skip
     """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts.
 
-    ``direct``: the kernel keeps nothing, so that a short read reaches the reader, and files cannot be mapped.
+    ``cache``: a folder on the local disk that keeps every file that was read whole, or written, as Drive's does;
+    without one it is only remembered which they are. ``direct``: the kernel keeps nothing, so that a short read
+    reaches the reader, and files cannot be mapped.
     """
     name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,6 +81,7 @@ def mount_drive(
     mount.fail()
     command = [sys.executable, str(SERVER), str(backing), str(folder), "--profile", name, "--faults", str(faults)]
     command += ["--direct"] if direct else []
+    command += ["--cache", str(cache)] if cache else []
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -88,3 +96,16 @@ def mount_drive(
         subprocess.run(["fusermount3", "-u", "-z", folder], capture_output=True, check=False)
         process.terminate()
         process.communicate()
+
+
+@contextmanager
+def mount_or_skip(backing: Path, folder: Path, **options: Any) -> Iterator[DriveMount]:
+    """`mount_drive`; where nothing can be mounted, the test is skipped and says why."""
+    if reason := can_mount():
+        pytest.skip(f"no mounted Drive to test on: {reason}")
+    with ExitStack() as mounts:
+        try:
+            mounted = mounts.enter_context(mount_drive(backing, folder, **options))
+        except RuntimeError as error:  # a machine that has all it takes may forbid it
+            pytest.skip(str(error))
+        yield mounted

@@ -9,6 +9,7 @@ import argparse
 import errno
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -31,14 +32,16 @@ class _Open:
 class Drive:
     """The calls of the file system; times and faults come first, then the folder behind it."""
 
-    def __init__(self, backing: Path, profile: DriveProfile | None, faults_file: Path) -> None:
-        self.backing, self.profile, self.faults_file = backing, profile, faults_file
+    def __init__(
+        self, backing: Path, profile: DriveProfile | None, faults_file: Path, cache: Path | None = None
+    ) -> None:
+        self.backing, self.profile, self.faults_file, self.cache = backing, profile, faults_file, cache
         self._faults: dict[str, Any] = {}
         self._changed = 0
         self._files: dict[int, _Open] = {}
         self._cached: set[str] = set()
         self._known: set[str] = set()
-        self._late: dict[str, float] = {}
+        self._ours: set[str] = set()
         self._lock, self._pipe = threading.Lock(), threading.Lock()
 
     def check(self, *, writes: bool = False, reads: bool = False) -> None:
@@ -59,7 +62,9 @@ class Drive:
         return str(self.backing / path.lstrip("/"))
 
     def hides(self, path: str) -> bool:
-        return self._late.get(path, 0.0) > time.monotonic()
+        """Whether another machine wrote this so lately that it does not show yet."""
+        late_s = self._faults.get("late_s", 0.0)
+        return bool(late_s) and path not in self._ours and time.time() - os.lstat(self.find(path)).st_mtime < late_s
 
     # --- calls that look
 
@@ -67,10 +72,10 @@ class Drive:
         self.check()
         if self.hides(path):
             raise OSError(errno.ENOENT, "No such file or directory")
-        found = os.lstat(self.find(path))
         if path not in self._known:
             time.sleep(self.profile.stat_s if self.profile else 0)
             self._known.add(path)
+        found = os.lstat(self.find(path))
         keys = ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_atime", "st_mtime", "st_ctime", "st_ino")
         return {key: getattr(found, key) for key in keys}
 
@@ -126,11 +131,13 @@ class Drive:
         descriptor = os.open(self.find(path), os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode)
         self._files[descriptor] = _Open(descriptor, cached=True, written=True)
         self._known.add(path)
+        self._ours.add(path)
         return descriptor
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
         self.check(writes=True)
-        return os.pwrite(fh, data, offset)
+        lost = min(self._faults["lost_bytes"], len(data))
+        return os.pwrite(fh, data[: len(data) - lost] + bytes(lost), offset)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
         self.check(writes=True)
@@ -141,9 +148,9 @@ class Drive:
         file = self._files.pop(fh)
         if file.read_bytes >= os.fstat(fh).st_size > 0 or file.written:
             self._cached.add(path)
+            if self.cache is not None:
+                shutil.copyfile(self.find(path), self.cache / path.lstrip("/").replace("/", "_"))
         os.close(fh)
-        if file.written and self._faults["late_s"]:
-            self._late[path] = time.monotonic() + self._faults["late_s"]
         return 0
 
     def flush(self, path: str, fh: int) -> int:
@@ -163,7 +170,7 @@ class Drive:
     def rename(self, old: str, new: str) -> int:
         self.check(writes=True)
         os.rename(self.find(old), self.find(new))
-        for paths in (self._cached, self._known):
+        for paths in (self._cached, self._known, self._ours):
             if old in paths:
                 paths.discard(old)
                 paths.add(new)
@@ -194,13 +201,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--profile", default="none", help="a name, or a profile as JSON")
     parser.add_argument("--faults", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, help="keeps what was read whole or written")
     parser.add_argument("--direct", action="store_true", help="nothing is kept by the kernel")
     options = parser.parse_args()
     text = options.profile
     profile = DriveProfile(**json.loads(text)) if text.startswith("{") else get_profile(text)
     import mfusepy  # here, so that pytest can look at this file where there is no libfuse
 
-    drive = type("Mounted", (Drive, mfusepy.Operations), {})(options.backing.absolute(), profile, options.faults)
+    drive = type("Mounted", (Drive, mfusepy.Operations), {})(
+        options.backing.absolute(), profile, options.faults, options.cache
+    )  # fmt: skip
     mfusepy.FUSE(drive, str(options.folder), foreground=True, direct_io=options.direct, nothreads=False)
 
 

@@ -9,7 +9,16 @@ import pickle
 import pytest
 
 from colab_utils import drive
-from colab_utils.drive import DRIVE_PROFILES, DriveFile, DriveLostError, DriveProfile, get_profile, read_file
+from colab_utils.drive import (
+    DRIVE_PROFILES,
+    RETRY_WAITS_S,
+    DriveFile,
+    DriveLostError,
+    DriveProfile,
+    Retries,
+    get_profile,
+    read_file,
+)
 from colab_utils.errors import ColabUtilsError
 
 SLOW = DriveProfile("slow", open_s=10.0, bytes_per_s=100.0, source="a test")
@@ -161,3 +170,54 @@ def test_profiles_say_where_they_come_from_and_travel_to_workers():
 def test_impossible_profiles_are_refused(open_s, bytes_per_s):
     with pytest.raises(ColabUtilsError, match="mine"):
         DriveProfile("mine", open_s=open_s, bytes_per_s=bytes_per_s, source="")
+
+
+class TestRetries:
+    def test_four_tries_more_with_growing_waits(self, monkeypatch):
+        monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", RETRY_WAITS_S)  # the tests shorten them
+        retries, waited = Retries(), []
+        monkeypatch.setattr(retries.stop, "wait", waited.append)
+
+        def fail():
+            raise DriveLostError("gone")
+
+        with pytest.raises(DriveLostError):
+            retries.run(fail)
+        assert waited == list(RETRY_WAITS_S) == [1, 4, 16, 60]
+        assert (retries.count, retries.failing) == (4, True)
+        assert str(retries) == "Drive failed 4 times and was tried again"
+
+    def test_other_errors_come_through_at_once(self):
+        retries = Retries()
+        with pytest.raises(FileNotFoundError):
+            retries.run(lambda: read_file("no/such/file"))
+        assert (retries.count, str(retries)) == (0, "")
+
+    def test_stopped_they_wait_for_nothing(self, photo):
+        retries = Retries()
+        retries.stop.set()
+
+        def fail():
+            raise DriveLostError("gone")
+
+        with pytest.raises(DriveLostError):
+            retries.run(fail)
+        assert retries.count == 0
+
+    def test_a_file_is_opened_anew_and_read_on_where_it_was(self, photo, monkeypatch):
+        real, calls = os.preadv, []
+
+        def preadv(descriptor, views, offset):
+            calls.append((descriptor, offset))
+            if len(calls) == 2:
+                raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+            return real(descriptor, [views[0][:300]], offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        retries, content = Retries(), photo.read_bytes()
+        with DriveFile(photo, None, retries) as file:
+            assert file.pread(len(content), 0) == content
+        assert [offset for _, offset in calls[:3]] == [0, 300, 300]
+        assert calls[2][0] != calls[0][0]  # a descriptor of a mount that was lost stays lost
+        assert retries.count == 1
+        assert not retries.failing

@@ -17,7 +17,8 @@ from colab_utils.errors import ColabUtilsError
 __all__ = ["decode_pixels", "find_operator", "read_npy_header", "read_raw_header"]
 
 _NPY_HEADER = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '([^']+)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n", re.DOTALL
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][a-z]\d+)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n",
+    re.DOTALL,
 )
 _JPEG, _NUMPY = b"\xff\xd8\xff", b"\x93NUMPY"
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from colab_utils.data.coco import read_coco
 from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep, describe_error, time_batches
-from colab_utils.diagnosis.strategies import STRATEGIES, Strategy, is_on_drive, prepare_places
-from colab_utils.drive import DriveProfile, get_profile
+from colab_utils.diagnosis.strategies import STRATEGIES, Strategy, prepare_places
+from colab_utils.drive import DriveProfile, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.runtime import Machine, describe_machine, show_progress

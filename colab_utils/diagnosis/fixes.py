@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, RandomSampler, Subset
 from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep, Layer, time_batches, time_calls
 from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding, slow_down
 from colab_utils.diagnosis.parts import time_layers
-from colab_utils.diagnosis.strategies import is_on_drive, write_subset
-from colab_utils.drive import read_file
+from colab_utils.diagnosis.strategies import write_subset
+from colab_utils.drive import is_on_drive, read_file
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader, make_loader
@@ -150,10 +150,15 @@ class Situation:
         times = self.time(dataset, workers, step or self.step, max_s=max_s, packs=packs, prefetch=prefetch)
         return replace(fix, measured_images_per_second=times.images_per_second) if times else fix
 
-    def find_costs(self, dataset: Any, layers: dict[str, Layer], *, max_s: float, packs: bool = False) -> Costs:
-        """What one image of other data costs, whose layers were timed: by a trial of the loader without the step."""
-        alone = self.time(dataset, self.workers, None, max_s=max_s, packs=packs)
-        return replace(self, alone=alone, layers=layers).costs if alone else self.costs
+    def find_costs(
+        self, dataset: Any, layers: dict[str, Layer], *, max_s: float, packs: bool = False, workers: int | None = None
+    ) -> Costs:
+        """What one image of other data, whose layers were timed, or with other workers costs: by a trial of the loader
+        without the step. Workers that there were none of before have to hand over what they load.
+        """
+        count = self.workers if workers is None else workers
+        alone = self.time(dataset, count, None, max_s=max_s, packs=packs)
+        return replace(self, alone=alone, layers=layers, workers=count).costs if alone else self.costs
 
     def time(
         self, dataset: Any, workers: int, step: Callable[..., Any] | None, *, max_s: float, packs: bool = False,
@@ -212,7 +217,10 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
     dataset, costs, cores = now.loader.dataset, now.costs, count_cores()
     crowding = measure_crowding(cores)
     workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
-    fix = now.forecast("more workers", f"Use {workers} workers, not {now.workers}", costs, workers)
+    more = workers != now.workers
+    if more:
+        costs = now.find_costs(dataset, now.layers, max_s=seconds / 3, workers=workers)
+    fix = now.forecast("more workers", f"Use {workers} workers, not {now.workers}", costs, workers, tried=more)
     fixes = [now.verify(fix, dataset, workers, max_s=seconds / 2) if verify else fix]
     fixes += _forecast_settings(now, verify=verify, max_s=seconds / 2)
     if not isinstance(dataset, CocoFolder | ShardDataset):
@@ -236,11 +244,12 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
             sample = _make_sample(now, Path(folder), *limits, images=_SAMPLE_IMAGES if verify else 0)
             dense = not cure.packs and not (sharded and packs)
             view = Subset(sample, [*range(len(sample))] * _EPOCHS)
-            fix, costs = _forecast_cure(now, cure, sample, view, dense=dense, share=share, seconds=seconds / 3)
+            fix, costs, layers = _forecast_cure(now, cure, sample, view, dense=dense, share=share, seconds=seconds / 3)
             fixes.append(now.verify(fix, view, now.workers, max_s=seconds / 2, packs=cure.packs) if verify else fix)
         if cures and workers != now.workers:
             workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
             name, packs = f"{cures[-1].name}, and {workers} workers", cures[-1].packs
+            costs = now.find_costs(view, layers, max_s=seconds / 3, packs=packs, workers=workers)
             minutes, gb = fix.once_minutes, fix.once_gb
             fix = now.forecast(name, "Both together", costs, workers, tried=True, once_minutes=minutes, once_gb=gb)
             fixes.append(now.verify(fix, view, workers, max_s=seconds / 2, packs=packs) if verify else fix)
@@ -313,7 +322,7 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path, *, verify:
 
 def _forecast_cure(
     now: Situation, cure: _Cure, sample: ShardDataset, view: Any, *, dense: bool, share: float, seconds: float
-) -> tuple[Fix, Costs]:
+) -> tuple[Fix, Costs, dict[str, Layer]]:
     """By the layers of loading the sample, and by a trial of the loader alone over it."""
     packs, images = isinstance(now.loader, Loader), range(min(len(sample), _SAMPLE_IMAGES))
     layers = time_layers(sample, images, dense=dense, packs=packs, seconds=seconds / 3)
@@ -328,7 +337,7 @@ def _forecast_cure(
         cure.name, cure.sentence.format(share=share, **figures), costs, now.workers, tried=True,
         once_minutes=once_s / 60, once_gb=total * stored / 1e9,
     )  # fmt: skip
-    return fix, costs
+    return fix, costs, layers
 
 
 def _make_sample(now: Situation, folder: Path, *limits: int, images: int) -> ShardDataset:

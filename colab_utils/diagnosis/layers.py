@@ -16,8 +16,8 @@ from colab_utils.diagnosis.doctor import DriveHealth, examine_drive
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
 from colab_utils.diagnosis.parts import time_parts
 from colab_utils.diagnosis.resources import Resources, summarise_samples, watch_resources
-from colab_utils.diagnosis.strategies import is_on_drive
 from colab_utils.diagnosis.watchdog import watch
+from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder

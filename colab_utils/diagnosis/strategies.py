@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.diagnosis.clocks import describe_error
-from colab_utils.drive import DriveProfile
+from colab_utils.drive import DriveProfile, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
@@ -25,7 +25,7 @@ from colab_utils.runtime import quiet_fork, show_progress, write_file
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 
-__all__ = ["STRATEGIES", "DenseLoader", "Places", "Strategy", "is_on_drive", "prepare_places", "write_subset"]
+__all__ = ["STRATEGIES", "DenseLoader", "Places", "Strategy", "prepare_places", "write_subset"]
 
 
 @dataclass(frozen=True)
@@ -190,16 +190,6 @@ def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Pa
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(subset).encode())
     return path
-
-
-def is_on_drive(folder: str | Path) -> bool:
-    """Whether a folder lies on Colab's mounted Google Drive.
-
-    Example:
-        >>> is_on_drive("/content/drive/MyDrive/photos"), is_on_drive("/content/photos")
-        (True, False)
-    """
-    return "/content/drive/" in f"{Path(folder).absolute()}/"
 
 
 def _collate(samples: list[Any]) -> tuple[Any, ...]:

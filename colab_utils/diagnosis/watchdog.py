@@ -157,9 +157,15 @@ class _Pass:
     def run(self) -> Iterator[Any]:
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
+        # a shell's background job ignores the signal that is to wake this thread
+        ignored = self._gives_up_here(threading.get_ident()) and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if ignored:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             yield from self._fetch()
         finally:
+            if ignored:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._over.set()
             thread.join()
             self._source.end()
@@ -249,10 +255,13 @@ class _Pass:
 
     def _gives_up(self, stall: Stall, thread: int, *, here: bool) -> bool:
         if self._watched.on_stall == "raise":
-            return not here or thread == threading.main_thread().ident
+            return not here or self._gives_up_here(thread)
         if self._watched.on_stall == "report" or here:
             return False
         return stall.verdict != "slow" or stall.waited_s > _PATIENCE * self._watched.timeout_s
+
+    def _gives_up_here(self, thread: int) -> bool:
+        return self._watched.on_stall == "raise" and thread == threading.main_thread().ident
 
     def _explain(self, suspect: Suspect, wait: tuple[float, int], *, moved: bool, ending: str) -> Stall:
         board, pid = self._source.board, suspect.pid

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.drive import DriveProfile, get_profile, guard_drive
+from colab_utils.drive import DriveProfile, Retries, get_profile
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.files import load_shard
-from colab_utils.shards.arrays import ShardArrays
 from colab_utils.shards.arrival import Arrival
-from colab_utils.shards.format import ShardInfo, read_index
+from colab_utils.shards.format import read_index
+from colab_utils.shards.rolling import RollingArrival
 
 __all__ = ["ArrivingShards"]
 
@@ -34,11 +35,13 @@ class ArrivingShards(ShardDataset):
         target: folder to copy into, usually on the SSD.
         profile: the speed at which ``source`` is read (see `colab_utils.drive`); ``None`` is full speed.
         workers: shards copied at the same time (threads).
+        limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is smaller than all of
+            them: they take turns there, in every epoch. Half of them are trained on while the other half arrives.
         seed: of the order in which the shards are copied.
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``, ``stop()``.
+        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.
@@ -53,23 +56,29 @@ class ArrivingShards(ShardDataset):
 
     def __init__(
         self, source: str | Path, target: str | Path, *, profile: str | DriveProfile | None = None, workers: int = 4,
-        seed: int = 0, contiguous_labels: bool = False,
+        limit_gb: float | None = None, seed: int = 0, contiguous_labels: bool = False,
     ) -> None:  # fmt: skip
-        source, target, speed = Path(source), Path(target), get_profile(profile)
-        with guard_drive(source):
-            index = read_index(source)
+        source, target, speed, retries = Path(source), Path(target), get_profile(profile), Retries()
+        index = read_index(source, retries)
         ids = [category["id"] for category in index.categories]
 
-        def load(shard: ShardInfo) -> ShardArrays:
-            with guard_drive(source):
-                return load_shard(source, shard, category_ids=ids, profile=speed)
-
+        load = partial(load_shard, source, category_ids=ids, profile=speed, retries=retries)
         with ThreadPoolExecutor(_READERS) as pool:  # one after the other, 150 shards take Drive 10 seconds
             shards = list(pool.map(load, index.shards))
         self._open(target, index, shards, None, whole_shards=False, contiguous_labels=contiguous_labels)
         self._process = os.getpid()
-        self.arrival = Arrival(source, target, index, profile=speed, workers=workers, seed=seed)
+        options: dict[str, Any] = {"profile": speed, "workers": workers, "seed": seed, "retries": retries}
+        if limit_gb is None or limit_gb * 1e9 >= index.bytes:
+            self.arrival = Arrival(source, target, index, **options)
+        else:
+            self.arrival = RollingArrival(source, target, index, limit_bytes=limit_gb * 1e9, **options)
+            self._files.source = source
         self.arrival.start()
+
+    def stop(self) -> None:
+        """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards` continues there."""
+        if self.arrival is not None:
+            self.arrival.stop()
 
     def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
         self._wait_for(index)

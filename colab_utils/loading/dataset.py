@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from operator import index as as_int
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.decoding import decode_pixels, read_raw_header
 from colab_utils.data.masks import PackedMasks, unpack_masks
-from colab_utils.drive import DriveProfile, get_profile, guard_drive
+from colab_utils.drive import DriveProfile, Retries, get_profile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.files import ShardFiles, load_shard
 from colab_utils.loading.labels import Labels
@@ -77,10 +78,10 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         contiguous_labels: bool = False,
     ) -> None:
         speed = get_profile(profile)
-        with guard_drive(folder):
-            index = read_index(folder)
-            ids = [category["id"] for category in index.categories]
-            shards = [load_shard(Path(folder), shard, category_ids=ids, profile=speed) for shard in index.shards]
+        index = read_index(folder, retries := Retries())
+        ids = [category["id"] for category in index.categories]
+        load = partial(load_shard, Path(folder), category_ids=ids, profile=speed, retries=retries)
+        shards = [load(shard) for shard in index.shards]
         whole = speed is not None if whole_shards is None else whole_shards
         self._open(Path(folder), index, shards, speed, whole_shards=whole, contiguous_labels=contiguous_labels)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from colab_utils.drive import DriveFile, DriveProfile, read_file
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.shards.arrays import ShardArrays, load_arrays, rebuild_arrays
 from colab_utils.shards.format import ShardInfo
@@ -23,17 +23,24 @@ OPEN_FILES = 512
 
 
 class ShardFiles:
-    """Reads pieces of a folder's files; keeps files open, or the last two shards in memory (``whole_shards``)."""
+    """Reads pieces of a folder's files; keeps files open, or the last two shards in memory (``whole_shards``).
 
-    def __init__(self, folder: Path, *, profile: DriveProfile | None, whole_shards: bool) -> None:
-        self.folder, self.profile, self.whole_shards = folder, profile, whole_shards
+    What is not there is read in ``source``, if there is one.
+    """
+
+    def __init__(
+        self, folder: Path, *, profile: DriveProfile | None, whole_shards: bool, source: Path | None = None
+    ) -> None:
+        self.folder, self.profile, self.whole_shards, self.source = folder, profile, whole_shards, source
+        self.retries = Retries()
         self._open: dict[str, DriveFile] = {}
         self._memory: OrderedDict[int, dict[str, bytes]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         # open files and shards in memory stay in this process
-        return {"folder": self.folder, "profile": self.profile, "whole_shards": self.whole_shards}
+        names = ("folder", "profile", "whole_shards", "source")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state.pop("folder"), **state)  # type: ignore[misc]
@@ -58,6 +65,9 @@ class ShardFiles:
                 got = len(data)
             else:
                 got = self._open_file(name).readinto(buffer, start)
+                if got < length and self.source is not None:  # it was removed, and may have come back since
+                    self._open.pop(name, None)
+                    got = self._open_file(name).readinto(buffer, start)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected to read {self.folder / name}, found: {error.strerror}. Copy the shards again, or "
@@ -74,7 +84,12 @@ class ShardFiles:
         if file is None:
             if len(self._open) >= OPEN_FILES:
                 self._open.pop(next(iter(self._open)))  # it closes when nothing reads it any more
-            file = self._open[name] = DriveFile(self.folder / name, self.profile)
+            try:
+                file = self._open[name] = DriveFile(self.folder / name, self.profile, self.retries)
+            except FileNotFoundError:
+                if self.source is None:
+                    raise
+                return DriveFile(self.source / name, None, self.retries)
         return file
 
     def _read_whole(self, shard: int, name: str) -> memoryview:
@@ -84,18 +99,30 @@ class ShardFiles:
             if len(self._memory) > SHARDS_IN_MEMORY:
                 self._memory.popitem(last=False)
             if name not in files:
-                files[name] = read_file(self.folder / name, self.profile)
+                files[name] = read_file(self.folder / name, self.profile, self.retries)
             return memoryview(files[name])
 
 
 def load_shard(
-    folder: Path, shard: ShardInfo, *, category_ids: Sequence[int], profile: DriveProfile | None
+    folder: Path, shard: ShardInfo, *, category_ids: Sequence[int], profile: DriveProfile | None, retries: Retries
 ) -> ShardArrays:
     """The arrays of one shard; made again from its tar, with a warning, where they are missing or damaged.
 
     Raises:
         ColabUtilsError: if the tar is missing, cut short or damaged.
+        DriveLostError: if Drive fails, and goes on failing while ``retries`` try again.
     """
+
+    def load() -> ShardArrays:
+        with guard_drive(folder):
+            return _load_once(folder, shard, category_ids, profile)
+
+    return retries.run(load)
+
+
+def _load_once(
+    folder: Path, shard: ShardInfo, category_ids: Sequence[int], profile: DriveProfile | None
+) -> ShardArrays:
     path, arrays_path = folder / shard.name, folder / shard.arrays_name
     if not path.is_file() or path.stat().st_size != shard.bytes:
         found = f"{path.stat().st_size:,}" if path.is_file() else "none"
@@ -109,8 +136,10 @@ def load_shard(
         arrays = load_arrays(arrays_path)
         if not (_agree(arrays, shard) and np.isin(arrays.labels, category_ids).all()):
             raise ColabUtilsError(f"expected arrays of {path.name} in {arrays_path}, found numbers that contradict it.")
+    except DriveLostError:
+        raise
     except ColabUtilsError as error:
-        warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=3)
+        warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
         return rebuild_arrays(path)
     if profile is not None:
         with DriveFile(arrays_path, profile) as file:  # what was read so far, at the speed of the slow folder

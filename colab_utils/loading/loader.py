@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dispatch import Dispatcher, Loaded
-from colab_utils.loading.order import BatchOrder, BatchParts
+from colab_utils.loading.order import AllArrived, BatchOrder, BatchParts
 from colab_utils.loading.sample import Target
 from colab_utils.loading.source import Source
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
@@ -253,11 +253,10 @@ class Loader:
         """The batches of the epoch that were not delivered yet."""
         arrival, delivered = self._source.arrival, set(self._delivered)
         plan: Iterator[BatchParts | None] = iter(())
+        shard_of: Any = self._source.shard_of
         if self._joined or not (arrival is None or arrival.is_complete):
-            shard_of: Any = self._source.shard_of
-            every = np.unique(shard_of).tolist()
-            list_arrived = arrival.list_arrived if arrival else lambda **_: every
-            plan = self._order.plan_arriving(shard_of, list_arrived, self._joined, self._planned)
+            from_where = arrival or AllArrived(np.unique(shard_of).tolist())
+            plan = self._order.plan_arriving(shard_of, from_where, self._joined, self._planned)
         else:
             plan = iter(self._order.plan())
         number = 0
@@ -267,6 +266,10 @@ class Loader:
                 continue
             self._planned = max(self._planned, number + 1)
             if number not in delivered:
+                if arrival is not None and arrival.window is not None:
+                    needed = {int(shard_of[index]) for _, indices in parts for index in indices}
+                    while not arrival.has(needed):
+                        yield None
                 yield number, parts
             number += 1
 

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-__all__ = ["BatchOrder", "BatchParts"]
+from colab_utils.shards.arrival import Arrival
+
+__all__ = ["AllArrived", "BatchOrder", "BatchParts"]
 
 _LOOKED_AT = 16  # batches of images among which a batch of one kind is looked for
+_IN_FLIGHT = 32  # batches after which those before them have been read: more than workers have ahead
 
 BatchParts = list[tuple[int | None, list[int]]]
 """The parts of a batch: the stream that loads each (None: any), and its indices."""
+
+
+class AllArrived:
+    """Stands for the `Arrival` of an epoch that was begun while shards arrived, where all of them are there now."""
+
+    window = None
+
+    def __init__(self, shards: Collection[int]) -> None:
+        self._shards = list(shards)
+
+    def list_arrived(self, *, more_than: int = -1) -> list[int]:
+        """All of them."""
+        return self._shards
+
+    def want(self, shards: Collection[int]) -> None:
+        """They are there."""
+
+    use = release = want
 
 
 class BatchOrder(Sampler[list[int]]):
@@ -81,36 +102,44 @@ class BatchOrder(Sampler[list[int]]):
         return batches + self._cut([rest for _, rest in streams])
 
     def plan_arriving(
-        self, shard_of: NDArray[np.int64], list_arrived: Callable[..., list[int]], joined: list[tuple[int, int]],
-        planned: int,
-    ) -> Iterator[BatchParts | None]:  # fmt: skip
+        self, shard_of: NDArray[np.int64], arrival: Arrival | AllArrived, joined: list[tuple[int, int]], planned: int
+    ) -> Iterator[BatchParts | None]:
         """The batches of an epoch whose shards are still on their way; None where the next one has to wait.
 
         A shard joins before some batch, and what is left then is shuffled anew. ``joined`` lists (shard, number of
-        that batch), and grows; what it holds when this starts is repeated as it was, up to batch ``planned``.
+        that batch), and grows; what it holds when this starts is repeated as it was, up to batch ``planned``. Where
+        shards take turns on the disk (``arrival.window``), new ones join when those before them are used up.
         """
-        missing, joining, number = set(np.unique(shard_of).tolist()), list(joined), 0
-        pool = np.zeros(0, np.int64)
+        shards: set[int] = set(np.unique(shard_of).tolist())
+        missing, joining, number = set(shards), list(joined), 0
+        pool, rolls, replayed, used_up = np.zeros(0, np.int64), arrival.window is not None, len(joining), 0
+        arrival.release(shards)
         while missing:
-            here = list_arrived()
-            if not joining and number >= planned:
-                joining = [(shard, number) for shard in here if shard in missing]
+            arrival.want(missing)
+            here = arrival.list_arrived()
+            batches = self._group(pool[: _LOOKED_AT * self._batch_size])[0]
+            if rolls and (number == used_up or not batches):
+                arrival.release(shards - set(shard_of[pool].tolist()))
+            if not joining and number >= planned and not (rolls and batches):
+                joining = [(shard, number) for shard in here if shard in missing][: arrival.window]
                 joined += joining
-            if joining and joining[0][1] == number and joining[0][0] in here:
+            if joining and joining[0][1] == number and (joining[0][0] in here or (rolls and replayed)):
                 shard = joining.pop(0)[0]
+                replayed, used_up = max(0, replayed - 1), number + _IN_FLIGHT
+                arrival.use([shard])
                 missing.discard(shard)
                 pool = np.concatenate([pool, np.flatnonzero(shard_of == shard)])
                 if self._seed is not None:
                     pool = np.random.default_rng((self._seed, self.epoch, len(missing))).permutation(pool)
                 continue
-            batches = self._group(pool[: _LOOKED_AT * self._batch_size])[0]
             if not batches or (joining and joining[0][1] == number):
-                list_arrived(more_than=len(here))
+                arrival.list_arrived(more_than=len(shards) if rolls else len(here))
                 yield None
                 continue
             pool = pool[~np.isin(pool, batches[0])]
             yield [(None, batches[0])]
             number += 1
+        arrival.want(())
         whole, rest = self._group(pool)
         for batch in whole:
             yield [(None, batch)]

@@ -3,59 +3,70 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections.abc import Collection
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 
-from colab_utils.drive import DriveLostError, DriveProfile
-from colab_utils.errors import ColabUtilsError
-from colab_utils.shards.copy import Copying, check_space, has_size, read_target
+from colab_utils.drive import DriveLostError, DriveProfile, Retries, is_on_drive
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.shards.copy import Copying, check_space, read_target
 from colab_utils.shards.format import ShardIndex, explain_write, remove_leftovers, write_index
 
 __all__ = ["Arrival"]
-
-_PATIENCE_S = (1.0, 4.0, 16.0, 60.0)  # before each new try, where Drive fails
 
 
 class Arrival:
     """A copy of shards under way in a thread: from ``source``, whose ``index`` this is, into ``target``.
 
     The first shard comes alone, at all the speed that Drive has; then several at a time, in an order by chance. What
-    lies in ``target`` and is whole has arrived already. Where Drive fails, it is tried again four times, with growing
-    waits; the index in ``target`` comes last.
+    lies in ``target`` from an earlier copy is compared with its checksum in place of a copy, and copied again where it
+    is damaged. Where Drive fails, ``retries`` try again; the index in ``target`` comes last.
 
     Attributes:
         spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of ``perf_counter``), by its
-            number, in the order of arrival; an earlier copy that is whole took no time.
-        retries: how many times Drive failed and was tried again.
+            number, in the order of arrival.
+        retries: how many times Drive failed and was tried again, and whether it fails now.
 
     Raises:
         ColabUtilsError: too little free disk, or other shards in ``target``.
     """
 
+    window: int | None = None  # as many as there are
+
     def __init__(
-        self, source: Path, target: Path, index: ShardIndex, *, profile: DriveProfile | None, workers: int, seed: int
-    ) -> None:
+        self, source: Path, target: Path, index: ShardIndex, *, profile: DriveProfile | None, workers: int, seed: int,
+        retries: Retries,
+    ) -> None:  # fmt: skip
         self.target, self.index = target, index
-        before = read_target(target, index)
-        check_space(target, list(index.files()))
-        self._job = Copying(source, target, profile, overwrite=before is not None)
+        before = read_target(source, target, index)
+        check_space(target, self._choose_files(), cached=is_on_drive(source))
+        self.retries = retries
+        self._job = Copying(source, target, profile, retries, overwrite=before is not None)
         self._order = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
         self._workers = workers
         self._news = threading.Condition()
         self._error: ColabUtilsError | None = None
+        self._told = False
         self._thread: threading.Thread | None = None
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
-        self.retries = 0
-        if (
-            before is not None
-            and before.shards == index.shards
-            and all(has_size(target / name, size) for name, size, _ in index.files())
-        ):
-            self.spans_s = dict.fromkeys(range(len(index.shards)), (0.0, 0.0))
+
+    def want(self, shards: Collection[int]) -> None:
+        """Say which shards are needed; here all come anyway, and stay."""
+
+    def use(self, shards: Collection[int]) -> None:
+        """Say that shards are in use."""
+
+    def release(self, shards: Collection[int]) -> None:
+        """Say that shards were used."""
+
+    def has(self, shards: Collection[int]) -> bool:
+        """Whether these may be asked for now: they are there, or will be waited for."""
+        return True
 
     def start(self) -> None:
         """Begin to copy; a second call does nothing."""
@@ -69,6 +80,9 @@ class Arrival:
         self._job.stop.set()
         if self._thread is not None:
             self._thread.join()
+
+    def _choose_files(self) -> list[tuple[str, int, str]]:
+        return list(self.index.files())
 
     @property
     def is_complete(self) -> bool:
@@ -86,6 +100,14 @@ class Arrival:
         with self._news:
             if self._error is not None and len(self.spans_s) <= more_than:
                 raise self._error
+            if self.retries.failing and self.spans_s and not self._told:
+                self._told = True
+                here = f"{len(self.spans_s)} of {len(self.index.shards)} shards"
+                warnings.warn(
+                    f"Drive does not answer: it is tried again, and training goes on with the {here} in {self.target}",
+                    ColabUtilsWarning,
+                    stacklevel=2,
+                )
             return list(self.spans_s)
 
     def wait_for(self, number: int) -> None:
@@ -100,13 +122,7 @@ class Arrival:
             with explain_write(self.target):
                 self.target.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(self.target)
-            first, *rest = self._order
-            self._fetch(first)
-            with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
-                for _ in pool.map(self._fetch, rest):
-                    pass
-            with explain_write(self.target):
-                write_index(self.target, self.index)
+                self._copy_all()
         except CancelledError:
             return  # stopped
         except (ColabUtilsError, OSError) as error:
@@ -116,24 +132,26 @@ class Arrival:
                 self._error = error if isinstance(error, ColabUtilsError) else ColabUtilsError(found)
                 self._news.notify_all()
 
+    def _copy_all(self) -> None:
+        first, *rest = self._order
+        self._fetch(first)
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
+            for _ in pool.map(self._fetch, rest):
+                pass
+        write_index(self.target, self.index)
+
     def _fetch(self, number: int) -> None:
-        """Copy one shard, and try again where Drive fails."""
         began_s = perf_counter()
-        for wait_s in (*_PATIENCE_S, None):
-            if self._job.stop.is_set():
-                raise CancelledError  # or the index would be written without this shard
-            try:
-                for file in self.index.shards[number].files():
-                    self._job.copy_file(*file)
-                break
-            except DriveLostError as error:
-                if wait_s is None:
-                    raise DriveLostError(
-                        f"{error}; {len(self.spans_s)} of {len(self.index.shards)} shards are safe in {self.target}, "
-                        "and the same call continues there"
-                    ) from error
-                self.retries += 1
-                self._job.stop.wait(wait_s)
+        if self._job.stop.is_set():
+            raise CancelledError  # or the index would be written without this shard
+        try:
+            for file in self.index.shards[number].files():
+                self._job.copy_file(*file)
+        except DriveLostError as error:
+            raise DriveLostError(
+                f"{error}; {len(self.spans_s)} of {len(self.index.shards)} shards are safe in {self.target}, "
+                "and the same call continues there"
+            ) from error
         with self._news:
             self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
             self._news.notify_all()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, get_profile, guard_drive
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, show_progress
 from colab_utils.shards.format import (
     INDEX_NAME,
+    PIECE_BYTES,
     UNFINISHED_NAME,
     ShardIndex,
     ShardInfo,
@@ -26,11 +26,11 @@ from colab_utils.shards.format import (
     write_index,
 )
 
-__all__ = ["CopyReport", "Copying", "check_space", "copy_shards", "has_size", "read_target"]
+__all__ = ["COPY_STREAMS", "CopyReport", "Copying", "check_space", "copy_shards", "has_size", "read_target"]
 
-PIECE_BYTES = 8 << 20
 HEADER_BYTES = 4096
 DISK_MARGIN = 1.02
+COPY_STREAMS = 4  # files at the same time
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class CopyReport:
     seconds: float
     skipped_shards: int
     left_out_shards: int = 0
+    retries: int = 0
+    """How many times Drive failed and was tried again."""
 
     def __str__(self) -> str:
         text = f"{self.shards} shards in place: {format_bytes(self.bytes)} copied in {self.seconds:.1f} s"
@@ -52,6 +54,8 @@ class CopyReport:
             text += f", {self.skipped_shards} were there already"
         if self.left_out_shards:
             text += f", {self.left_out_shards} left out by the limit"
+        if self.retries:
+            text += f"; Drive was tried again {self.retries} times"
         return text
 
 
@@ -59,14 +63,15 @@ def copy_shards(
     source: str | Path,
     target: str | Path,
     *,
-    workers: int = 4,
+    workers: int = COPY_STREAMS,
     profile: str | DriveProfile | None = None,
     limit_gb: float | None = None,
 ) -> CopyReport:
     """Copy a folder of shards, file by file, and check each against its checksum while it is copied.
 
     What already lies in ``target`` and is whole is not copied again, so an interrupted copy continues. Each
-    file appears under its name only when it is complete; the index comes last.
+    file appears under its name only when it is complete; the index comes last. Where Drive fails, the copy goes on
+    from the byte it had reached; after four tries with growing waits (81 s in all) it ends.
 
     Args:
         source: folder of shards, usually on Drive.
@@ -89,19 +94,17 @@ def copy_shards(
     source, target, speed = Path(source), Path(target), get_profile(profile)
     if workers < 1:
         raise ColabUtilsError(f"expected workers of 1 or more, found {workers}: leave it out for 4")
-    with guard_drive(source / INDEX_NAME):
-        index = read_index(source)
-    if os.path.realpath(source) == os.path.realpath(target):
-        raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
-    previous = read_target(target, index)
+    retries = Retries()
+    index = read_index(source, retries)
+    previous = read_target(source, target, index)
     chosen = _choose_shards(index, limit_gb)
     files = [file for shard in chosen for file in shard.files()]
-    check_space(target, files)
+    check_space(target, files, cached=is_on_drive(source))
     with explain_write(target):
         target.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
     started = perf_counter()
-    job = Copying(source, target, speed, overwrite=previous is not None)
+    job = Copying(source, target, speed, retries, overwrite=previous is not None)
     try:
         job.run(files, workers)
     except DriveLostError as error:
@@ -117,17 +120,20 @@ def copy_shards(
         seconds=perf_counter() - started,
         skipped_shards=sum(job.copied.isdisjoint((shard.name, shard.arrays_name)) for shard in chosen),
         left_out_shards=len(index.shards) - len(chosen),
+        retries=retries.count,
     )
 
 
 class Copying:
     """One copy under way; ``overwrite`` allows to replace damaged files, which are known to be ours."""
 
-    def __init__(self, source: Path, target: Path, profile: DriveProfile | None, *, overwrite: bool) -> None:
+    def __init__(
+        self, source: Path, target: Path, profile: DriveProfile | None, retries: Retries, *, overwrite: bool
+    ) -> None:
         self.source, self.target, self.profile, self.overwrite = source, target, profile, overwrite
+        self.retries, self.stop = retries, retries.stop
         self.copied: set[str] = set()
         self.finished = 0
-        self.stop = threading.Event()
         self._progress: SimpleQueue[int] = SimpleQueue()
 
     def run(self, files: list[tuple[str, int, str]], workers: int) -> None:
@@ -147,6 +153,7 @@ class Copying:
                         if future.result():
                             self.copied.add(name)
                         self.finished += 1
+                    bar.set_postfix_str(str(self.retries), refresh=False)
                     while not self._progress.empty():
                         bar.update(self._progress.get())
             finally:
@@ -179,20 +186,23 @@ class Copying:
         """Copy the bytes under a temporary name; returns their number and their checksum."""
         import xxhash
 
-        state, offset = xxhash.xxh3_64(), 0
-        with self._open(name) as file, open(temporary, "wb") as out:
-            while piece := file.pread(PIECE_BYTES, offset):
+        state, offset, buffer = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
+        with self._open(name) as file, open(temporary, "wb", buffering=0) as out:
+            while count := file.readinto(buffer, offset):
                 if self.stop.is_set():
                     raise CancelledError
-                out.write(piece)
+                piece = buffer[:count]
                 state.update(piece)
-                offset += len(piece)
-                self._progress.put(len(piece))
+                while piece:  # a disk that is nearly full may take less than it was given
+                    piece = piece[out.write(piece) :]
+                offset += count
+                self._progress.put(count)
+            file.forget()
         return offset, state.hexdigest()
 
     def _open(self, name: str) -> DriveFile:
         try:
-            return DriveFile(self.source / name, self.profile)
+            return DriveFile(self.source / name, self.profile, self.retries)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected to read {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. "
@@ -210,8 +220,10 @@ class Copying:
                 )
 
 
-def read_target(target: Path, index: ShardIndex) -> ShardIndex | None:
-    """The index in the target, if there is one; it must be of the same shards."""
+def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | None:
+    """The index in the target, if there is one; it must be of the same shards, and no folder that they come from."""
+    if os.path.realpath(source) == os.path.realpath(target):
+        raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
     if (target / UNFINISHED_NAME).exists():
         raise ColabUtilsError(
             f"expected a folder to copy into, found an unfinished preprocess in {target}: name another folder"
@@ -249,10 +261,15 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
     return tuple(chosen)
 
 
-def check_space(target: Path, files: list[tuple[str, int, str]]) -> None:
-    """Refuse a copy that the disk cannot hold, before its first byte."""
+def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool) -> None:
+    """Refuse a copy that the disk cannot hold, before its first byte; ``cached``: Drive keeps what is read on it too.
+
+    Drive's cache gives way to what the disk needs, but a file only when it was read whole: the largest ones under way
+    count twice.
+    """
     existing = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
-    needed = sum(size for name, size, _ in files if not has_size(target / name, size)) * DISK_MARGIN
+    sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
+    needed = (sum(sizes) + (sum(sizes[-COPY_STREAMS:]) if cached else 0)) * DISK_MARGIN
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise ColabUtilsError(

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from colab_utils.drive import guard_drive
+from colab_utils.drive import DriveFile, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 
@@ -30,6 +30,7 @@ __all__ = [
     "explain_write",
     "hash_bytes",
     "hash_file",
+    "is_running",
     "pad_member",
     "read_index",
     "remove_leftovers",
@@ -41,7 +42,8 @@ FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
 UNFINISHED_NAME = "unfinished.json"
 BLOCK_BYTES = 512
-_LEFTOVER = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|unfinished\.json)\.(\d+)\.part")
+PIECE_BYTES = 8 << 20  # of a file that is read from its start to its end
+_LEFTOVER = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|unfinished\.json|writer\.json)\.(\d+)\.part")
 
 
 @dataclass(frozen=True)
@@ -104,19 +106,23 @@ class ShardIndex:
             yield from shard.files()
 
 
-def read_index(folder: str | Path) -> ShardIndex:
-    """Read ``index.json`` of a folder of shards.
+def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex:
+    """Read ``index.json`` of a folder of shards; where Drive fails, ``retries`` try again.
 
     Raises:
         ColabUtilsError: if there is no folder or no index, the index is damaged, or a newer version wrote it.
     """
     folder = Path(folder)
     path = folder / INDEX_NAME
-    try:
+
+    def read() -> str:
         with guard_drive(folder):
             if not folder.is_dir():
                 raise ColabUtilsError(f"expected a folder of shards, found nothing at {folder}. Run preprocess first.")
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            return path.read_text(encoding="utf-8")
+
+    try:
+        raw = json.loads(retries.run(read) if retries else read())
     except FileNotFoundError:
         cure = (
             "preprocess was interrupted here: run the same command again, it continues where it stopped."
@@ -179,11 +185,11 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.glob(".*.part"):
         match = _LEFTOVER.fullmatch(path.name)
         with suppress(FileNotFoundError):  # its process finished it meanwhile
-            if match and not _is_running(int(match[1]), path.stat().st_mtime):
+            if match and not is_running(int(match[1]), path.stat().st_mtime):
                 path.unlink()
 
 
-def _is_running(pid: int, since: float) -> bool:
+def is_running(pid: int, since: float) -> bool:
     """Whether the process with this id runs, and did so at the time ``since``: ids are used again."""
     import psutil
 
@@ -231,14 +237,15 @@ def hash_bytes(data: bytes | bytearray) -> str:
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
-def hash_file(path: str | Path, *, chunk_bytes: int = 8 << 20) -> str:
-    """XXH3-64 of a file, in hexadecimal."""
+def hash_file(path: str | Path, retries: Retries | None = None) -> str:
+    """XXH3-64 of a file, in hexadecimal; where Drive fails, ``retries`` go on where it was."""
     import xxhash
 
-    state = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while chunk := file.read(chunk_bytes):
-            state.update(chunk)
+    state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
+    with DriveFile(path, None, retries) as file:
+        while count := file.readinto(piece, offset):
+            state.update(piece[:count])
+            offset += count
     return state.hexdigest()
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.drive import DriveLostError, read_file
+from colab_utils.drive import DriveLostError, Retries, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 from colab_utils.shards.arrays import ArraysBuilder, dump_arrays, load_arrays, read_head
@@ -25,7 +26,13 @@ from colab_utils.shards.images import StoredImage, make_record, store_image
 
 __all__ = ["ShardJob", "ShardResult", "has_mended", "read_image", "read_sample", "store_sample", "write_shard"]
 
-ShardResult = tuple[ShardInfo, tuple[SkippedImage, ...]]
+
+class ShardResult(NamedTuple):
+    """One shard that is done; ``retries``: how many times Drive failed meanwhile and was tried again."""
+
+    info: ShardInfo
+    skipped: tuple[SkippedImage, ...]
+    retries: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,23 +46,25 @@ class ShardJob:
     recipe: dict[str, Any]
 
 
-def read_sample(images: Path, dataset: CocoDataset, i: int, recipe: dict[str, Any]) -> tuple[str, str, bytes, bytes]:
+def read_sample(
+    images: Path, dataset: CocoDataset, i: int, recipe: dict[str, Any], retries: Retries | None = None
+) -> tuple[str, str, bytes, bytes]:
     """Key, extension, image bytes and record JSON of one image.
 
     Raises:
         ColabUtilsError: if the image or one of its annotations is bad.
         DriveLostError: if Drive went away, which says nothing about the image.
     """
-    stored = store_sample(read_image(images, dataset, i), dataset, i, recipe)
+    stored = store_sample(read_image(images, dataset, i, retries), dataset, i, recipe)
     image = dataset.image(i)
     record = make_record(image, dataset.annotations(i), stored)
     return f"{image['id']:012d}", stored.extension, stored.data, json.dumps(record, separators=(",", ":")).encode()
 
 
-def read_image(images: Path, dataset: CocoDataset, i: int) -> bytes:
+def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
     """The bytes of one image's file; raises what `read_sample` raises."""
     try:
-        return read_file(images / dataset.file_name(i))
+        return read_file(images / dataset.file_name(i), None, retries)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ColabUtilsError("the file is missing") from None
     except OSError as error:
@@ -84,7 +93,8 @@ def write_shard(job: ShardJob, count: Callable[[int], None]) -> ShardResult:
         DriveLostError: if Drive went away.
     """
     tar_path, arrays_path = job.folder / f"{job.name}.tar", job.folder / f"{job.name}.arrays"
-    found = _find_shard(job, tar_path, arrays_path)
+    retries = Retries()
+    found = retries.run(partial(_find_shard, job, tar_path, arrays_path))
     if found is not None:
         count(len(job.dataset))
         return found
@@ -93,7 +103,7 @@ def write_shard(job: ShardJob, count: Callable[[int], None]) -> ShardResult:
     for i in range(len(job.dataset)):
         count(1)
         try:
-            key, extension, data, record = read_sample(job.images, job.dataset, i, job.recipe)
+            key, extension, data, record = read_sample(job.images, job.dataset, i, job.recipe, retries)
         except DriveLostError:
             raise
         except ColabUtilsError as error:
@@ -119,10 +129,14 @@ def write_shard(job: ShardJob, count: Callable[[int], None]) -> ShardResult:
     }
     arrays = dump_arrays(head, builder.build())
     if head["images"]:
-        with explain_write(job.folder):
-            write_file(tar_path, tar)
-            write_file(arrays_path, arrays)
-    return _describe_shard(head, arrays_path.name, arrays), tuple(skipped)
+        retries.run(partial(_write, tar_path, tar))
+        retries.run(partial(_write, arrays_path, arrays))
+    return ShardResult(_describe_shard(head, arrays_path.name, arrays), tuple(skipped), retries.count)
+
+
+def _write(path: Path, data: bytes | bytearray) -> None:
+    with explain_write(path.parent):
+        write_file(path, data)
 
 
 def has_mended(images: Path, dataset: CocoDataset, recipe: dict[str, Any], skipped: tuple[SkippedImage, ...]) -> bool:
@@ -147,19 +161,19 @@ def has_mended(images: Path, dataset: CocoDataset, recipe: dict[str, Any], skipp
 def _find_shard(job: ShardJob, tar_path: Path, arrays_path: Path) -> ShardResult | None:
     """The shard as an earlier run left it; None if it must be written: missing, cut short, or an image was mended."""
     try:
-        head = read_head(arrays_path)
-        load_arrays(arrays_path)
-        if (head["fingerprint"], head["recipe"], head["bytes"]) != (
-            job.dataset.fingerprint,
-            job.recipe,
-            tar_path.stat().st_size,
-        ):
+        with guard_drive(job.folder):
+            head = read_head(arrays_path)
+            load_arrays(arrays_path)
+            size, arrays = tar_path.stat().st_size, arrays_path.read_bytes()
+        if (head["fingerprint"], head["recipe"], head["bytes"]) != (job.dataset.fingerprint, job.recipe, size):
             return None
         skipped = tuple(SkippedImage(**image) for image in head["skipped"])
-        found = _describe_shard(head, arrays_path.name, arrays_path.read_bytes())
+        found = _describe_shard(head, arrays_path.name, arrays)
+    except DriveLostError:
+        raise
     except (FileNotFoundError, ColabUtilsError, KeyError, TypeError):
         return None
-    return None if has_mended(job.images, job.dataset, job.recipe, skipped) else (found, skipped)
+    return None if has_mended(job.images, job.dataset, job.recipe, skipped) else ShardResult(found, skipped)
 
 
 def _describe_shard(head: dict[str, Any], arrays_name: str, arrays: bytes) -> ShardInfo:

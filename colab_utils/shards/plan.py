@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.parsing import read_bytes
-from colab_utils.drive import DriveProfile, get_profile
+from colab_utils.drive import DriveProfile, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, find_free_memory, format_bytes, is_colab
+from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.format import explain_write
 from colab_utils.shards.images import JPEG_QUALITY, Form, plan_size
 from colab_utils.shards.trial import MASK_FORMS, FormCost, ImageTrial, time_writing, try_forms
@@ -27,7 +28,6 @@ __all__ = ["MaskOption", "ShardPlan", "StorageOption", "plan_shards"]
 
 QUALITIES = (JPEG_QUALITY, 90)
 BUSY_CORES = 0.9  # what a training process takes to launch kernels
-COPY_STREAMS = 4  # files that copy_shards reads at the same time
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _find_room(shards: str | Path | None, local: str | Path | None) -> dict[str,
             there = next(place for place in (path, *path.parents) if place.exists())
             disks.append((there.stat().st_dev, shutil.disk_usage(there).free if folder else math.inf))
     # Drive's cache keeps all that is read, on the local disk; a folder that stands in for Drive lies there itself
-    twice = shards and (disks[0][0] == disks[1][0] or Path(shards).absolute().is_relative_to(COLAB_ROOT / "drive"))
+    twice = shards and (disks[0][0] == disks[1][0] or is_on_drive(shards))
     return {"Drive": disks[0][1], "SSD": disks[1][1] / (2 if twice else 1), "RAM": find_free_memory()}
 
 

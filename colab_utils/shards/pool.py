@@ -39,7 +39,7 @@ def run_jobs(
             results: list[ShardResult] = []
             for job in jobs:
                 results.append(write_shard(job, bar.update))
-                _check_bad([image for _, skipped in results for image in skipped], total, allowed)
+                _check_bad([image for result in results for image in result.skipped], total, allowed)
             return results
         context = multiprocessing.get_context("fork")
         done, stop = context.Value("q", 0), context.Event()
@@ -57,15 +57,18 @@ def _collect(
     futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any = None
 ) -> list[ShardResult]:
     bad: list[SkippedImage] = []
-    pending = set(futures)
+    pending, retries = set(futures), 0
     try:
         while pending:
             finished, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
             for future in finished:
-                info, skipped = future.result()
-                bad += skipped
+                result = future.result()
+                bad += result.skipped
                 if done is None:
-                    bar.update(info.images + len(skipped))
+                    bar.update(result.info.images + len(result.skipped))
+                retries += result.retries
+                if retries:
+                    bar.set_postfix_str(f"Drive was tried again {retries} times", refresh=False)
             if done is not None:
                 bar.update(done.value - bar.n)
             _check_bad(bad, total, allowed)

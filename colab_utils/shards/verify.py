@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from colab_utils.drive import guard_drive
+from colab_utils.drive import Retries, guard_drive
 from colab_utils.runtime import show_progress
 from colab_utils.shards.format import ShardInfo, hash_file, read_index
 
@@ -27,10 +28,13 @@ class VerifyReport:
     shards: int
     images: int
     bad: tuple[BadShard, ...]
+    retries: int = 0
+    """How many times Drive failed and was tried again."""
 
     def __str__(self) -> str:
         state = f"{len(self.bad)} bad" if self.bad else "all whole"
-        return f"{self.shards} shards, {self.images:,} images: {state}"
+        tried = f" (Drive was tried again {self.retries} times)" if self.retries else ""
+        return f"{self.shards} shards, {self.images:,} images: {state}{tried}"
 
 
 def verify_shards(folder: str | Path) -> VerifyReport:
@@ -38,36 +42,38 @@ def verify_shards(folder: str | Path) -> VerifyReport:
 
     Raises:
         ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
+        DriveLostError: if Drive went away and did not come back; nothing was changed.
 
     Example:
         >>> verify_shards("no/such/folder")
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
-    folder = Path(folder)
-    with guard_drive(folder):
-        index = read_index(folder)
-        with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
-            bad = []
-            for shard in index.shards:
-                reason = _check_shard(folder, shard)
-                if reason:
-                    bad.append(BadShard(shard.name, reason))
-                bar.update(shard.bytes + shard.arrays_bytes)
-    return VerifyReport(len(index.shards), index.images, tuple(bad))
+    folder, retries = Path(folder), Retries()
+    index = read_index(folder, retries)
+    with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
+        bad = []
+        for shard in index.shards:
+            reason = retries.run(partial(_check_shard, folder, shard))
+            if reason:
+                bad.append(BadShard(shard.name, reason))
+            bar.set_postfix_str(str(retries), refresh=False)
+            bar.update(shard.bytes + shard.arrays_bytes)
+    return VerifyReport(len(index.shards), index.images, tuple(bad), retries.count)
 
 
 def _check_shard(folder: Path, shard: ShardInfo) -> str:
     for name, size, checksum in shard.files():
         path = folder / name
         try:
-            if not path.is_file():
-                return f"{name} is missing"
-            found = path.stat().st_size
-            if found != size:
-                return f"{name} has {found:,} bytes where {size:,} were written: it was cut short or changed"
-            if hash_file(path) != checksum:
-                return f"{name} has another checksum than when it was written: its content changed"
+            with guard_drive(path):
+                if not path.is_file():
+                    return f"{name} is missing"
+                found = path.stat().st_size
+                if found != size:
+                    return f"{name} has {found:,} bytes where {size:,} were written: it was cut short or changed"
+                if hash_file(path) != checksum:
+                    return f"{name} has another checksum than when it was written: its content changed"
         except PermissionError as error:
             return f"{name} cannot be read: {error.strerror}"
     return ""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
@@ -16,7 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, is_safe_name, read_coco
-from colab_utils.drive import DriveLostError, guard_drive
+from colab_utils.drive import DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, write_file
 from colab_utils.shards.arrays import read_head
@@ -34,6 +35,7 @@ from colab_utils.shards.format import (
 )
 from colab_utils.shards.images import JPEG_QUALITY, Form
 from colab_utils.shards.jobs import ShardJob, has_mended, read_sample
+from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.pool import run_jobs
 
 __all__ = ["SAMPLE_IMAGES", "ShardReport", "check_numbers", "find_recipe", "open_dataset", "write_shards"]
@@ -57,10 +59,13 @@ class ShardReport:
     seconds: float
     form: Form = "shrink"
     """How the images are stored; see :func:`write_shards`."""
+    retries: int = 0
+    """How many times Drive failed and was tried again."""
 
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
-        return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
+        tried = f"; Drive was tried again {self.retries} times" if self.retries else ""
+        return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}{tried}"
 
 
 def write_shards(
@@ -117,7 +122,8 @@ def write_shards(
         check_numbers(workers=workers)
     if form not in get_args(Form):
         raise ColabUtilsError(f"expected form as one of {', '.join(get_args(Form))}, found {form!r}: choose another")
-    dataset = open_dataset(images, annotations)
+    retries = Retries()
+    dataset = open_dataset(images, annotations, retries)
     recipe = {
         "min_size": min_size,
         "max_size": max_size,
@@ -125,37 +131,56 @@ def write_shards(
         "jpeg_quality": jpeg_quality,
         "shard_mb": float(shard_mb),
     }
-    with explain_write(folder):
-        finished = _find_finished(folder, images, dataset, recipe)
-        if finished is not None:
-            return _report(finished, started)
-        recipe = _open_folder(folder, images, dataset, recipe)
+
+    def call(work: Callable[..., Any], *arguments: Any) -> Any:
+        def run() -> Any:
+            with explain_write(folder):
+                return work(folder, *arguments)
+
+        return retries.run(run)
+
+    finished = call(_find_finished, images, dataset, recipe)
+    if finished is not None:
+        if (folder / WRITER_NAME).exists():  # of a run that was killed when all was done
+            with hold_folder(folder, retries):
+                pass
+        return _report(finished, started)
+    with hold_folder(folder, retries), explain_write(folder):
+        recipe = call(_open_folder, images, dataset, recipe)
         jobs = _plan_jobs(dataset, images.absolute(), folder.absolute(), recipe)
         results = run_jobs(jobs, workers=workers, executor=executor, max_bad=max_bad)
         index = ShardIndex(
             fingerprint=dataset.fingerprint,
             recipe=recipe,
             categories=dataset.categories,
-            shards=tuple(info for info, _ in results if info.images),
-            skipped=tuple(image for _, skipped in results for image in skipped),
+            shards=tuple(result.info for result in results if result.info.images),
+            skipped=tuple(image for result in results for image in result.skipped),
         )
-        remove_leftovers(folder)
-        write_index(folder, index)
-        (folder / UNFINISHED_NAME).unlink(missing_ok=True)
-    return _report(index, started)
+        call(_finish_folder, index)
+    return replace(_report(index, started), retries=retries.count + sum(result.retries for result in results))
 
 
-def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
-    """The annotations, once it is sure that shards can be made of them.
+def _finish_folder(folder: Path, index: ShardIndex) -> None:
+    remove_leftovers(folder)
+    write_index(folder, index)
+    (folder / UNFINISHED_NAME).unlink(missing_ok=True)
+
+
+def open_dataset(images: str | Path, annotations: str | Path, retries: Retries | None = None) -> CocoDataset:
+    """The annotations, once it is sure that shards can be made of them; where Drive fails, ``retries`` try again.
 
     Raises:
         ColabUtilsError: if there is no image folder, or the annotations are not COCO or refer to what is not there.
     """
-    with guard_drive(images):
-        if not Path(images).is_dir():
-            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-        dataset = read_coco(annotations)
-        _check_references(dataset, Path(annotations))
+
+    def read() -> CocoDataset:
+        with guard_drive(images):
+            if not Path(images).is_dir():
+                raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+            return read_coco(annotations)
+
+    dataset = (retries or Retries()).run(read)
+    _check_references(dataset, Path(annotations))
     return dataset
 
 
@@ -170,11 +195,16 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         True
     """
     folder = Path(folder)
-    with explain_write(folder):
-        if (folder / INDEX_NAME).exists():
-            return _name_form(read_index(folder).recipe)
-        mark = _find_mark(folder)
-    return None if mark is None else _name_form(mark["recipe"])
+
+    def find() -> dict[str, Any] | None:
+        with explain_write(folder):
+            if (folder / INDEX_NAME).exists():
+                return read_index(folder).recipe
+            mark = _find_mark(folder)
+        return None if mark is None else mark["recipe"]
+
+    recipe = Retries().run(find)
+    return None if recipe is None else _name_form(recipe)
 
 
 def check_numbers(**numbers: Any) -> None:
@@ -279,6 +309,8 @@ def _find_mark(folder: Path) -> dict[str, Any] | None:
             return None
         if isinstance(mark["recipe"], dict):
             return mark
+    except DriveLostError:
+        raise
     except (ValueError, KeyError, TypeError, FileNotFoundError, ColabUtilsError):
         pass  # written by something else
     raise ColabUtilsError(

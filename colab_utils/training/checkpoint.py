@@ -1,23 +1,27 @@
-"""Checkpoints that survive: written whole or not at all, read back, the newest two kept, torn ones set aside."""
+"""Checkpoints that survive: whole or not at all, proven, the newest two kept, waiting here while Drive is lost."""
 
 from __future__ import annotations
 
 import io
 import os
 import pickle
+import shutil
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from colab_utils.drive import guard_drive
+from colab_utils.drive import DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
+from colab_utils.shards.format import hash_bytes
 
 __all__ = ["CheckpointFolder"]
 
@@ -29,7 +33,8 @@ _KEEP = 2
 class CheckpointFolder:
     """The checkpoints of one training run: ``run/checkpoint-00000120.pt`` and so on, the newest two of them.
 
-    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``).
+    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). While Drive does not
+    answer they wait on this machine's disk, in ``waiting``; the next one that Drive takes replaces them.
 
     Args:
         run: The folder, on any disk. On Google Drive each checkpoint is written once, whole.
@@ -45,11 +50,20 @@ class CheckpointFolder:
 
     def __init__(self, run: str | Path) -> None:
         self.run = Path(run)
+        name = hash_bytes(os.fsencode(self.run.absolute()))
+        self.waiting = Path(tempfile.gettempdir()) / "colab_utils-checkpoints" / name
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint, if there is one."""
-        return max(self.run.glob(_PATTERN), default=None)
+        """The newest checkpoint that can be seen now, if there is one."""
+        with suppress(DriveLostError):
+            return self._find_newest()
+        return max(_list_checkpoints(self.waiting), default=None)
+
+    def _find_newest(self) -> Path | None:
+        with guard_drive(self.run):
+            every = [*_list_checkpoints(self.waiting), *_list_checkpoints(self.run)]
+        return max(every, key=lambda path: path.name, default=None)
 
     def prepare(self, *, anew: bool) -> None:
         """Make the folder, or raise before training if that cannot be; ``anew`` moves older ones to ``previous-1``."""
@@ -62,16 +76,19 @@ class CheckpointFolder:
             if anew and self.newest:
                 target = _find_free_name(f"{self.run}/previous-")
                 target.mkdir()
-                for path in self.run.glob(_PATTERN):
-                    os.replace(path, target / path.name)
+                for path in (*_list_checkpoints(self.waiting), *_list_checkpoints(self.run)):
+                    shutil.move(path, target / path.name)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected a folder for checkpoints, found that {self.run} cannot be written to "
                 f"({error.strerror or error}). Choose another run folder."
             ) from None
 
-    def save(self, state: Mapping[str, Any], *, step: int) -> Path:
-        """Write one checkpoint and read it back; then the oldest of three goes.
+    def save(self, state: Mapping[str, Any], *, step: int, patiently: bool = False) -> Path:
+        """Write one checkpoint, proven by reading it back; then the oldest of three goes.
+
+        Where Drive does not answer, the checkpoint waits on this machine, with a warning; ``patiently`` tries Drive
+        again for 81 seconds first, for the last one of a run.
 
         Raises:
             ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints stay whole.
@@ -80,31 +97,44 @@ class CheckpointFolder:
         data = io.BytesIO()  # Drive wants files whole and in one go
         torch.save({**state, "format": FORMAT_VERSION, "step": step}, data)
         try:
-            self.run.mkdir(parents=True, exist_ok=True)
-            write_file(path, data.getvalue())
-            if _find_damage(path):
-                path.unlink()
-                raise OSError("what was written reads back differently")
+            self._write(path, data.getvalue(), patiently=patiently)
+        except DriveLostError:
+            path = self.waiting / path.name
+            self._write(path, data.getvalue())
+            cure = "run the same command on this machine when Drive is back" if patiently else "training goes on"
+            text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
+            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         except OSError as error:
             raise ColabUtilsError(
                 f"could not write checkpoint {path} ({error.strerror or error}); the last whole one is {before}. "
                 "Free disk space or choose another run folder, then start again: training resumes."
             ) from error
-        for old in sorted(self.run.glob(_PATTERN))[:-_KEEP]:
-            with suppress(OSError):  # one file too many does no harm
-                os.truncate(old, 0)  # Drive keeps what is deleted in its bin, on your quota
-                old.unlink()
         return path
+
+    def _write(self, path: Path, data: bytes, *, patiently: bool = False) -> None:
+        def write() -> None:
+            with guard_drive(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, data)
+
+        Retries().run(write) if patiently else write()
+        old = _list_checkpoints(path.parent)[:-_KEEP]
+        for one in old if path.parent == self.waiting else [*old, *_list_checkpoints(self.waiting)]:
+            with suppress(OSError):  # one file too many does no harm
+                os.truncate(one, 0)  # Drive keeps what is deleted in its bin, on your quota
+                one.unlink()
 
     def load_newest(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, on the CPU; None when there is none.
 
-        A newer one that is cut short or damaged is renamed to ``.torn-1`` and named in a warning.
+        A newer one that is cut short or damaged is renamed to ``.torn-1`` and named in a warning. One that waited on
+        this machine is sent to Drive.
 
         Raises:
             ColabUtilsError: The disk does not answer, or the file is of another program or a newer version.
         """
-        while path := self.newest:
+        retries = Retries()
+        while path := retries.run(self._find_newest):
             try:
                 with guard_drive(path):
                     damage = _find_damage(path)
@@ -114,6 +144,8 @@ class CheckpointFolder:
             if not damage:
                 found = state.get("format") if isinstance(state, dict) else None
                 if found == FORMAT_VERSION:
+                    if path.parent == self.waiting:
+                        self._write(self.run / path.name, path.read_bytes(), patiently=True)
                     return state
                 raise ColabUtilsError(
                     f"expected a checkpoint of colab_utils in format {FORMAT_VERSION}, found {found} in {path}. "
@@ -128,6 +160,14 @@ class CheckpointFolder:
                 stacklevel=3,
             )
         return None
+
+
+def _list_checkpoints(folder: Path) -> list[Path]:
+    """In the order of their steps; a Drive that is lost is an error, and never an empty folder."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if fnmatch(name, _PATTERN))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _find_damage(path: Path) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Subset
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.training.checkpoint import CheckpointFolder
@@ -29,6 +30,8 @@ def train(
     shards: str | Path,
     run: str | Path,
     *,
+    local: str | Path | None = None,
+    limit_gb: float | None = None,
     val_shards: str | Path | None = None,
     steps: int | None = None,
     epochs: int | None = None,
@@ -53,7 +56,10 @@ def train(
 
     Args:
         shards: Folder of shards; images without objects are left out, as in torchvision's references.
-        run: Folder for the checkpoints.
+        run: Folder for the checkpoints; while Drive does not answer they wait on this machine's disk.
+        local: Folder on the SSD, where ``shards`` lie on Drive: they are copied there while it trains, which begins
+            with the first one that has arrived.
+        limit_gb: The most that they may take in ``local``, in GB, where the disk is smaller than all of them.
         val_shards: Shards to measure the average precision on after the last step.
         steps: Steps of the whole run, those of earlier sessions included.
         epochs: Passes over the dataset instead of ``steps``. Default: 1.
@@ -74,6 +80,7 @@ def train(
         device: Default: the GPU if there is one.
 
     Raises:
+        DriveLostError: Drive went away, and did not come back before its shards were needed; what was done is saved.
         ColabUtilsError: Bad arguments, no image with objects, a checkpoint of another dataset or model, a
             full disk, a batch too large for the GPU, or a loss that is not a number.
         KeyboardInterrupt: After the step in progress is finished and saved.
@@ -91,76 +98,81 @@ def train(
         raise ColabUtilsError(f"expected steps or epochs, found both ({steps} and {epochs}). Pass one of them.")
     if resume not in ("auto", "never"):
         raise ColabUtilsError(f"expected resume 'auto' or 'never', found {resume!r}. Pass one of the two.")
-    dataset = ShardDataset(shards, contiguous_labels=True)
-    validation = ShardDataset(val_shards, contiguous_labels=True) if val_shards else None
-    if validation and validation.category_ids != dataset.category_ids:
-        raise ColabUtilsError(
-            f"expected the same category ids in {val_shards} as in {shards}, found others "
-            f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
-            "Make both from annotations with the same categories."
-        )
-    images = Subset(dataset, np.flatnonzero(dataset.has_objects).tolist())
-    if not len(images):
-        raise ColabUtilsError(
-            f"expected images with objects in {shards}, found none in {len(dataset)} images. "
-            "Check the annotations that the shards were made from."
-        )
-    folder = CheckpointFolder(run)
-    state = folder.load_newest() if resume == "auto" else None
-    known = state["plan"] if state else {}
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = device.type == "cuda"
-    model = model or known.get("model") or (GPU_MODEL if on_gpu else LIGHT_MODEL)
-    min_size = min_size or known.get("min_size") or (192 if model == LIGHT_MODEL and not on_gpu else 800)
-    max_size = max_size or known.get("max_size") or round(min_size * 5 / 3)
-    if batch_size == "auto":
-        batch_size = known.get("batch_size") or (4 if on_gpu else 2)
-    if batch_size == known.get("batch_size"):
-        learning_rate = learning_rate or known["learning_rate"]
-    torch.manual_seed(seed)
-    sizes = {"num_classes": dataset.num_classes, "min_size": min_size, "max_size": max_size}
-    if state:
-        network = assemble_mask_rcnn(model, starts_from=known["starts_from"], **sizes)
-    else:
-        network = build_mask_rcnn(model, weights=weights, **sizes)
-    if workers == "auto" and not on_gpu:
-        workers = 1
-    loader = make_loader(images, batch_size=batch_size, device=device, workers=workers, deliver="packed", seed=seed)
-    plan = TrainingPlan(
-        dataset=dataset.fingerprint,
-        model=model,
-        starts_from=network.starts_from,
-        device=str(device),
-        precision=str(choose_precision(device)).removeprefix("torch."),
-        num_classes=dataset.num_classes,
-        images=len(images),
-        skipped_images=len(dataset) - len(images),
-        batch_size=batch_size,
-        min_size=min_size,
-        max_size=max_size,
-        learning_rate=learning_rate or choose_rate(model, batch_size),
-        steps=steps or (epochs or 1) * len(loader),
-        seed=seed,
-    )
-    if state:
-        plan = _continue_plan(plan, state, folder)
-    folder.prepare(anew=resume == "never")
-    if log:
-        log(plan)
-    with closing(loader):
-        session = TrainingSession(plan, network, loader, folder)
+    with ExitStack() as ending:
+        if local is None:
+            dataset = ShardDataset(shards, contiguous_labels=True)
+        else:
+            dataset = arriving = ArrivingShards(shards, local, limit_gb=limit_gb, contiguous_labels=True, seed=seed)
+            ending.callback(arriving.stop)
+        validation = ShardDataset(val_shards, contiguous_labels=True) if val_shards else None
+        if validation and validation.category_ids != dataset.category_ids:
+            raise ColabUtilsError(
+                f"expected the same category ids in {val_shards} as in {shards}, found others "
+                f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
+                "Make both from annotations with the same categories."
+            )
+        images = Subset(dataset, np.flatnonzero(dataset.has_objects).tolist())
+        if not len(images):
+            raise ColabUtilsError(
+                f"expected images with objects in {shards}, found none in {len(dataset)} images. "
+                "Check the annotations that the shards were made from."
+            )
+        folder = CheckpointFolder(run)
+        state = folder.load_newest() if resume == "auto" else None
+        known = state["plan"] if state else {}
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on_gpu = device.type == "cuda"
+        model = model or known.get("model") or (GPU_MODEL if on_gpu else LIGHT_MODEL)
+        min_size = min_size or known.get("min_size") or (192 if model == LIGHT_MODEL and not on_gpu else 800)
+        max_size = max_size or known.get("max_size") or round(min_size * 5 / 3)
+        if batch_size == "auto":
+            batch_size = known.get("batch_size") or (4 if on_gpu else 2)
+        if batch_size == known.get("batch_size"):
+            learning_rate = learning_rate or known["learning_rate"]
+        torch.manual_seed(seed)
+        sizes = {"num_classes": dataset.num_classes, "min_size": min_size, "max_size": max_size}
         if state:
-            session.load_state(state)
-        pace = session.run(log=log, log_steps=log_steps, checkpoint_steps=checkpoint_steps)
-    return TrainReport(
-        steps=session.done,
-        losses=tuple(LossPoint(step, loss) for step, loss in enumerate(session.losses, 1)),
-        images_per_second=pace.images_per_second,
-        wait_share=pace.wait_share,
-        checkpoint=str(folder.newest),
-        ap=evaluate(network, validation, device=device) if validation else None,
-        plan=plan,
-    )
+            network = assemble_mask_rcnn(model, starts_from=known["starts_from"], **sizes)
+        else:
+            network = build_mask_rcnn(model, weights=weights, **sizes)
+        if workers == "auto" and not on_gpu:
+            workers = 1
+        loader = make_loader(images, batch_size=batch_size, device=device, workers=workers, deliver="packed", seed=seed)
+        plan = TrainingPlan(
+            dataset=dataset.fingerprint,
+            model=model,
+            starts_from=network.starts_from,
+            device=str(device),
+            precision=str(choose_precision(device)).removeprefix("torch."),
+            num_classes=dataset.num_classes,
+            images=len(images),
+            skipped_images=len(dataset) - len(images),
+            batch_size=batch_size,
+            min_size=min_size,
+            max_size=max_size,
+            learning_rate=learning_rate or choose_rate(model, batch_size),
+            steps=steps or (epochs or 1) * len(loader),
+            seed=seed,
+        )
+        if state:
+            plan = _continue_plan(plan, state, folder)
+        folder.prepare(anew=resume == "never")
+        if log:
+            log(plan)
+        with closing(loader):
+            session = TrainingSession(plan, network, loader, folder)
+            if state:
+                session.load_state(state)
+            pace = session.run(log=log, log_steps=log_steps, checkpoint_steps=checkpoint_steps)
+        return TrainReport(
+            steps=session.done,
+            losses=tuple(LossPoint(step, loss) for step, loss in enumerate(session.losses, 1)),
+            images_per_second=pace.images_per_second,
+            wait_share=pace.wait_share,
+            checkpoint=str(folder.newest),
+            ap=evaluate(network, validation, device=device) if validation else None,
+            plan=plan,
+        )
 
 
 def _continue_plan(plan: TrainingPlan, state: dict[str, Any], folder: CheckpointFolder) -> TrainingPlan:

@@ -71,7 +71,7 @@ class TrainingSession:
                 try:
                     batch = next(batches)
                 except BaseException:  # whatever it is: between two steps the state is whole, so keep it
-                    self.save()
+                    self.save(patiently=True)
                     raise
                 meter.mark()
                 rate = self._train_batch(batch)
@@ -90,14 +90,14 @@ class TrainingSession:
                 minute = perf_counter() - self._saved_s >= _CHECKPOINT_INTERVAL_S
                 due = self.done % checkpoint_steps == 0 if checkpoint_steps else minute
                 if due or interrupts or self.done == steps:
-                    self.save()
+                    self.save(patiently=self.done == steps)
                 if interrupts:
                     self.save()  # again, if it was asked for meanwhile
                     raise KeyboardInterrupt
         return total if total.images else first
 
-    def save(self) -> None:
-        """Write a checkpoint, if any step was done since the last one."""
+    def save(self, *, patiently: bool = False) -> None:
+        """Write a checkpoint, if any step was done since the last one; ``patiently``, see `CheckpointFolder.save`."""
         if self.done == self._saved_step:
             return
         self._fetch_losses()  # a loss that is not a number must not be saved as progress
@@ -111,6 +111,7 @@ class TrainingSession:
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
             },
             step=self.done,
+            patiently=patiently,
         )
         self._saved_step, self._saved_s = self.done, perf_counter()
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
+import signal
 import time
 
 import pytest
@@ -203,6 +204,15 @@ def test_a_loader_that_never_yields_is_named(monkeypatch, workers):
     with pytest.raises(ColabUtilsError, match=r"expected batch 3 from the loader, found none for .* at sample 8, in "):
         diagnose(loader, _sleep_step(0.001), seconds=2)
     assert not multiprocessing.active_children()
+
+
+def test_one_that_never_yields_is_named_in_a_background_job(monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts one
+    try:
+        test_a_loader_that_never_yields_is_named(monkeypatch, 0)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_our_loader_that_never_yields_is_named_with_its_file(monkeypatch, tiny_dataset):

@@ -1,31 +1,38 @@
 """Training on shards while they are still copied: every image once an epoch, in an order that can be repeated."""
 
+import errno
 import json
+import os
+import shutil
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 
+from colab_utils.data.decoding import find_operator
 from colab_utils.drive import DriveLostError, DriveProfile
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import make_loader
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import arrival
 from colab_utils.shards.copy import Copying, copy_shards
+from colab_utils.shards.format import read_index
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
-from tests.drive_mount import can_mount, mount_drive
+from tests.drive_mount import mount_or_skip
 
 SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Drive does not answer")
 
 
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory, tiny_dataset):
     """Shards of a few images each."""
+    find_operator()  # the first loader imports torchvision for seconds, in which all would arrive
     folder = tmp_path_factory.mktemp("drive") / "shards"
     write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=0.02, workers=1)
     assert len(ShardDataset(folder).index.shards) > 3
@@ -96,24 +103,23 @@ def test_the_order_comes_again_from_a_state_and_its_log(drive, tmp_path):
 
 
 def test_a_drive_that_fails_for_a_while_is_tried_again(drive, tmp_path, monkeypatch):
-    monkeypatch.setattr(arrival, "_PATIENCE_S", (0.01, 0.01, 0.01))
-    real, fails = Copying.copy_file, iter([True, False, True, True])
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01, 0.01, 0.01))
+    real, fails = os.preadv, iter([True, False, True, True])
 
-    def copy_file(self, *file):
+    def preadv(*call):
         if next(fails, False):
-            raise DriveLostError("expected to read, found that Drive got disconnected")
-        return real(self, *file)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*call)
 
-    monkeypatch.setattr(Copying, "copy_file", copy_file)
+    monkeypatch.setattr(os, "preadv", preadv)
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
     assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(
         dataset.image_ids.tolist()
     )
-    assert dataset.arrival.retries == 3
+    assert dataset.arrival.retries.count == 3
 
 
 def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_path, monkeypatch):
-    monkeypatch.setattr(arrival, "_PATIENCE_S", (0.01,))
     real = Copying.copy_file
 
     def copy_file(self, name, *rest):
@@ -162,15 +168,9 @@ def test_other_shards_in_the_target_are_refused(drive, tmp_path, tiny_shards):
 
 @pytest.fixture
 def mount(request, drive, tmp_path):
-    if reason := can_mount():
-        pytest.skip(f"no mounted Drive to test on: {reason}")
     profile = DriveProfile("mount", open_s=0.1, bytes_per_s=1e6, total_bytes_per_s=2e6, source="made up for the test")
     direct = getattr(request, "param", False)
-    with ExitStack() as mounts:
-        try:
-            mounted = mounts.enter_context(mount_drive(drive, tmp_path / "mount", profile=profile, direct=direct))
-        except RuntimeError as error:  # a machine that has all it takes may forbid it
-            pytest.skip(str(error))
+    with mount_or_skip(drive, tmp_path / "mount", profile=profile, direct=direct) as mounted:
         yield mounted
 
 
@@ -186,22 +186,22 @@ def train_two_epochs(dataset):
     ids=["none", "EIO", "short reads"],
 )  # fmt: skip
 def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
-    monkeypatch.setattr(arrival, "_PATIENCE_S", (0.1, 0.2, 0.4))
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.1, 0.2, 0.4))
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
     mount.fail(**fault)
     assert train_two_epochs(dataset) == [sorted(dataset.image_ids.tolist())] * 2
-    assert bool(dataset.arrival.retries) == ("errors" in fault)
+    assert bool(dataset.arrival.retries.count) == ("errors" in fault)
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
 def test_a_mount_that_comes_back(mount, tmp_path, monkeypatch):
-    monkeypatch.setattr(arrival, "_PATIENCE_S", (0.5,) * 20)
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.5,) * 20)
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=2)
     mount.fail(lost=True)
     timer = threading.Timer(1.5, mount.fail)
     timer.start()
     assert train_two_epochs(dataset) == [sorted(dataset.image_ids.tolist())] * 2
-    assert dataset.arrival.retries
+    assert dataset.arrival.retries.count
     timer.join()
 
 
@@ -212,3 +212,100 @@ def test_a_mount_that_is_lost_after_the_copy_is_not_missed(mount, tmp_path):
     mount.fail(lost=True)
     assert sorted(flatten(list_ids(loader))) == first
     loader.close()
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["after a whole copy", "after one that was broken off"])
+def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, index):
+    copy_shards(drive, tmp_path / "ssd")
+    tar = tmp_path / "ssd" / "shard-000001.tar"
+    good = tar.read_bytes()
+    tar.write_bytes(good[:8000] + bytes(100) + good[8100:])
+    if not index:
+        (tmp_path / "ssd" / "index.json").unlink()
+    dataset = ArrivingShards(drive, tmp_path / "ssd")
+    assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(dataset.image_ids)
+    dataset.stop()
+    assert tar.read_bytes() == good
+
+
+def measure_folder(folder):
+    return sum(path.stat().st_size for path in folder.glob("*") if path.exists())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
+    limit = read_index(drive).bytes * 0.6
+    dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW, limit_gb=limit / 1e9)
+    loader = make_loader(dataset, batch_size=2, workers=workers)
+    epochs, most, whole = [], 0, ShardDataset(drive)
+    for _ in range(3):
+        epochs.append([])
+        for images, targets in loader:
+            epochs[-1] += [int(target["image_id"]) for target in targets]
+            most = max(most, measure_folder(tmp_path / "ssd"))
+            row = whole.image_ids.tolist().index(int(targets[0]["image_id"]))
+            assert torch.equal((images[0] * 255).round().to(torch.uint8), whole[row][0])
+    loader.close()
+    dataset.stop()
+    assert [sorted(epoch) for epoch in epochs] == [sorted(whole.image_ids.tolist())] * 3
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert 0 < most <= limit
+    assert not (tmp_path / "ssd" / "index.json").exists()
+    assert verify_shards(drive).bad == ()
+
+
+def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):
+    limit = read_index(drive).bytes * 0.6 / 1e9
+    dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW, limit_gb=limit)
+    loader = make_loader(dataset, batch_size=2, workers=1, seed=3)
+    batches, before = iter(loader), []
+    for _ in range(3):
+        before += list_ids([next(batches)])
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader.close()
+    dataset.stop()
+    again = ArrivingShards(drive, tmp_path / "other", limit_gb=limit)
+    resumed = make_loader(again, batch_size=2, workers=1, seed=3)
+    resumed.load_state_dict(state)
+    assert sorted(flatten(before + list_ids(resumed))) == sorted(again.image_ids.tolist())
+    resumed.close()
+    again.stop()
+
+
+def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
+    source = tmp_path / "drive"
+    shutil.copytree(drive, source)
+    dataset = ArrivingShards(source, tmp_path / "ssd", limit_gb=read_index(drive).bytes * 0.6 / 1e9)
+    loader = make_loader(dataset, batch_size=2, workers=0)
+    next(iter(loader))
+    here = {path.name for path in (tmp_path / "ssd").glob("shard-*")}
+    for name in here:
+        (source / name).unlink()  # now it is the only copy
+    with suppress(ColabUtilsError):
+        for _ in loader:
+            pass
+    assert here <= {path.name for path in (tmp_path / "ssd").glob("shard-*")}
+    dataset.stop()
+
+
+def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
+    with pytest.raises(ColabUtilsError, match=r"expected a limit that holds two shards, .* GB, found 1\.0 kB"):
+        ArrivingShards(drive, tmp_path / "ssd", limit_gb=1e-6)
+
+
+def test_the_folder_that_shards_come_from_is_no_target(drive):
+    with pytest.raises(ColabUtilsError, match="expected two folders"):
+        ArrivingShards(drive, drive)
+
+
+def test_it_says_so_when_drive_does_not_answer(mount, tmp_path, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.5,) * 20)
+    dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=1)
+    dataset.arrival.wait_for(dataset.arrival._order[0])
+    mount.fail(lost=True)
+    while not dataset.arrival.retries.failing:
+        time.sleep(0.01)
+    with pytest.warns(ColabUtilsWarning, match=r"Drive does not answer: .* training goes on with the \d of \d+ shards"):
+        assert dataset.arrival.list_arrived()
+    mount.fail()
+    dataset.arrival.wait_for(dataset.arrival._order[-1])

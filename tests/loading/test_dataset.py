@@ -237,7 +237,7 @@ def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, 
 def test_whole_shards_are_read_once_each(tiny_shards, monkeypatch):
     reads = []
     real = files.read_file
-    monkeypatch.setattr(files, "read_file", lambda path, profile: reads.append(path.name) or real(path, profile))
+    monkeypatch.setattr(files, "read_file", lambda path, *rest: reads.append(path.name) or real(path, *rest))
     plain, whole = ShardDataset(tiny_shards), ShardDataset(tiny_shards, whole_shards=True)
     for i in range(len(plain)):
         assert_equal_samples(whole[i], plain[i])

@@ -351,10 +351,10 @@ def test_each_shard_is_read_once_an_epoch(tiny_shards, tmp_path, monkeypatch, ma
     log = tmp_path / "reads"
     real = files.read_file
 
-    def read(path, profile):
+    def read(path, *options):
         with open(log, "a") as file:  # one line is one write: workers share the file
             file.write(f"{path.name}\n")
-        return real(path, profile)
+        return real(path, *options)
 
     monkeypatch.setattr(files, "read_file", read)
     dataset = ShardDataset(tiny_shards, whole_shards=True)

@@ -60,9 +60,9 @@ def opened(monkeypatch):
     counts = Counter()
 
     class CountingFile(DriveFile):
-        def __init__(self, path, profile=None):
+        def __init__(self, path, *options):
             counts[Path(path).name] += 1
-            super().__init__(path, profile)
+            super().__init__(path, *options)
 
     monkeypatch.setattr(module, "DriveFile", CountingFile)
     return counts
@@ -138,9 +138,9 @@ def test_profile_slows_every_stream(source, tmp_path, monkeypatch):
     seen = []
 
     class SpyingFile(DriveFile):
-        def __init__(self, path, profile=None):
+        def __init__(self, path, profile=None, retries=None):
             seen.append(profile)
-            super().__init__(path, None)
+            super().__init__(path, None, retries)
 
     monkeypatch.setattr(module, "DriveFile", SpyingFile)
     copy_shards(source, tmp_path / "ssd", profile="bad")
@@ -223,12 +223,12 @@ def test_a_read_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch):
     bad = ["shard-000001.tar"]
 
     class FlakyFile(DriveFile):
-        def pread(self, n, offset):
-            content = super().pread(n, offset)
-            if content and self.path.name in bad:
+        def readinto(self, buffer, offset):
+            count = super().readinto(buffer, offset)
+            if count and self.path.name in bad:
                 bad.remove(self.path.name)
-                return b"?" * len(content)
-            return content
+                buffer[:count] = b"?" * count
+            return count
 
     monkeypatch.setattr(module, "DriveFile", FlakyFile)
     copy_shards(source, tmp_path / "ssd")
@@ -264,10 +264,10 @@ def test_a_drive_that_vanishes_leaves_what_is_whole(source, tmp_path, monkeypatc
 
 
 def test_a_drive_that_is_gone_at_the_start_is_said(source, tmp_path, monkeypatch):
-    def vanish(_):
+    def vanish(*_, **__):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
-    monkeypatch.setattr(module, "read_index", vanish)
+    monkeypatch.setattr(Path, "read_text", vanish)
     with pytest.raises(DriveLostError, match=r"force_remount"):
         copy_shards(source, tmp_path / "ssd")
 

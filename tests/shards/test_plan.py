@@ -326,7 +326,7 @@ def test_no_image_that_can_be_read_is_named(run, tmp_path):
 
 
 def test_a_lost_drive_is_no_bad_image(run, monkeypatch):
-    def lose(path):
+    def lose(path, *options):
         raise DriveLostError("expected to read it, found that Drive got disconnected")
 
     monkeypatch.setattr(jobs, "read_file", lose)
@@ -337,10 +337,10 @@ def test_a_lost_drive_is_no_bad_image(run, monkeypatch):
 def test_a_process_ended_by_the_system(run, monkeypatch):
     parent, read = os.getpid(), jobs.read_file
 
-    def die(path):
+    def die(path, *options):
         if os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(path)
+        return read(path, *options)
 
     monkeypatch.setattr(jobs, "read_file", die)
     with pytest.raises(ColabUtilsError, match="fewer workers"):

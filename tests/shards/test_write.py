@@ -131,9 +131,9 @@ import sys, time
 from colab_utils.shards import jobs
 from colab_utils.shards.write import write_shards
 read = jobs.read_file
-def read_slowly(path):
+def read_slowly(path, *options):
     time.sleep(0.15)
-    return read(path)
+    return read(path, *options)
 if __name__ == "__main__":
     jobs.read_file = read_slowly
     images, annotations, shards, shard_mb, workers = sys.argv[1:]
@@ -177,6 +177,14 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(tiny_dataset, un
     run(data, folder, workers=3 - workers)
     assert snapshot(folder) == expected
     assert {name: (folder / name).stat().st_mtime_ns for name in finished} == times  # continued, not begun again
+
+
+def test_killed_at_random_moments(tmp_path):
+    script = Path(__file__).parents[1] / "stress" / "kill_preprocess.py"
+    command = [sys.executable, str(script), "--kills", "5", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 kills" in done.stdout
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -264,10 +272,10 @@ def test_a_worker_ended_by_the_system(tiny_dataset, undisturbed, folder, monkeyp
     data, parent, read = (tiny_dataset.images, tiny_dataset.annotations), os.getpid(), jobs.read_file
     last = names(tiny_dataset.annotations)[-1]
 
-    def die(path):
+    def die(path, *options):
         if os.getpid() != parent and path.name == last:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(path)
+        return read(path, *options)
 
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "read_file", die)
@@ -324,10 +332,10 @@ def test_a_bad_annotation_is_named(dataset, folder, changes, reason):
 def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
     bad, read = names(dataset[1])[3], jobs.read_file
 
-    def lock(path):
+    def lock(path, *options):
         if path.name == bad:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return read(path)
+        return read(path, *options)
 
     monkeypatch.setattr(jobs, "read_file", lock)
     assert run(dataset, folder, max_bad=0.1).skipped[0].reason == "the file cannot be read: Permission denied"
@@ -338,10 +346,10 @@ def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
 def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, workers, place):
     lost, read = names(dataset[1])[place], jobs.read_file
 
-    def lose(path):
-        if path.name == lost and (place == 0 or folder.exists()):
+    def lose(path, *options):
+        if path.name == lost and (place == 0 or (folder / "unfinished.json").exists()):
             raise DriveLostError("expected to read it, found that Drive got disconnected")
-        return read(path)
+        return read(path, *options)
 
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "read_file", lose)

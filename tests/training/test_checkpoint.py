@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.runtime import write_file
 from colab_utils.training.checkpoint import CheckpointFolder
+from tests.drive_mount import mount_or_skip
 
 
 def make_state(value: float = 1.0) -> dict:
@@ -96,15 +97,45 @@ def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
     assert CheckpointFolder(tmp_path / "run").load_newest()["step"] == 10
 
 
-def test_a_write_that_reads_back_differently_is_not_kept(tmp_path: Path, monkeypatch):
-    def lose_a_block(path: Path, data: bytes) -> None:
-        write_file(path, data[:2000] + bytes(500) + data[2500:])
+@pytest.fixture
+def mount(tmp_path):
+    (tmp_path / "backing").mkdir()
+    with mount_or_skip(tmp_path / "backing", tmp_path / "drive") as mounted:
+        yield mounted
 
-    CheckpointFolder(tmp_path).save(make_state(), step=10)
-    monkeypatch.setattr("colab_utils.training.checkpoint.write_file", lose_a_block)
-    with pytest.raises(ColabUtilsError, match=r"reads back differently\); the last whole one is .*00010.pt.*Free disk"):
-        CheckpointFolder(tmp_path).save(make_state(), step=20)
-    assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
+
+@pytest.mark.parametrize("fault", [{"lost": True}, {"lost_bytes": 500}], ids=["lost", "not stored as written"])
+def test_what_drive_does_not_take_waits_here_and_is_sent_later(mount, tmp_path: Path, fault, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
+    folder = CheckpointFolder(mount.folder / "run")
+    folder.save(make_state(), step=10)
+    mount.fail(**fault)
+    for step in (20, 30, 40):
+        with pytest.warns(ColabUtilsWarning, match=rf"checkpoint-000000{step}.pt waits in .*; training goes on"):
+            path = folder.save(make_state(step), step=step)
+        assert path.parent == folder.waiting
+        assert folder.newest == path
+    assert list_names(folder.waiting) == ["checkpoint-00000030.pt", "checkpoint-00000040.pt"]
+    if "lost" in fault:
+        with pytest.raises(DriveLostError, match="remount"):  # an older one must not be taken for the newest
+            CheckpointFolder(folder.run).load_newest()
+    mount.fail()
+    assert list_names(tmp_path / "backing" / "run") == ["checkpoint-00000010.pt"]
+    assert CheckpointFolder(folder.run).load_newest()["losses"] == [1.5, 40]
+    assert list_names(folder.run) == ["checkpoint-00000010.pt", "checkpoint-00000040.pt"]
+    assert list_names(folder.waiting) == []
+
+
+def test_the_next_checkpoint_that_drive_takes_replaces_those_that_wait(mount, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
+    folder = CheckpointFolder(mount.folder / "run")
+    mount.fail(lost=True)
+    with pytest.warns(ColabUtilsWarning, match="run the same command on this machine when Drive is back"):
+        folder.save(make_state(), step=20, patiently=True)
+    mount.fail()
+    assert folder.save(make_state(), step=30) == folder.newest
+    assert list_names(folder.run) == ["checkpoint-00000030.pt"]
+    assert list_names(folder.waiting) == []
 
 
 def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch):

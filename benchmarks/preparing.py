@@ -1,0 +1,152 @@
+"""Preprocess and copy against bare calls, and the plan's minutes: `python -m benchmarks.preparing --images DIR ...`.
+
+Preprocess is compared with decoding, resizing and encoding alone, on as many processes; the copy, on a mounted Drive
+(FUSE), with as many streams that read the same files from start to end and keep nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from benchmarks.command import make_parser, run_to_end
+from benchmarks.data import make_data
+from colab_utils.data.coco import CocoDataset, read_coco
+from colab_utils.drive import DRIVE_PROFILES
+from colab_utils.runtime import count_cores, describe_machine, write_file
+from colab_utils.shards.copy import COPY_STREAMS, copy_shards
+from colab_utils.shards.format import PIECE_BYTES, read_index
+from colab_utils.shards.jobs import read_image, store_sample
+from colab_utils.shards.plan import plan_shards
+from colab_utils.shards.write import write_shards
+from colab_utils.show.table import make_table
+
+__all__ = ["main"]
+
+SIZES: dict[str, dict[str, Any]] = {"keep": {}, "shrink": {"min_size": 400, "max_size": 667}, "pixels": {}}
+
+
+def make_bare(images: Path, dataset: CocoDataset, recipe: dict[str, Any], processes: int) -> float:
+    """Seconds of reading, decoding, resizing and encoding every image, each process with its share."""
+    shares = [range(first, len(dataset), processes) for first in range(processes)]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        list(pool.map(int, range(processes)))  # they have started
+        began_s = perf_counter()
+        list(pool.map(partial(_store_all, images, dataset, recipe), shares))
+        return perf_counter() - began_s
+
+
+def _store_all(images: Path, dataset: CocoDataset, recipe: dict[str, Any], share: Sequence[int]) -> None:
+    for i in share:
+        store_sample(read_image(images, dataset, i), dataset, i, recipe)
+
+
+def read_bare(shards: Path) -> float:
+    """Seconds in which as many streams as `copy_shards` has read every file from start to end."""
+    began_s = perf_counter()
+    with ThreadPoolExecutor(COPY_STREAMS) as pool:
+        list(pool.map(_read_through, [shards / name for name, _, _ in read_index(shards).files()]))
+    return perf_counter() - began_s
+
+
+def _read_through(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    while os.read(descriptor, PIECE_BYTES):
+        pass
+    os.close(descriptor)
+
+
+def time_preprocess(data: Any, form: Any, workers: int, folder: Path) -> dict[str, float]:
+    """The plan's seconds, those of `write_shards`, and those of the bare calls."""
+    settings = {"shards": folder / "shards", "form": form, "workers": workers, **SIZES[form]}
+    plan = plan_shards(data.images, data.annotations, **settings)
+    made = write_shards(data.images, data.annotations, **settings)
+    recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
+    return {
+        "planned": plan.picked.make_s, "made": made.seconds,
+        "bare": make_bare(Path(data.images), dataset, recipe, workers),
+        "planned bytes": plan.picked.bytes, "bytes": made.bytes,
+    }  # fmt: skip
+
+
+def time_copy(shards: Path, profile: str, folder: Path) -> dict[str, float]:
+    """Seconds of `copy_shards` from a mount, and of bare reads on another mount of the same folder."""
+    from tests.drive_mount import mount_drive  # it needs libfuse
+
+    times = {}
+    for way, run in (("bare", read_bare), ("copy", partial(copy_shards, target=folder / "ssd"))):
+        with mount_drive(shards, folder / way, profile=profile) as mount:
+            began_s = perf_counter()
+            run(mount.folder)
+            times[way] = perf_counter() - began_s
+    return times
+
+
+def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
+    """Medians [lowest-highest]: for preprocess and copy, each as a ratio to the bare calls of the same repeat."""
+    table: dict[str, list[dict[str, Any]]] = {"making": [], "copying": []}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        runs = [row for row in rows if row["name"] == name]
+        if "planned" in runs[0]:
+            table["making"].append({
+                "preprocess": name, "made in, s": _spread([run["made"] for run in runs]),
+                "planned / made": _spread([run["planned"] / run["made"] for run in runs]),
+                "planned / made, bytes": _spread([run["planned bytes"] / run["bytes"] for run in runs]),
+                "made / bare calls": _spread([run["made"] / run["bare"] for run in runs]),
+            })  # fmt: skip
+        else:
+            table["copying"].append({
+                "copy from": name, "copied in, s": _spread([run["copy"] for run in runs]),
+                "bare reads / copy": _spread([run["bare"] / run["copy"] for run in runs]),
+            })  # fmt: skip
+    return "\n\n".join(str(make_table(part)) for part in table.values() if part) or "nothing was measured"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = make_parser("preparing", __doc__)
+    parser.add_argument("--samples", type=int, default=1200, help="images, about (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+
+    def measure() -> None:
+        data = make_data("kept", options.work, options.images, options.annotations, samples=options.samples)
+        shards = options.work / "preparing"
+        shutil.rmtree(shards, ignore_errors=True)
+        write_shards(data.images, data.annotations, shards=shards, shard_mb=16, form="keep")
+        results = {"machine": asdict(describe_machine()), "samples": options.samples}
+        cores = sorted({1, count_cores()}, reverse=True)
+        things: list[tuple[str, Callable[[Path], dict[str, float]]]] = [
+            (f"{form}, {workers} processes", partial(time_preprocess, data, form, workers))
+            for form, workers in product(SIZES, cores)
+        ]
+        things += [(f"Drive, {name}", partial(time_copy, shards, name)) for name in DRIVE_PROFILES]
+        for repeat, (name, run) in product(range(options.repeats), things):
+            print(f"{name}: {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
+            with TemporaryDirectory(dir=options.work) as folder:
+                rows.append({"name": name, "repeat": repeat, **run(Path(folder))})
+            write_file(options.json, json.dumps({**results, "rows": rows}, indent=1, default=str).encode())
+
+    return run_to_end(measure, lambda: tabulate_runs(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""The fault table: each fault of Drive x each command; what the user sees, what is left, and how it goes on."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from colab_utils.__main__ import main
+from colab_utils.drive import DriveProfile
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.shards import lock
+from colab_utils.shards.write import write_shards
+from colab_utils.training import loop
+from tests.drive_mount import DriveMount, mount_or_skip
+
+TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 2}
+SHARD_MB = 0.02
+COMMANDS = {
+    "preprocess": ["preprocess", "--images", "{drive}/images", "--annotations", "{drive}/annotations.json", "--shards",
+                   "{drive}/new", "--shard-mb", SHARD_MB, "--form", "keep", "--workers", 2],
+    "verify": ["verify", "--shards", "{drive}/shards"],
+    "copy": ["copy", "--shards", "{drive}/shards", "--to", "{ssd}/shards"],
+    "train": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run", "--steps", 6,
+              "--checkpoint-steps", 2],
+    "resume": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run", "--steps", 6,
+              "--checkpoint-steps", 2],
+}  # fmt: skip
+
+
+class World:
+    """A mounted Drive with images and shards, an SSD, and what the commands print."""
+
+    def __init__(self, mount: DriveMount, backing: Path, ssd: Path, output: pytest.CaptureFixture[str]) -> None:
+        self.mount, self.backing, self.ssd, self.output = mount, backing, ssd, output
+
+    def run(self, command: str) -> tuple[int, str, dict]:
+        """Exit status, what the user sees, and the JSON."""
+        words = [str(word).format(drive=self.mount.folder, ssd=self.ssd) for word in COMMANDS[command]]
+        status = main([*words, "--json", "-"])
+        shown = self.output.readouterr()
+        return status, shown.err, json.loads(shown.out) if status == 0 else {}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_dataset) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    shutil.copytree(tiny_dataset.images, folder / "images")
+    shutil.copy(tiny_dataset.annotations, folder / "annotations.json")
+    write_shards(
+        tiny_dataset.images, tiny_dataset.annotations, shards=folder / "shards", shard_mb=SHARD_MB, form="keep",
+        workers=1,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def world(request, made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.05, 0.1, 0.3, 0.6))
+    monkeypatch.setattr(loop, "train", partial(loop.train, **TINY))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    shutil.copytree(made, tmp_path / "backing")
+    direct = getattr(request, "param", False)
+    with mount_or_skip(tmp_path / "backing", tmp_path / "drive", direct=direct) as mount:
+        yield World(mount, tmp_path / "backing", tmp_path / "ssd", capsys)
+    torch.set_num_threads(threads)
+
+
+def prepare(world: World, command: str) -> None:
+    """A run that is to be resumed was begun before."""
+    if command == "resume":
+        loop.train(world.backing / "shards", world.backing / "run", steps=6, checkpoint_steps=2)
+        newest = max((world.backing / "run").glob("*.pt"))
+        newest.unlink()
+
+
+def check_result(world: World, command: str, result: dict) -> None:
+    """The command did all of its work, and what it left is whole."""
+    if command == "preprocess":
+        assert main(["verify", "--shards", str(world.backing / "new")]) == 0
+        assert list_files(world.backing / "new") == list_files(world.backing / "shards")
+    elif command == "copy":
+        assert list_files(world.ssd / "shards") == list_files(world.backing / "shards")
+    elif command == "verify":
+        assert result["bad"] == []
+    else:
+        assert result["steps"] == 6
+        assert max((world.backing / "run").glob("*.pt")).name == "checkpoint-00000006.pt"
+    assert not list(world.backing.rglob("*.part"))
+    world.output.readouterr()
+
+
+def list_files(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+every = pytest.mark.parametrize("command", list(COMMANDS))
+
+
+@every
+def test_a_burst_of_errors_is_tried_again(world, command):
+    prepare(world, command)
+    world.mount.fail(errors=3)
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    if command in ("preprocess", "verify", "copy"):
+        assert result["retries"] > 0
+        check_result(world, command, result)
+    else:
+        check_result(world, command, result)
+
+
+@every
+def test_a_mount_that_comes_back(world, command):
+    prepare(world, command)
+    world.mount.fail(lost=True)
+    timer = threading.Timer(0.3, world.mount.fail)
+    timer.start()
+    status, shown, result = world.run(command)
+    timer.join()
+    assert status == 0, shown
+    check_result(world, command, result)
+
+
+@every
+@pytest.mark.parametrize("fault", [{"lost": True}, {"errors": 10**6}], ids=["lost", "errors"])
+def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(world, command, fault):
+    prepare(world, command)
+    world.mount.fail(**fault)
+    status, shown, _ = world.run(command)
+    errors = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert status == 2, shown
+    assert len(errors) == 1, shown
+    assert "Traceback" not in shown
+    for words in ("Drive got disconnected", "drive.mount(", "run this again"):
+        assert words in errors[0]
+    world.mount.fail()
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    check_result(world, command, result)
+
+
+@every
+def test_a_full_drive(world, command):
+    prepare(world, command)
+    before = list_files(world.backing / "run") if command == "resume" else {}
+    world.mount.fail(full=True)
+    status, shown, result = world.run(command)
+    if command in ("verify", "copy"):  # they write nothing there
+        assert status == 0, shown
+        check_result(world, command, result)
+        return
+    assert status == 2, shown
+    assert "disk full" in shown or "No space left" in shown
+    assert not list((world.backing).rglob("*.part"))
+    if command == "resume":
+        assert list_files(world.backing / "run") == before
+    world.mount.fail()
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    check_result(world, command, result)
+
+
+@every
+@pytest.mark.parametrize("world", [True], indirect=True, ids=["direct"])
+def test_short_reads(world, command):
+    prepare(world, command)
+    world.mount.fail(short_read=1000)
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    check_result(world, command, result)
+
+
+@every
+def test_a_listing_that_times_out_is_not_needed(world, command):
+    prepare(world, command)
+    for number in range(40):
+        (world.backing / "images" / f"other-{number}.jpg").touch()
+    world.mount.fail(most_entries=40)
+    status, shown, result = world.run(command)
+    world.mount.fail()
+    assert status == 0, shown
+    check_result(world, command, result)
+
+
+@every
+def test_second_names_of_the_same_file_are_left_alone(world, command):
+    prepare(world, command)
+    name = world.backing / "shards" / "shard-000000.tar"
+    twin = world.backing / "shards" / "shard-000000 (1).tar"
+    shutil.copy(name, twin)
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    assert twin.read_bytes() == name.read_bytes()
+    twin.unlink()
+    check_result(world, command, result)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-700])
+
+
+def change(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:1000] + bytes(40) + data[1040:])
+
+
+@pytest.mark.parametrize("damage", [cut, change])
+@pytest.mark.parametrize("command", ["verify", "copy", "train", "resume"])
+def test_a_torn_shard_is_named_and_never_trained_on(world, command, damage):
+    prepare(world, command)
+    damage(world.backing / "shards" / "shard-000001.tar")
+    status, shown, _ = world.run(command)
+    assert status == 2, shown
+    assert "shard-000001.tar" in shown
+    assert "Traceback" not in shown
+    assert not (world.ssd / "shards" / "shard-000001.tar").exists()
+    (world.mount.folder / "shards" / "shard-000001.tar").unlink()  # the cure that the message names
+    words = COMMANDS["preprocess"]
+    assert main([str(word).format(drive=world.mount.folder).replace("/new", "/shards") for word in words]) == 0
+    world.output.readouterr()
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    check_result(world, command, result)
+
+
+@pytest.mark.parametrize("command", ["copy", "train"])
+def test_a_torn_copy_is_copied_again(world, command):
+    assert world.run("copy")[0] == 0
+    change(world.ssd / "shards" / "shard-000001.tar")
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    check_result(world, command, result)
+    assert list_files(world.ssd / "shards") == list_files(world.backing / "shards")
+
+
+@pytest.mark.parametrize("command", ["verify", "copy", "train"])
+def test_a_shard_that_another_machine_wrote_and_that_does_not_show_yet(world, command):
+    for path in world.backing.rglob("*"):
+        os.utime(path, (0, 0))
+    os.utime(world.backing / "shards" / "shard-000002.tar")
+    world.mount.fail(late_s=3600)
+    status, shown, _ = world.run(command)
+    assert status == 2, shown
+    assert "shard-000002.tar" in shown
+    world.mount.fail()
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    check_result(world, command, result)
+
+
+def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
+    """The mount dies between two steps: the steps go on, the checkpoints wait, and are sent."""
+    lost = []
+
+    def train(*arguments, **options):
+        def look(line):
+            if getattr(line, "step", 0) == 3 and not lost:
+                lost.append(world.mount.fail(lost=True))
+
+        return loop_train(*arguments, **{**options, "log": look, "log_steps": 1})
+
+    loop_train = loop.train
+    assert world.run("copy")[0] == 0
+    loop.train = train
+    try:
+        status, shown, result = world.run("train")
+    finally:
+        loop.train = loop_train
+    assert lost
+    assert status == 0, shown
+    assert result["steps"] == 6
+    assert "note: Drive does not answer: checkpoint checkpoint-00000004.pt waits in" in shown
+    world.mount.fail()
+    assert not (world.backing / "run" / "checkpoint-00000006.pt").exists()
+    status, shown, result = world.run("resume")
+    assert status == 0, shown
+    check_result(world, "resume", result)
+
+
+def test_a_second_writer_is_told(world):
+    folder = world.backing / "new"
+    with lock.hold_folder(folder):
+        status, shown, _ = world.run("preprocess")
+    assert status == 2
+    assert f"found process {os.getpid()} on this machine at work there" in shown
+    status, shown, result = world.run("preprocess")
+    assert status == 0, shown
+    check_result(world, "preprocess", result)
+
+
+def test_a_writer_on_another_machine_is_waited_for(world, monkeypatch):
+    folder = world.backing / "new"
+    folder.mkdir()
+    sign = {"host": "colab-2 boot", "pid": 1, "time": time.time()}
+    monkeypatch.setattr(lock, "_LOOK_S", 0.05)
+
+    def write(age_s: float) -> None:
+        (folder / lock.WRITER_NAME).write_text(json.dumps({**sign, "time": time.time() - age_s}))
+
+    write(0)
+    timer = threading.Timer(0.5, write, [0])
+    timer.start()
+    status, shown, _ = world.run("preprocess")
+    timer.join()
+    assert status == 2
+    assert "found process 1 on machine colab-2 at work there" in shown
+    monkeypatch.setattr(lock, "_SILENT_S", 0.5)  # that machine ended with its session
+    status, shown, result = world.run("preprocess")
+    assert status == 0, shown
+    check_result(world, "preprocess", result)
+
+
+def test_a_killed_writer_is_no_writer(world):
+    folder = world.backing / "new"
+    script = (
+        "import os, signal\nfrom pathlib import Path\nfrom colab_utils.shards.lock import hold_folder\n"
+        f"with hold_folder(Path({str(folder)!r})):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
+    assert (folder / lock.WRITER_NAME).exists()
+    status, shown, result = world.run("preprocess")
+    assert status == 0, shown
+    check_result(world, "preprocess", result)
+
+
+def test_drives_cache_makes_the_second_read_fast_and_takes_local_disk(made, tmp_path):
+    backing, cache = tmp_path / "backing", tmp_path / "cache"
+    shutil.copytree(made, backing)
+    cache.mkdir()
+    slow = DriveProfile("slow", open_s=0.1, bytes_per_s=1e6, source="made up for the test")
+    with mount_or_skip(backing, tmp_path / "drive", profile=slow, cache=cache) as mount:
+        times_s = []
+        for _ in range(2):
+            began_s = time.perf_counter()
+            data = (mount.folder / "shards" / "shard-000000.tar").read_bytes()
+            times_s.append(time.perf_counter() - began_s)
+            time.sleep(0.3)  # the system tells a file system later that a file was closed
+    assert times_s[1] < times_s[0] / 2  # 0.1 s and more of waiting against none
+    assert sum(path.stat().st_size for path in cache.iterdir()) == len(data)
+    assert len(ShardDataset(backing / "shards")) == 12
