@@ -65,7 +65,7 @@ def made(tmp_path_factory, tiny_dataset) -> Path:
 
 @pytest.fixture
 def world(request, made, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.05, 0.1, 0.3, 0.6))
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.05, 0.1, 0.3, 1.0))
     monkeypatch.setattr(loop, "train", partial(loop.train, **TINY))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -308,11 +308,18 @@ def test_a_writer_on_another_machine_is_waited_for(world, monkeypatch):
     def write(age_s: float) -> None:
         (folder / lock.WRITER_NAME).write_text(json.dumps({**sign, "time": time.time() - age_s}))
 
+    over = threading.Event()
+
+    def live() -> None:
+        while not over.wait(0.1):
+            write(0)
+
     write(0)
-    timer = threading.Timer(0.5, write, [0])
-    timer.start()
+    thread = threading.Thread(target=live)
+    thread.start()
     status, shown, _ = world.run("preprocess")
-    timer.join()
+    over.set()
+    thread.join()
     assert status == 2
     assert "found process 1 on machine colab-2 at work there" in shown
     monkeypatch.setattr(lock, "_SILENT_S", 0.5)  # that machine ended with its session
