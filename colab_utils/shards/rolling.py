@@ -93,6 +93,10 @@ class RollingArrival(Arrival):
     def _copy_all(self) -> None:
         with suppress(FileNotFoundError):
             (self.target / INDEX_NAME).unlink()
+        for number, shard in enumerate(self.index.shards):  # what an earlier session left
+            if any((self.target / name).exists() for name, _, _ in shard.files()):
+                fits = self._sizes[number] <= self._limit - sum(self._sizes[there] for there in self.spans_s)
+                self._fetch(number) if fits else self._remove(number)
         with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
             for work in [pool.submit(self._work) for _ in range(self._workers)]:
                 work.result()
@@ -147,6 +151,7 @@ class RollingArrival(Arrival):
                 "one, and is kept. Copy it back, then run the same again"
             )
         for name, _, _ in files:
-            with open(self.target / name, "rb+") as file:  # a worker may hold it open, and its room with it
+            # a worker may hold it open, and its room with it
+            with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
                 (self.target / name).unlink()
                 file.truncate(0)

@@ -258,6 +258,16 @@ def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
     assert verify_shards(drive).bad == ()
 
 
+def test_what_an_earlier_session_left_counts_too(drive, tmp_path):
+    copy_shards(drive, tmp_path / "ssd")
+    limit = read_index(drive).bytes * 0.6
+    dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)
+    loader = make_loader(dataset, batch_size=2, workers=0)
+    assert sorted(flatten(list_ids(loader))) == sorted(dataset.image_ids.tolist())
+    assert measure_folder(tmp_path / "ssd") <= limit
+    dataset.stop()
+
+
 def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):
     limit = read_index(drive).bytes * 0.6 / 1e9
     dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW, limit_gb=limit)
