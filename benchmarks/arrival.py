@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -16,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from benchmarks.command import make_parser, run_to_end
+from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import BATCH_SIZE, collate
 from colab_utils.diagnosis.clocks import EmulatedStep
@@ -24,7 +23,6 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import make_loader
-from colab_utils.runtime import describe_machine, write_file
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
@@ -94,12 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shards = options.work / "arriving"
         shutil.rmtree(shards, ignore_errors=True)
         write_shards(data.images, data.annotations, shards=shards, shard_mb=options.shard_mb, form="keep")
-        results = {"machine": asdict(describe_machine()), "samples": options.samples, "step_ms": options.step_ms}
-        for repeat, profile, way in product(range(options.repeats), PROFILES, WAYS):
-            print(f"{profile}, {way}: {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
-            found = run_once(way, data, shards, profile, options.step_ms)
-            rows.append({"profile": profile, "way": way, "repeat": repeat, **found})
-            write_file(options.json, json.dumps({**results, "rows": rows}, indent=1, default=str).encode())
+        runs: list[Run] = [
+            ({"profile": profile, "way": way}, partial(run_once, way, data, shards, profile, options.step_ms))
+            for profile, way in product(PROFILES, WAYS)
+        ]
+        about = {"samples": options.samples, "step_ms": options.step_ms}
+        measure_in_turns(runs, rows, repeats=options.repeats, about=about, path=options.json)
 
     return run_to_end(measure, lambda: tabulate_runs(rows))
 

@@ -1,15 +1,23 @@
-"""What the benchmarks' command lines share: the data they are asked for, and how they end."""
+"""What the benchmarks' command lines share: the data they are asked for, runs in turns, and how they end."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import describe_machine, write_file
 
-__all__ = ["make_parser", "run_to_end"]
+__all__ = ["make_parser", "measure_in_turns", "run_to_end"]
+
+Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
+"""What names a run, and the run itself."""
 
 
 def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
@@ -20,6 +28,17 @@ def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for the data")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="all that is measured")
     return parser
+
+
+def measure_in_turns(
+    runs: Sequence[Run], rows: list[dict[str, Any]], *, repeats: int, about: dict[str, Any], path: Path
+) -> None:
+    """Do every run once, then each again; the JSON at ``path`` holds ``about`` and the ``rows`` so far."""
+    for repeat, (names, run) in product(range(repeats), runs):
+        print(f"{', '.join(names.values())}: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
+        rows.append({**names, "repeat": repeat, **run()})
+        content = {"machine": asdict(describe_machine()), **about, "rows": rows}
+        write_file(path, json.dumps(content, indent=1, default=str).encode())
 
 
 def run_to_end(measure: Callable[[], None], tabulate: Callable[[], str]) -> int:

@@ -6,14 +6,12 @@ Preprocess is compared with decoding, resizing and encoding alone, on as many pr
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,11 +20,11 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from benchmarks.command import make_parser, run_to_end
+from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import DRIVE_PROFILES
-from colab_utils.runtime import count_cores, describe_machine, write_file
+from colab_utils.runtime import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, copy_shards
 from colab_utils.shards.format import PIECE_BYTES, read_index
 from colab_utils.shards.jobs import read_image, store_sample
@@ -95,6 +93,11 @@ def time_copy(shards: Path, profile: str, folder: Path) -> dict[str, float]:
     return times
 
 
+def _run_in_folder(work: Path, run: Callable[[Path], dict[str, float]]) -> dict[str, float]:
+    with TemporaryDirectory(dir=work) as folder:
+        return run(Path(folder))
+
+
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     """Medians [lowest-highest]: for preprocess and copy, each as a ratio to the bare calls of the same repeat."""
     table: dict[str, list[dict[str, Any]]] = {"making": [], "copying": []}
@@ -132,18 +135,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shards = options.work / "preparing"
         shutil.rmtree(shards, ignore_errors=True)
         write_shards(data.images, data.annotations, shards=shards, shard_mb=16, form="keep")
-        results = {"machine": asdict(describe_machine()), "samples": options.samples}
         cores = sorted({1, count_cores()}, reverse=True)
-        things: list[tuple[str, Callable[[Path], dict[str, float]]]] = [
-            (f"{form}, {workers} processes", partial(time_preprocess, data, form, workers))
+        things = {
+            f"{form}, {workers} processes": partial(time_preprocess, data, form, workers)
             for form, workers in product(SIZES, cores)
-        ]
-        things += [(f"Drive, {name}", partial(time_copy, shards, name)) for name in DRIVE_PROFILES]
-        for repeat, (name, run) in product(range(options.repeats), things):
-            print(f"{name}: {repeat + 1} of {options.repeats}", file=sys.stderr, flush=True)
-            with TemporaryDirectory(dir=options.work) as folder:
-                rows.append({"name": name, "repeat": repeat, **run(Path(folder))})
-            write_file(options.json, json.dumps({**results, "rows": rows}, indent=1, default=str).encode())
+        }
+        things |= {f"Drive, {name}": partial(time_copy, shards, name) for name in DRIVE_PROFILES}
+        runs: list[Run] = [({"name": name}, partial(_run_in_folder, options.work, run)) for name, run in things.items()]
+        measure_in_turns(runs, rows, repeats=options.repeats, about={"samples": options.samples}, path=options.json)
 
     return run_to_end(measure, lambda: tabulate_runs(rows))
 

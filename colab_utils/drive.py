@@ -21,6 +21,7 @@ __all__ = [
     "DriveLostError",
     "DriveProfile",
     "Retries",
+    "describe_retries",
     "get_profile",
     "guard_drive",
     "is_on_drive",
@@ -123,9 +124,8 @@ class Retries:
         ('read', 0)
     """
 
-    def __init__(self, stop: threading.Event | None = None) -> None:
-        self.count, self.failing = 0, False
-        self.stop = stop or threading.Event()
+    def __init__(self) -> None:
+        self.count, self.failing, self.stop = 0, False, threading.Event()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """What ``call`` returns.
@@ -148,7 +148,17 @@ class Retries:
         return call()
 
     def __str__(self) -> str:
-        return f"Drive failed {self.count} time{'s' * (self.count != 1)} and was tried again" if self.count else ""
+        return describe_retries(self.count)
+
+
+def describe_retries(count: int, before: str = "") -> str:
+    """How often Drive failed, with ``before`` in front; nothing where it did not.
+
+    Example:
+        >>> describe_retries(1, "; ")
+        '; Drive failed 1 time and was tried again'
+    """
+    return f"{before}Drive failed {count} time{'s' * (count != 1)} and was tried again" if count else ""
 
 
 def is_on_drive(folder: str | Path) -> bool:

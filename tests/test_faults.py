@@ -100,6 +100,14 @@ def check_result(world: World, command: str, result: dict) -> None:
     world.output.readouterr()
 
 
+def run_whole(world: World, command: str) -> dict:
+    """Run a command that succeeds, and check what it left."""
+    status, shown, result = world.run(command)
+    assert status == 0, shown
+    check_result(world, command, result)
+    return result
+
+
 def list_files(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
@@ -111,13 +119,9 @@ every = pytest.mark.parametrize("command", list(COMMANDS))
 def test_a_burst_of_errors_is_tried_again(world, command):
     prepare(world, command)
     world.mount.fail(errors=3)
-    status, shown, result = world.run(command)
-    assert status == 0, shown
+    result = run_whole(world, command)
     if command in ("preprocess", "verify", "copy"):
         assert result["retries"] > 0
-        check_result(world, command, result)
-    else:
-        check_result(world, command, result)
 
 
 @every
@@ -145,9 +149,7 @@ def test_a_drive_that_is_gone_ends_in_one_line_and_the_same_command_continues(wo
     for words in ("Drive got disconnected", "drive.mount(", "run this again"):
         assert words in errors[0]
     world.mount.fail()
-    status, shown, result = world.run(command)
-    assert status == 0, shown
-    check_result(world, command, result)
+    run_whole(world, command)
 
 
 @every
@@ -166,9 +168,7 @@ def test_a_full_drive(world, command):
     if command == "resume":
         assert list_files(world.backing / "run") == before
     world.mount.fail()
-    status, shown, result = world.run(command)
-    assert status == 0, shown
-    check_result(world, command, result)
+    run_whole(world, command)
 
 
 @every
@@ -176,9 +176,7 @@ def test_a_full_drive(world, command):
 def test_short_reads(world, command):
     prepare(world, command)
     world.mount.fail(short_read=1000)
-    status, shown, result = world.run(command)
-    assert status == 0, shown
-    check_result(world, command, result)
+    run_whole(world, command)
 
 
 @every
@@ -229,18 +227,14 @@ def test_a_torn_shard_is_named_and_never_trained_on(world, command, damage):
     words = COMMANDS["preprocess"]
     assert main([str(word).format(drive=world.mount.folder).replace("/new", "/shards") for word in words]) == 0
     world.output.readouterr()
-    status, shown, result = world.run(command)
-    assert status == 0, shown
-    check_result(world, command, result)
+    run_whole(world, command)
 
 
 @pytest.mark.parametrize("command", ["copy", "train"])
 def test_a_torn_copy_is_copied_again(world, command):
     assert world.run("copy")[0] == 0
     change(world.ssd / "shards" / "shard-000001.tar")
-    status, shown, result = world.run(command)
-    assert status == 0, shown
-    check_result(world, command, result)
+    run_whole(world, command)
     assert list_files(world.ssd / "shards") == list_files(world.backing / "shards")
 
 
@@ -254,9 +248,7 @@ def test_a_shard_that_another_machine_wrote_and_that_does_not_show_yet(world, co
     assert status == 2, shown
     assert "shard-000002.tar" in shown
     world.mount.fail()
-    status, shown, result = world.run(command)
-    assert status == 0, shown
-    check_result(world, command, result)
+    run_whole(world, command)
 
 
 def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
@@ -283,9 +275,7 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
     assert "note: Drive does not answer: checkpoint checkpoint-00000004.pt waits in" in shown
     world.mount.fail()
     assert not (world.backing / "run" / "checkpoint-00000006.pt").exists()
-    status, shown, result = world.run("resume")
-    assert status == 0, shown
-    check_result(world, "resume", result)
+    run_whole(world, "resume")
 
 
 def test_a_second_writer_is_told(world):
@@ -294,9 +284,7 @@ def test_a_second_writer_is_told(world):
         status, shown, _ = world.run("preprocess")
     assert status == 2
     assert f"found process {os.getpid()} on this machine at work there" in shown
-    status, shown, result = world.run("preprocess")
-    assert status == 0, shown
-    check_result(world, "preprocess", result)
+    run_whole(world, "preprocess")
 
 
 def test_a_writer_on_another_machine_is_waited_for(world, monkeypatch):
@@ -323,9 +311,7 @@ def test_a_writer_on_another_machine_is_waited_for(world, monkeypatch):
     assert status == 2
     assert "found process 1 on machine colab-2 at work there" in shown
     monkeypatch.setattr(lock, "_SILENT_S", 0.5)  # that machine ended with its session
-    status, shown, result = world.run("preprocess")
-    assert status == 0, shown
-    check_result(world, "preprocess", result)
+    run_whole(world, "preprocess")
 
 
 def test_a_killed_writer_is_no_writer(world):
@@ -336,9 +322,7 @@ def test_a_killed_writer_is_no_writer(world):
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
     assert (folder / lock.WRITER_NAME).exists()
-    status, shown, result = world.run("preprocess")
-    assert status == 0, shown
-    check_result(world, "preprocess", result)
+    run_whole(world, "preprocess")
 
 
 def test_drives_cache_makes_the_second_read_fast_and_takes_local_disk(made, tmp_path):

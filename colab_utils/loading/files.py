@@ -39,8 +39,7 @@ class ShardFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         # open files and shards in memory stay in this process
-        names = ("folder", "profile", "whole_shards", "source")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("folder", "profile", "whole_shards", "source")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state.pop("folder"), **state)  # type: ignore[misc]
@@ -115,14 +114,12 @@ def load_shard(
 
     def load() -> ShardArrays:
         with guard_drive(folder):
-            return _load_once(folder, shard, category_ids, profile)
+            return _load(folder, shard, category_ids, profile)
 
     return retries.run(load)
 
 
-def _load_once(
-    folder: Path, shard: ShardInfo, category_ids: Sequence[int], profile: DriveProfile | None
-) -> ShardArrays:
+def _load(folder: Path, shard: ShardInfo, category_ids: Sequence[int], profile: DriveProfile | None) -> ShardArrays:
     path, arrays_path = folder / shard.name, folder / shard.arrays_name
     if not path.is_file() or path.stat().st_size != shard.bytes:
         found = f"{path.stat().st_size:,}" if path.is_file() else "none"

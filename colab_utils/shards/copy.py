@@ -10,7 +10,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, is_on_drive
+from colab_utils.drive import (
+    DriveFile,
+    DriveLostError,
+    DriveProfile,
+    Retries,
+    describe_retries,
+    get_profile,
+    is_on_drive,
+)
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, show_progress
 from colab_utils.shards.format import (
@@ -54,9 +62,7 @@ class CopyReport:
             text += f", {self.skipped_shards} were there already"
         if self.left_out_shards:
             text += f", {self.left_out_shards} left out by the limit"
-        if self.retries:
-            text += f"; Drive was tried again {self.retries} times"
-        return text
+        return text + describe_retries(self.retries, "; ")
 
 
 def copy_shards(

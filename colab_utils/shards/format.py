@@ -237,12 +237,12 @@ def hash_bytes(data: bytes | bytearray) -> str:
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
-def hash_file(path: str | Path, retries: Retries | None = None) -> str:
-    """XXH3-64 of a file, in hexadecimal; where Drive fails, ``retries`` go on where it was."""
+def hash_file(path: str | Path) -> str:
+    """XXH3-64 of a file, in hexadecimal."""
     import xxhash
 
     state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
-    with DriveFile(path, None, retries) as file:
+    with DriveFile(path) as file:
         while count := file.readinto(piece, offset):
             state.update(piece[:count])
             offset += count

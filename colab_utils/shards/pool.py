@@ -7,6 +7,7 @@ import signal
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from typing import Any, Literal
 
+from colab_utils.drive import describe_retries
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, end_with_parent, quiet_fork, show_progress
 from colab_utils.shards.format import SkippedImage, remove_leftovers
@@ -67,8 +68,7 @@ def _collect(
                 if done is None:
                     bar.update(result.info.images + len(result.skipped))
                 retries += result.retries
-                if retries:
-                    bar.set_postfix_str(f"Drive was tried again {retries} times", refresh=False)
+            bar.set_postfix_str(describe_retries(retries), refresh=False)
             if done is not None:
                 bar.update(done.value - bar.n)
             _check_bad(bad, total, allowed)

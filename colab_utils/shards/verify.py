@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from colab_utils.drive import Retries, guard_drive
+from colab_utils.drive import Retries, describe_retries, guard_drive
 from colab_utils.runtime import show_progress
 from colab_utils.shards.format import ShardInfo, hash_file, read_index
 
@@ -33,8 +33,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         state = f"{len(self.bad)} bad" if self.bad else "all whole"
-        tried = f" (Drive was tried again {self.retries} times)" if self.retries else ""
-        return f"{self.shards} shards, {self.images:,} images: {state}{tried}"
+        return f"{self.shards} shards, {self.images:,} images: {state}{describe_retries(self.retries, '; ')}"
 
 
 def verify_shards(folder: str | Path) -> VerifyReport:

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, is_safe_name, read_coco
-from colab_utils.drive import DriveLostError, Retries, guard_drive
+from colab_utils.drive import DriveLostError, Retries, describe_retries, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, write_file
 from colab_utils.shards.arrays import read_head
@@ -64,7 +64,7 @@ class ShardReport:
 
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
-        tried = f"; Drive was tried again {self.retries} times" if self.retries else ""
+        tried = describe_retries(self.retries, "; ")
         return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}{tried}"
 
 
