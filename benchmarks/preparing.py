@@ -1,7 +1,8 @@
 """Preprocess and copy against bare calls, and the plan's minutes: `python -m benchmarks.preparing --images DIR ...`.
 
-Preprocess is compared with decoding, resizing and encoding alone, on as many processes; the copy, on a mounted Drive
-(FUSE), with as many streams that read the same files from start to end and keep nothing.
+Preprocess is compared with decoding, resizing and encoding alone, on as many processes: of the images (Pillow), and of
+images and masks (pycocotools, and torch's nearest neighbour, as torchvision's references resize them). The copy, on a
+mounted Drive (FUSE), is compared with as many streams that read the same files from start to end and keep nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+import torch
+from pycocotools import mask as coco_mask
+
 from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from colab_utils.data.coco import CocoDataset, read_coco
@@ -27,6 +32,7 @@ from colab_utils.drive import DRIVE_PROFILES
 from colab_utils.runtime import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, copy_shards
 from colab_utils.shards.format import PIECE_BYTES, read_index
+from colab_utils.shards.images import StoredImage
 from colab_utils.shards.jobs import read_image, store_sample
 from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.write import write_shards
@@ -37,19 +43,34 @@ __all__ = ["main"]
 SIZES: dict[str, dict[str, Any]] = {"keep": {}, "shrink": {"min_size": 400, "max_size": 667}, "pixels": {}}
 
 
-def make_bare(images: Path, dataset: CocoDataset, recipe: dict[str, Any], processes: int) -> float:
-    """Seconds of reading, decoding, resizing and encoding every image, each process with its share."""
+def make_bare(images: Path, dataset: CocoDataset, recipe: dict[str, Any], processes: int, *, masks: bool) -> float:
+    """Seconds of reading, decoding, resizing and encoding every image, or also its masks, each process with its
+    share.
+    """
     shares = [range(first, len(dataset), processes) for first in range(processes)]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         list(pool.map(int, range(processes)))  # they have started
         began_s = perf_counter()
-        list(pool.map(partial(_store_all, images, dataset, recipe), shares))
+        list(pool.map(partial(_store_all, images, dataset, recipe, masks), shares))
         return perf_counter() - began_s
 
 
-def _store_all(images: Path, dataset: CocoDataset, recipe: dict[str, Any], share: Sequence[int]) -> None:
+def _store_all(images: Path, dataset: CocoDataset, recipe: dict[str, Any], masks: bool, share: Sequence[int]) -> None:
+    torch.set_num_threads(1)
     for i in share:
-        store_sample(read_image(images, dataset, i), dataset, i, recipe)
+        stored = store_sample(read_image(images, dataset, i), dataset, i, recipe)
+        for annotation in dataset.annotations(i) if masks else ():
+            _store_mask(annotation["segmentation"], stored)
+
+
+def _store_mask(segmentation: Any, stored: StoredImage) -> None:
+    drawn = coco_mask.frPyObjects(segmentation, stored.original_height, stored.original_width)
+    dense = coco_mask.decode(coco_mask.merge(drawn) if isinstance(drawn, list) else drawn)
+    size = stored.height, stored.width
+    if dense.shape != size:
+        resized = torch.nn.functional.interpolate(torch.from_numpy(dense)[None, None].float(), size)
+        dense = np.asfortranarray(resized[0, 0].byte().numpy())
+    coco_mask.encode(dense)
 
 
 def read_bare(shards: Path) -> float:
@@ -69,13 +90,15 @@ def _read_through(path: Path) -> None:
 
 def time_preprocess(data: Any, form: Any, workers: int, folder: Path) -> dict[str, float]:
     """The plan's seconds, those of `write_shards`, and those of the bare calls."""
-    settings = {"shards": folder / "shards", "form": form, "workers": workers, **SIZES[form]}
+    # several shards for each process, as a dataset worth preprocessing has
+    settings = {"shards": folder / "shards", "form": form, "workers": workers, "shard_mb": 8, **SIZES[form]}
     plan = plan_shards(data.images, data.annotations, **settings)
     made = write_shards(data.images, data.annotations, **settings)
     recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
     return {
         "planned": plan.picked.make_s, "made": made.seconds,
-        "bare": make_bare(Path(data.images), dataset, recipe, workers),
+        "bare": make_bare(Path(data.images), dataset, recipe, workers, masks=False),
+        "bare with masks": make_bare(Path(data.images), dataset, recipe, workers, masks=True),
         "planned bytes": plan.picked.bytes, "bytes": made.bytes,
     }  # fmt: skip
 
@@ -109,6 +132,7 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
                 "planned / made": _spread([run["planned"] / run["made"] for run in runs]),
                 "planned / made, bytes": _spread([run["planned bytes"] / run["bytes"] for run in runs]),
                 "made / bare calls": _spread([run["made"] / run["bare"] for run in runs]),
+                "made / bare calls with masks": _spread([run["made"] / run["bare with masks"] for run in runs]),
             })  # fmt: skip
         else:
             table["copying"].append({

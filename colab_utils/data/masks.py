@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from colab_utils.data.runs import crop_runs, read_counts, read_runs, resize_runs, write_runs
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["PackedMasks", "encode_segmentation", "nearest_indices", "pack_masks", "resize_rle", "unpack_masks"]
+__all__ = ["PackedMasks", "encode_segmentation", "nearest_indices", "pack_masks", "resize_rles", "unpack_masks"]
 
 # beyond these a polygon is damage: no mask has such an outline, and drawing it would take gigabytes
 FARTHEST_PIXEL = 10_000_000
 LONGEST_OUTLINE = 4_000_000
-LAST_SHIFT = 25  # of a run in compressed RLE: six characters, which pycocotools' 32 bits hold
 
 
 class PackedMasks(NamedTuple):
@@ -91,63 +91,37 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         raise ColabUtilsError("expected RLE with counts and size, found one without counts")
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
         raise ColabUtilsError(f"expected RLE of size [{height}, {width}], the image's, found {size}")
-    runs = counts if isinstance(counts, list) else _read_counts(counts)
+    coded = counts.encode("ascii", "replace") if isinstance(counts, str) else counts
+    runs = coded if isinstance(coded, list) else read_counts([coded])[0].tolist()
     if not all(isinstance(run, int) and run >= 0 for run in runs) or sum(runs) != height * width:
         raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")
     if 0 in runs[1:]:  # an empty run makes pycocotools' toBbox wrong: encode the mask afresh
         dense = coco_mask.decode(coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width))
         return coco_mask.encode(np.asfortranarray(dense))
-    if isinstance(counts, list):
+    if isinstance(coded, list):
         return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
-    return {"size": [height, width], "counts": counts.encode() if isinstance(counts, str) else counts}
+    return {"size": [height, width], "counts": coded}
 
 
-def _read_counts(counts: str | bytes) -> list[int]:
-    """The runs of compressed RLE, none if it is damaged: pycocotools reads past its memory then.
-
-    The code is that of ``rleFrString`` in cocoapi's maskApi.c: 5 bits a character, the sixth says that
-    more follow, the fifth is the sign, and from the fourth run on a run is the difference to the last but one.
-    """
-    text = counts.encode("ascii", "replace") if isinstance(counts, str) else counts
-    runs: list[int] = []
-    value = shift = 0
-    for code in text:
-        if not 48 <= code < 112 or shift > LAST_SHIFT:
-            return []
-        value |= (code - 48 & 0x1F) << shift
-        shift += 5
-        if code - 48 & 0x20:
-            continue
-        if code - 48 & 0x10:
-            value -= 1 << shift
-        if len(runs) > 2:
-            value += runs[-2]
-        runs.append(value)
-        value = shift = 0
-    return runs if not shift else []
-
-
-def resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
-    """Resize one mask as torchvision's Mask R-CNN transform does: dense, then nearest neighbour.
+def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list[dict[str, Any]]:
+    """Resize N masks of one image as torchvision's Mask R-CNN transform does: nearest neighbour; N may be 0.
 
     Source: ``torch.nn.functional.interpolate(mode="nearest")``, whose source index is
     ``floor(index * float32(in / out))``.
 
     Example:
         >>> rle = encode_segmentation([[0, 0, 4, 0, 4, 4, 0, 4]], 8, 8)
-        >>> resize_rle(rle, 4, 4)["size"]
-        [4, 4]
+        >>> resize_rles([rle], 4, 4) == [encode_segmentation([[0, 0, 2, 0, 2, 2, 0, 2]], 4, 4)]
+        True
     """
-    from pycocotools import mask as coco_mask
-
-    dense = coco_mask.decode(rle)
-    rows = nearest_indices(dense.shape[0], height)
-    columns = nearest_indices(dense.shape[1], width)
-    return coco_mask.encode(np.asfortranarray(dense[:, columns][rows]))
+    if not rles:
+        return []
+    rows, columns = (nearest_indices(*sides) for sides in zip(rles[0]["size"], (height, width), strict=True))
+    return write_runs(resize_runs(read_runs(rles), rows, columns), len(rles), height, width)
 
 
 def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
-    """The row (or column) that each of ``size_out`` rows takes from ``size_in``, int64: see :func:`resize_rle`.
+    """The row (or column) that each of ``size_out`` rows takes from ``size_in``, int64: see :func:`resize_rles`.
 
     Example:
         >>> nearest_indices(8, 4).tolist()
@@ -160,14 +134,9 @@ def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
 
 def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
     """Pack N compressed RLE masks of one image; N may be 0."""
-    from pycocotools import mask as coco_mask
-
-    crops = np.zeros((len(rles), 4), np.int32)
-    parts: list[NDArray[np.uint8]] = []
-    for row, rle in enumerate(rles):
-        x, y, w, h = (int(value) for value in coco_mask.toBbox(rle))
-        crops[row] = x, y, x + w, y + h
-        parts.append(np.packbits(coco_mask.decode(rle)[y : y + h, x : x + w], axis=None))
+    cropped = crop_runs(read_runs(rles), len(rles))
+    crops = np.array([box for box, _ in cropped], np.int32).reshape(-1, 4)
+    parts = [np.packbits(pixels, axis=None) for _, pixels in cropped]
     offsets = np.zeros(len(rles) + 1, np.int64)
     np.cumsum([part.size for part in parts], out=offsets[1:])
     return PackedMasks(np.concatenate(parts) if parts else np.zeros(0, np.uint8), crops, offsets)

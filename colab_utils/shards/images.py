@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from colab_utils.data.coco import is_sound_box
-from colab_utils.data.masks import encode_segmentation, resize_rle
+from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.errors import ColabUtilsError
 
 if TYPE_CHECKING:
@@ -118,19 +118,22 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
     height, width = stored.height, stored.width
     original = stored.original_height, stored.original_width
     scale_y, scale_x = height / original[0], width / original[1]
-    converted = []
+    rles, converted = [], []
     for annotation in annotations:
         try:
-            rle = encode_segmentation(annotation["segmentation"], *original)
+            rles.append(encode_segmentation(annotation["segmentation"], *original))
         except ColabUtilsError as error:
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
-        box, area = annotation["bbox"], annotation["area"]
         if not is_sound_box(annotation):
             raise ColabUtilsError(
-                f"annotation {annotation['id']}: expected finite numbers, found bbox {box}, area {area}"
+                f"annotation {annotation['id']}: expected finite numbers, found bbox {annotation['bbox']}, area "
+                f"{annotation['area']}"
             )
+    if original != (height, width):
+        rles = resize_rles(rles, height, width)
+    for annotation, rle in zip(annotations, rles, strict=True):
+        box, area = annotation["bbox"], annotation["area"]
         if original != (height, width):
-            rle = resize_rle(rle, height, width)
             box = [box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y]
             area *= scale_x * scale_y
         counts = rle["counts"].decode()

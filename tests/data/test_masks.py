@@ -11,7 +11,7 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
 from colab_utils.data.coco import read_coco
-from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rle, unpack_masks
+from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles, unpack_masks
 from colab_utils.errors import ColabUtilsError
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -111,14 +111,16 @@ def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
 
 
 @QUICK
-@given(masks=dense_masks(1), height=st.integers(1, 30), width=st.integers(1, 30))
+@given(masks=dense_masks(), height=st.integers(1, 30), width=st.integers(1, 30))
 def test_resize_is_torch_nearest(masks, height, width):
     import torch
 
-    for mask in masks:
+    resized = resize_rles([encode(mask) for mask in masks], height, width)
+    for mask, rle in zip(masks, resized, strict=True):
         expected = torch.nn.functional.interpolate(torch.from_numpy(mask)[None, None].float(), size=(height, width))
-        resized = coco_mask.decode(resize_rle(encode(mask), height, width))
-        assert np.array_equal(resized, expected[0, 0].numpy())
+        dense = expected[0, 0].numpy().astype(np.uint8)
+        assert np.array_equal(coco_mask.decode(rle), dense)
+        assert rle == encode(dense)
 
 
 @pytest.mark.parametrize(
