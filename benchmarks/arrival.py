@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shard-mb", type=float, default=4, help="size of a shard (%(default)s)")
     parser.add_argument("--step-ms", type=float, default=100, help="emulated step of a batch of 4 (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each way, in turns (%(default)s)")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="those to compare (all)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
 
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_shards(data.images, data.annotations, shards=shards, shard_mb=options.shard_mb, form="keep")
         runs: list[Run] = [
             ({"profile": profile, "way": way}, partial(run_once, way, data, shards, profile, options.step_ms))
-            for profile, way in product(PROFILES, WAYS)
+            for profile, way in product(PROFILES, options.ways)
         ]
         about = {"samples": options.samples, "step_ms": options.step_ms}
         measure_in_turns(runs, rows, repeats=options.repeats, about=about, path=options.json)

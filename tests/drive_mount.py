@@ -75,6 +75,7 @@ def mount_drive(
     reaches the reader, and files cannot be mapped.
     """
     name = profile if isinstance(profile, str) else json.dumps(asdict(profile))
+    backing, folder = backing.absolute(), folder.absolute()  # libfuse leaves the working directory
     folder.mkdir(parents=True, exist_ok=True)
     faults = folder.parent / f"{folder.name}.faults.json"
     mount = DriveMount(folder, faults)
@@ -88,6 +89,7 @@ def mount_drive(
         deadline = time.monotonic() + 20
         while not os.path.ismount(folder):
             if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()  # or its last words would be waited for
                 raise RuntimeError(f"the mount did not come: {process.stderr.read() if process.stderr else ''}")
             time.sleep(0.02)
         yield mount

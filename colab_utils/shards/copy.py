@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -189,20 +189,36 @@ class Copying:
         return True
 
     def _transfer(self, name: str, temporary: Path) -> tuple[int, str]:
-        """Copy the bytes under a temporary name; returns their number and their checksum."""
+        """Copy the bytes under a temporary name; returns their number and their checksum.
+
+        A piece is written while the next one is read.
+        """
         import xxhash
 
-        state, offset, buffer = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
-        with self._open(name) as file, open(temporary, "wb", buffering=0) as out:
-            while count := file.readinto(buffer, offset):
-                if self.stop.is_set():
-                    raise CancelledError
-                piece = buffer[:count]
+        state, offset = xxhash.xxh3_64(), 0
+        buffers = [memoryview(bytearray(PIECE_BYTES)) for _ in range(2)]
+        with self._open(name) as file, open(temporary, "wb", buffering=0) as out, ThreadPoolExecutor(1) as writer:
+
+            def write(piece: memoryview, offset: int) -> None:
                 state.update(piece)
+                count = len(piece)
                 while piece:  # a disk that is nearly full may take less than it was given
                     piece = piece[out.write(piece) :]
+                if hasattr(os, "posix_fadvise"):  # start to flush it, or the index would wait for the whole copy
+                    os.posix_fadvise(out.fileno(), offset, count, os.POSIX_FADV_DONTNEED)
+
+            written: Future[None] | None = None
+            while count := file.readinto(buffers[0], offset):
+                if written:
+                    written.result()
+                if self.stop.is_set():
+                    raise CancelledError
+                written = writer.submit(write, buffers[0][:count], offset)
+                buffers.reverse()
                 offset += count
                 self._progress.put(count)
+            if written:
+                written.result()
             file.forget()
         return offset, state.hexdigest()
 

@@ -42,7 +42,7 @@ FORMAT_VERSION = 1
 INDEX_NAME = "index.json"
 UNFINISHED_NAME = "unfinished.json"
 BLOCK_BYTES = 512
-PIECE_BYTES = 8 << 20  # of a file that is read from its start to its end
+PIECE_BYTES = 1 << 20  # of a file that is read from its start to its end
 _LEFTOVER = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|unfinished\.json|writer\.json)\.(\d+)\.part")
 
 
