@@ -62,6 +62,17 @@ class PackedBatch:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def __getitem__(self, part: slice) -> PackedBatch:
+        """Some of the images, one after another, with their objects: views of this batch, without dense masks."""
+        first, end, _ = part.indices(len(self))
+        pixels = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
+        objects = [0, *accumulate(self.counts.tolist())]
+        images, of = slice(first, end), slice(objects[first], objects[end])
+        tables = {name: getattr(self, name)[images] for name in ("sizes", "image_ids", "counts")}
+        tables |= {name: getattr(self, name)[of] for name in ("boxes", "labels", "areas", "iscrowd")}
+        masks = MaskBits(self.masks.bits, self.masks.crops[of], self.masks.offsets[of.start : of.stop + 1])
+        return PackedBatch(pixels=self.pixels[pixels[first] : pixels[end]], masks=masks, dense=None, **tables)
+
     @cached_property
     def images(self) -> Tensor:
         """uint8 [B, 3, H, W]: each image in the top left corner, zeros around; strides as in channels_last."""

@@ -232,6 +232,7 @@ def sample_masks(
     sizes: Tensor | Sequence[Sequence[int]],
     counts: Tensor | Sequence[int],
     flips: Tensor | Sequence[bool] | None = None,
+    to_sizes: Tensor | Sequence[Sequence[int]] | None = None,
     size: int = 28,
 ) -> Tensor:
     """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the images.
@@ -246,11 +247,13 @@ def sample_masks(
     Args:
         masks: The packed masks of all T objects.
         objects: int64 [R]: the object, among the T, of each proposal.
-        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the stored image, mirrored where the
-            image is. Both are read on the CPU, so if they lie on a GPU this waits for it, once.
+        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after mirroring and resizing.
+            Both are read on the CPU, so if they lie on a GPU this waits for it, once.
         sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
         counts: int [B]: objects of each image.
         flips: bool [B]: the images that are mirrored left to right; none by default.
+        to_sizes: int [B, 2]: height and width in pixels that each image is resized to, its masks by nearest
+            neighbour as in ``expand_masks``; the stored sizes by default.
         size: Rows and columns of a target; 28 by default, as in Mask R-CNN.
 
     Returns:
@@ -267,7 +270,7 @@ def sample_masks(
         >>> sample_masks(masks, torch.tensor([0]), box, sizes=[(2, 4)], counts=[1], size=2).tolist()
         [[[0.625, 0.125], [0.75, 0.25]]]
     """
-    tables = _read_tables(masks, sizes, counts, flips)
+    tables = _read_tables(masks, sizes, counts, flips, to_sizes)
     of, corners = objects.cpu().numpy(), boxes.float().cpu().numpy()
     if corners.shape != (len(of), 4) or not ((of >= 0) & (of < len(tables.images)) & np.isfinite(corners).all(1)).all():
         raise ColabUtilsError(
@@ -275,15 +278,17 @@ def sample_masks(
             f"{len(of)} objects and boxes {list(corners.shape)}. Give proposals of the batch that the masks are of."
         )
     starts, images, crops = corners[:, :2], tables.images[of], tables.crops[of]
-    limits, flipped = tables.sizes[images, ::-1], tables.flips[images]
+    limits, stored, flipped = tables.to_sizes[images, ::-1], tables.sizes[images, ::-1], tables.flips[images]
+    shrinks = stored.astype(np.float32) / limits.astype(np.float32)  # as nearest_indices works it out
     # as roi_align works it out, in float32, so that the samples lie where its own do
     sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
     steps = sides / np.float32(size)
-    grids = np.stack([starts, steps, np.ceil(steps), limits], 1).astype(np.float32)
+    grids = np.stack([starts, steps, np.ceil(steps), limits, shrinks], 1).astype(np.float32)
     # the part of each crop that samples can read, as stored
-    lows = starts.clip(0, limits - 1).astype(np.int64)
-    highs = (starts + sides).clip(0, limits - 1).astype(np.int64) + 2
-    lows[flipped, 0], highs[flipped, 0] = (limits - highs)[flipped, 0], (limits - lows)[flipped, 0]
+    lows, lasts = (edge.clip(0, limits - 1).astype(np.int64) for edge in (starts, starts + sides + 1))
+    lows, highs = ((edge * shrinks).astype(np.int64) for edge in (lows, lasts))
+    highs += 1
+    lows[flipped, 0], highs[flipped, 0] = (stored - highs)[flipped, 0], (stored - lows)[flipped, 0]
     lows, highs = np.maximum(lows, crops[:, :2]), np.minimum(highs, crops[:, 2:])
     signs = np.where(flipped, -1, 1)
 
@@ -294,7 +299,7 @@ def sample_masks(
             crop, (x, y) = crops[row], low.T
             stride = crop[:, 2] - crop[:, 0]
             first = tables.offsets[of[row]] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
-            across = np.stack([signs[row], np.where(flipped[row], limits[row, 0] - 1 - x, -x), span[:, 0]])
+            across = np.stack([signs[row], np.where(flipped[row], stored[row, 0] - 1 - x, -x), span[:, 0]])
             down = np.stack([np.ones_like(y), -y, span[:, 1]])
             pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())
             columns = _weigh_pixels(grids[row, :, 0].T, across, (size, pixels.shape[2]), device)
@@ -340,12 +345,13 @@ def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int]
     """What each pixel of a block counts in each row, or column, of a target: float32 [k, size, pixels].
 
     Args:
-        grid: [4, k]: where the box starts, the side of a bin, samples in a bin, pixels of the image.
-        reach: [3, k]: pixel p of the image is ``first * p + second`` of the block, if that is below ``third``.
+        grid: [5, k]: where the box starts, the side of a bin, samples in a bin, pixels of the image, and how many
+            stored pixels go into one of these.
+        reach: [3, k]: pixel p of the stored image is ``first * p + second`` of the block, if that is below ``third``.
         shape: size and pixels: those of the longest block, or more.
         device: where to make it.
     """
-    start, side, count, limit = _send(grid, device)[..., None, None]
+    start, side, count, limit, shrink = _send(grid, device)[..., None, None]
     sign, edge, length = _send(reach, device)[..., None, None]
     number = torch.arange(int(grid[2].max()), dtype=torch.float32, device=device) + 0.5
     place = start + torch.arange(shape[0], dtype=torch.float32, device=device)[:, None] * side + number * side / count
@@ -354,7 +360,7 @@ def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int]
     share = place.frac()
     weights = torch.zeros((len(start), *shape), dtype=torch.float32, device=device)
     for pixel, part in ((place.long(), 1 - share), (place.long() + 1, share)):
-        at = sign * pixel + edge
+        at = sign * (pixel * shrink).long() + edge
         inside = (at >= 0) & (at < length)
         weights.scatter_add_(2, at.clamp_(0, shape[1] - 1), weight * part * inside)
     return weights

@@ -25,7 +25,7 @@ from colab_utils.runtime import show_progress
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.meter import Pace, StepMeter
 from colab_utils.training.report import LogLine, TrainingPlan
-from colab_utils.training.step import TrainingStep, compute_rate, flip_batch, make_optimizer
+from colab_utils.training.step import TrainingStep, compute_rate, make_optimizer
 
 __all__ = ["TrainingSession"]
 
@@ -123,10 +123,9 @@ class TrainingSession:
         rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
-        device = self.step.device
-        images, targets = flip_batch(batch.to_images(device), batch.to_targets(device), generator=generator)
+        flips = (torch.rand(len(batch), generator=generator) < 0.5).tolist()
         try:
-            self._pending.append(self.step(images, targets))
+            self._pending.append(self.step(batch.to(self.step.device), flips=flips))
         except Exception:
             self._fetch_losses()  # weights that are no numbers any more make torchvision fail in odd places
             raise

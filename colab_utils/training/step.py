@@ -1,19 +1,24 @@
-"""One training step: flip, forward, backward and optimiser, with the precision that the device is good at."""
+"""One training step: forward, backward and optimiser, in the precision and the memory that the device has."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL
 
-__all__ = ["TrainingStep", "choose_precision", "choose_rate", "compute_rate", "flip_batch", "make_optimizer"]
+__all__ = ["TrainingStep", "choose_precision", "choose_rate", "compute_rate", "make_optimizer"]
 
 _MAX_GRADIENT_NORM = 10.0
 _WARMUP_STEPS = 500
+_MOST_PARTS = 8  # of a batch: it is halved three times
 
 
 def choose_precision(device: str | torch.device) -> torch.dtype:
@@ -31,13 +36,16 @@ def choose_precision(device: str | torch.device) -> torch.dtype:
 class TrainingStep:
     """A callable that trains a torchvision detection model on one batch; ``train`` uses it too.
 
+    A batch that does not fit into the GPU's memory is cut in two, at most three times: from then on each batch is
+    trained in ``parts`` whose gradients are added up, so its size stays the same, and you are warned.
+
     Args:
         model: In training mode it returns a dict of losses.
         device: Where the model is moved to and trained.
         optimizer: Default: SGD with a learning rate of 0.001, safe for any model and batch size.
 
     Raises:
-        ColabUtilsError: When a batch does not fit into the memory of the GPU.
+        ColabUtilsError: When not even one image at a time, or an eighth of a batch, fits into the GPU's memory.
 
     Example:
         >>> from colab_utils.training.model import build_mask_rcnn
@@ -58,51 +66,64 @@ class TrainingStep:
         self.precision = choose_precision(self.device)
         # Only float16 underflows; a disabled scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
+        self.parts = 1
 
-    def __call__(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
-        """Train on one batch; returns the total loss, a detached float32 scalar still on the device."""
+    def __call__(
+        self,
+        images: PackedBatch | list[Tensor],
+        targets: list[dict[str, Tensor]] | None = None,
+        *,
+        flips: Sequence[bool] | None = None,
+    ) -> Tensor:
+        """Train on one batch: ``images`` and ``targets`` as torchvision takes them, or a packed batch on the device.
+
+        ``flips``, bool [B], mirrors images of a packed batch. Returns the total loss, a detached float32 scalar still
+        on the device.
+        """
+        while (loss := self._try_batch(images, targets, flips)) is None:  # and what it took is free again
+            torch.cuda.empty_cache()
+            self.parts *= 2
+            warnings.warn(
+                f"a batch of {len(images)} images does not fit into the GPU's memory: from now on each is trained in "
+                f"{self.parts} parts whose gradients are added up. The batch stays the same; the steps take longer.",
+                ColabUtilsWarning,
+                stacklevel=2,
+            )
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.scaler.unscale_(self.optimizer)
+        # Far above the usual norm: it only tames the first steps from random weights.
+        nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def _try_batch(
+        self, images: PackedBatch | list[Tensor], targets: list[dict[str, Tensor]] | None, flips: Sequence[bool] | None
+    ) -> Tensor | None:
+        """The gradients of a batch, and its loss; None where memory ran out and smaller parts may help."""
+        count, total = len(images), torch.zeros((), device=self.device)
+        size = -(-count // self.parts)
+        self.optimizer.zero_grad()
         try:
-            with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-                loss = torch.stack([part.float() for part in self.model(images, targets).values()]).sum()
-            self.optimizer.zero_grad()
-            self.scaler.scale(loss).backward()
-            self.scaler.unscale_(self.optimizer)
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            # Far above the usual norm: it only tames the first steps from random weights.
-            nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        except torch.cuda.OutOfMemoryError as error:
-            objects = sum(len(target["labels"]) for target in targets)
+            for part in (slice(first, first + size) for first in range(0, count, size)):
+                with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+                    if isinstance(images, PackedBatch):
+                        losses = compute_losses(self.model, images[part], flips=flips and flips[part])
+                    else:
+                        losses = self.model(images[part], targets and targets[part])
+                    share = len(images[part]) / count
+                    loss = torch.stack([one.float() for one in losses.values()]).sum() * share
+                self.scaler.scale(loss).backward()
+                total += loss.detach()
+        except torch.cuda.OutOfMemoryError:
+            if self.parts < _MOST_PARTS and size > 1:
+                return None
+            counts = images.counts if isinstance(images, PackedBatch) else [len(t["labels"]) for t in targets or ()]
             raise ColabUtilsError(
-                f"expected a batch that fits into the GPU's memory, found that {len(images)} images with "
-                f"{objects} objects do not. Train with a smaller batch size or a smaller min_size."
-            ) from error
-        return loss.detach()
-
-
-def flip_batch(
-    images: list[Tensor], targets: list[dict[str, Tensor]], *, generator: torch.Generator
-) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Mirror about half of the images left to right, with their boxes and masks; nothing given is changed.
-
-    Images ``[3, H, W]`` and torchvision's targets, on any device; the generator, on the CPU, decides which.
-
-    Example:
-        >>> image, masks = torch.arange(3.0).expand(3, 2, 3), torch.tensor([[[1, 0, 0], [1, 0, 0]]])
-        >>> target = {"boxes": torch.tensor([[0.0, 0, 1, 2]]), "masks": masks}
-        >>> images, targets = flip_batch([image], [target], generator=torch.Generator().manual_seed(0))
-        >>> targets[0]["boxes"].tolist(), images[0][0, 0].tolist()
-        ([[2.0, 0.0, 3.0, 2.0]], [2.0, 1.0, 0.0])
-    """
-    coins = torch.rand(len(images), generator=generator).tolist()
-    pairs = list(zip(images, targets, strict=True))
-    for i, (image, target) in enumerate(pairs):
-        if coins[i] < 0.5:
-            boxes = target["boxes"].clone()
-            boxes[:, [0, 2]] = image.shape[-1] - boxes[:, [2, 0]]
-            pairs[i] = image.flip(-1), {**target, "boxes": boxes, "masks": target["masks"].flip(-1)}
-    return [image for image, _ in pairs], [target for _, target in pairs]
+                f"expected {size} of the {count} images of a batch, with {int(sum(counts))} objects in all, to fit "
+                "into the GPU's memory, found that they do not. Train with a smaller min_size or a lighter model."
+            ) from None
+        return total
 
 
 def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:

@@ -158,3 +158,15 @@ def test_what_is_not_the_contract_is_refused_in_words(change, found):
     with pytest.raises(ColabUtilsError, match=found) as error:
         pack_target(*change(*make_sample(0)))
     assert "\n" not in str(error.value)
+
+
+def test_a_part_of_a_batch_is_its_images():
+    samples = [make_sample(0), make_sample(1, height=40, objects=0), make_sample(2, width=50)]
+    batch = collate_packed([pack_target(*sample) for sample in samples])
+    for first, end in ((0, 1), (1, 3), (0, 3), (1, 1)):
+        part = batch[first:end]
+        assert len(part) == end - first
+        for sample, image, target in zip(
+            samples[first:end], part.to_images("cpu"), part.to_targets("cpu"), strict=True
+        ):
+            assert_same(sample, image, target)

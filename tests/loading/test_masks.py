@@ -250,6 +250,8 @@ def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
 def test_targets_of_any_masks_and_boxes(images, chunk, data):
     masks, sizes, counts = pack(images)
     flips = [data.draw(st.booleans()) for _ in images]
+    sides = st.tuples(st.integers(1, 60), st.integers(1, 60))
+    to_sizes = [data.draw(st.one_of(st.just(tuple(masks.shape[1:])), sides)) for masks in images]
     total = int(counts.sum())
     objects = data.draw(st.lists(st.integers(0, total - 1), max_size=5)) if total else []
     numbers = st.floats(-60, 60, width=32)
@@ -257,8 +259,17 @@ def test_targets_of_any_masks_and_boxes(images, chunk, data):
     objects, boxes = torch.tensor(objects, dtype=torch.int64), torch.tensor(boxes, dtype=torch.float32).view(-1, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", chunk)
-        targets = sample_masks(masks, objects, boxes, sizes=sizes, counts=counts, flips=flips, size=5)
-    torch.testing.assert_close(targets, project(images, objects, boxes, flips, 5), atol=1e-5, rtol=0)
+        targets = sample_masks(
+            masks, objects, boxes, sizes=sizes, counts=counts, flips=flips, to_sizes=to_sizes, size=5
+        )
+    resized = [
+        torch.nn.functional.interpolate(torch.from_numpy(dense).flip(-1 if flip else ())[:, None], to_size)[
+            :, 0
+        ].numpy()
+        for dense, flip, to_size in zip(images, flips, to_sizes, strict=True)
+    ]
+    expected = project(resized, objects, boxes, [False] * len(images), 5)
+    torch.testing.assert_close(targets, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)

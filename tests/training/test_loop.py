@@ -164,11 +164,11 @@ def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_pat
     real = TrainingStep.__call__
     calls = []
 
-    def interrupt_third(self, images, targets):
+    def interrupt_third(self, batch, **options):
         calls.append(1)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGINT)  # Ctrl-C in the middle of a step
-        return real(self, images, targets)
+        return real(self, batch, **options)
 
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(TrainingStep, "__call__", interrupt_third)
@@ -288,9 +288,9 @@ def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monke
     real = TrainingStep.__call__
     calls = []
 
-    def break_third(self, images, targets):
+    def break_third(self, batch, **options):
         calls.append(1)
-        loss = real(self, images, targets)
+        loss = real(self, batch, **options)
         return loss * float("nan") if len(calls) == 3 else loss
 
     monkeypatch.setattr(TrainingStep, "__call__", break_third)
@@ -303,11 +303,11 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
     real = TrainingStep.__call__
     calls = []
 
-    def break_down(self, images, targets):
+    def break_down(self, batch, **options):
         calls.append(1)
         if len(calls) == 3:
             raise IndexError("deep inside torchvision")
-        return real(self, images, targets) * float("inf")
+        return real(self, batch, **options) * float("inf")
 
     monkeypatch.setattr(TrainingStep, "__call__", break_down)
     with pytest.raises(ColabUtilsError, match="found inf at step 1"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.training.meter import Pace, StepMeter
 from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES
 from colab_utils.training.step import (
@@ -14,7 +14,6 @@ from colab_utils.training.step import (
     choose_precision,
     choose_rate,
     compute_rate,
-    flip_batch,
     make_optimizer,
 )
 
@@ -65,13 +64,40 @@ def test_overflow_in_float16_skips_the_step(monkeypatch):
     assert step.scaler.get_scale() == scale / 2
 
 
-def test_out_of_memory_is_said_in_words():
-    class Greedy(TinyDetector):
-        def forward(self, images, targets):
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+class Greedy(TinyDetector):
+    """A model on a GPU that holds so many images."""
 
-    step = TrainingStep(Greedy(), "cpu")
-    with pytest.raises(ColabUtilsError, match=r"2 images with 3 objects .* smaller batch size"):
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.seen = most, []
+
+    def forward(self, images, targets):
+        self.seen.append(len(images))
+        if len(images) > self.most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return super().forward(images, targets)
+
+
+@pytest.mark.parametrize(("most", "seen"), [(4, [8, 4, 4]), (3, [8, 4, 2, 2, 2, 2]), (1, [8, 4, 2, *[1] * 8])])
+def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, seen):
+    images, targets = [torch.rand(3, 4, 4)] * 8, [{"labels": torch.ones(1)}] * 8
+    step, whole = TrainingStep(Greedy(most), "cpu"), TrainingStep(TinyDetector(), "cpu")
+    with pytest.warns(ColabUtilsWarning, match="trained in [248] parts .* The batch stays the same"):
+        loss = step(images, targets)
+    assert step.model.seen == seen
+    assert loss.item() == pytest.approx(whole(images, targets).item())
+    assert step.model.weight.item() == pytest.approx(whole.model.weight.item())
+    step.model.seen.clear()
+    step(images, targets)  # what did not fit is not tried again
+    assert len(step.model.seen) == step.parts
+
+
+def test_out_of_memory_is_said_in_words():
+    step = TrainingStep(Greedy(0), "cpu")
+    with (
+        pytest.warns(ColabUtilsWarning),
+        pytest.raises(ColabUtilsError, match=r"1 of the 2 images of a batch, with 3 objects .* smaller min_size"),
+    ):
         step([torch.zeros(3, 4, 4)] * 2, [{"labels": torch.ones(1)}, {"labels": torch.ones(2)}])
 
 
@@ -86,37 +112,6 @@ def test_out_of_memory_is_said_in_words():
 def test_precision_follows_the_gpu(capability, precision, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert choose_precision("cuda") is precision
-
-
-def test_flip_moves_pixels_boxes_and_masks_together():
-    generator = torch.Generator().manual_seed(3)
-    images, targets = [], []
-    for x in range(12):
-        image = torch.zeros(3, 6, 20)
-        image[:, 1:4, x : x + 5] = 1
-        images.append(image)
-        targets.append({"boxes": torch.tensor([[x, 1.0, x + 5, 4.0]]), "masks": image[:1].byte(), "image_id": x})
-    before = [target["boxes"].clone() for target in targets]
-    flipped_images, flipped_targets = flip_batch(images, targets, generator=generator)
-    flips = 0
-    for x, (image, target) in enumerate(zip(flipped_images, flipped_targets, strict=True)):
-        x0, y0, x1, y1 = target["boxes"][0].int().tolist()
-        inside = torch.zeros(6, 20)
-        inside[y0:y1, x0:x1] = 1
-        assert torch.equal(image[0], inside)
-        assert torch.equal(target["masks"][0], inside.byte())
-        assert target["image_id"] == x
-        flips += x0 != x
-    assert 0 < flips < 12
-    assert all(torch.equal(a, target["boxes"]) for a, target in zip(before, targets, strict=True))
-
-
-def test_flip_keeps_images_without_objects():
-    target = {"boxes": torch.zeros(0, 4), "masks": torch.zeros(0, 6, 8, dtype=torch.uint8)}
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        _, targets = flip_batch([torch.zeros(3, 6, 8)], [target], generator=generator)
-        assert targets[0]["boxes"].shape == (0, 4)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 90_000])  # shorter than any warm-up, up to a real run

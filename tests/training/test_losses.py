@@ -1,0 +1,165 @@
+"""The losses of a packed batch beside those that torchvision's own path computes from dense masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchvision.models.detection import roi_heads
+
+from colab_utils.data.coco import read_coco
+from colab_utils.loading.batch import collate_packed
+from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.sample import pack_target
+from colab_utils.training import losses as losses_module
+from colab_utils.training.losses import compute_losses, make_input
+from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
+from colab_utils.training.step import TrainingStep
+
+FLIPS = [True, False, False, True]
+
+
+def flip(image, target):
+    width = image.shape[-1]
+    boxes = target["boxes"].clone()
+    boxes[:, [0, 2]] = width - boxes[:, [2, 0]]
+    return image.flip(-1), {**target, "boxes": boxes, "masks": target["masks"].flip(-1)}
+
+
+def make_batch(samples, flips):
+    """The same samples packed, and as torchvision's references hand them to the model."""
+    packed = collate_packed([pack_target(*sample) for sample in samples])
+    pairs = [flip(*sample) if mirrored else sample for sample, mirrored in zip(samples, flips, strict=True)]
+    return packed, [image.float() / 255 for image, _ in pairs], [target for _, target in pairs]
+
+
+@pytest.fixture(scope="module")
+def real_samples(coco_mini):
+    dataset = CocoFolder(coco_mini.images, coco_mini.annotations, contiguous_labels=True)
+    chosen = [dataset[i] for i in range(len(dataset))]
+    return [sample for sample in chosen if len(sample[1]["labels"])][:4]
+
+
+def build(samples, **sizes):
+    classes = 1 + int(max(target["labels"].max() for _, target in samples))
+    torch.manual_seed(0)
+    return build_mask_rcnn(LIGHT_MODEL, num_classes=classes, weights=None, **{"min_size": 160, **sizes}).train()
+
+
+@pytest.mark.parametrize("min_size", [160, 480, (128, 160, 192)])
+def test_losses_are_those_of_torchvision(real_samples, min_size):
+    packed, images, targets = make_batch(real_samples, FLIPS)
+    model = build(real_samples)
+    model.transform.min_size = min_size if isinstance(min_size, tuple) else (min_size,)
+    torch.manual_seed(1)  # of the sizes, and of the proposals that are sampled
+    expected = model(images, targets)
+    torch.manual_seed(1)
+    found = compute_losses(model, packed, flips=FLIPS)
+    assert found.keys() == expected.keys()
+    for name, loss in expected.items():
+        assert found[name].item() == pytest.approx(loss.item(), rel=1e-4), name
+
+
+def test_gradients_point_the_same_way(real_samples):
+    packed, images, targets = make_batch(real_samples, FLIPS)
+    model = build(real_samples)
+    gradients = []
+    for run in (lambda: model(images, targets), lambda: compute_losses(model, packed, flips=FLIPS)):
+        torch.manual_seed(1)
+        model.zero_grad()
+        sum(run().values()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    expected, found = gradients
+    assert torch.linalg.norm(found - expected) < 1e-3 * torch.linalg.norm(expected)
+
+
+def test_mask_targets_are_close_to_torchvisions(real_samples, monkeypatch):
+    packed, images, targets = make_batch(real_samples, FLIPS)
+    model = build(real_samples)
+    seen = []
+    project, sample = roi_heads.project_masks_on_boxes, losses_module.sample_masks
+    monkeypatch.setattr(
+        roi_heads, "project_masks_on_boxes", lambda *given: seen.append(project(*given).detach()) or seen[-1]
+    )
+    torch.manual_seed(1)
+    model(images, targets)
+    expected = torch.cat(seen)
+    seen.clear()
+    monkeypatch.setattr(
+        losses_module, "sample_masks", lambda *given, **more: seen.append(sample(*given, **more)) or seen[-1]
+    )
+    torch.manual_seed(1)
+    compute_losses(model, packed, flips=FLIPS)
+    assert seen[0].shape == expected.shape
+    assert (seen[0] - expected).abs().max() < 1e-4
+
+
+def test_input_is_that_of_torchvisions_transform(real_samples):
+    packed, images, targets = make_batch(real_samples, FLIPS)
+    transform = build(real_samples, min_size=224, max_size=300).transform
+    expected, expected_targets = transform(images, targets)
+    found, found_targets = make_input(transform, packed, flips=FLIPS)
+    assert found.image_sizes == expected.image_sizes
+    assert found.tensors.shape == expected.tensors.shape
+    assert torch.allclose(found.tensors, expected.tensors, atol=1e-5)
+    for ours, theirs in zip(found_targets, expected_targets, strict=True):
+        assert torch.allclose(ours["boxes"], theirs["boxes"], atol=1e-4)
+        assert torch.equal(ours["labels"], theirs["labels"])
+
+
+def test_memory_for_masks_follows_the_boxes(monkeypatch):
+    """300 objects of 40 x 40 pixels in 1,000 x 1,000: dense masks alone would be 300 MB, as floats four times that."""
+    corners = torch.randint(0, 960, (300, 2), generator=torch.Generator().manual_seed(0))
+    masks = torch.zeros(300, 1000, 1000, dtype=torch.uint8)
+    for mask, (x, y) in zip(masks, corners.tolist(), strict=True):
+        mask[y : y + 40, x : x + 40] = 1
+    target = {
+        "boxes": torch.cat([corners, corners + 40], 1).float(), "labels": torch.ones(300, dtype=torch.int64),
+        "masks": masks, "image_id": 1, "area": torch.full((300,), 1600.0), "iscrowd": torch.zeros(300),
+    }  # fmt: skip
+    batch = collate_packed([pack_target(torch.zeros(3, 1000, 1000, dtype=torch.uint8), target)])
+    model = build([(None, target)], min_size=320)
+    largest = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            largest.append(made.nbytes if isinstance(made, torch.Tensor) else 0)
+            return made
+
+    with Watch():
+        losses = compute_losses(model, batch)
+    assert losses["loss_mask"] > 0
+    assert max(largest) < 70_000_000  # a chunk of the sampler is at most 64 MB
+
+
+def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
+    packed, _, _ = make_batch(real_samples, FLIPS)
+    gradients = []
+    for parts in (1, 2):
+        model = build(real_samples)
+        step = TrainingStep(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+        for module in model.modules():  # its statistics would be those of half a batch
+            module.train(not isinstance(module, torch.nn.BatchNorm2d))
+        step.parts = parts
+        torch.manual_seed(1)
+        step(packed, flips=FLIPS)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    whole, halves = gradients
+    assert torch.nn.functional.cosine_similarity(whole, halves, dim=0) > 0.9  # other proposals are sampled
+
+
+def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_samples, monkeypatch):
+    packed, _, _ = make_batch(real_samples, FLIPS)
+    model = build(real_samples)
+    select = model.roi_heads.select_training_samples
+
+    def select_none(proposals, targets):
+        proposals, matched, labels, regression = select(proposals, targets)
+        return proposals, matched, [torch.zeros_like(label) for label in labels], regression
+
+    monkeypatch.setattr(model.roi_heads, "select_training_samples", select_none)
+    assert compute_losses(model, packed)["loss_mask"].item() == 0
+
+
+def test_coco_mini_has_what_the_tests_stand_on(coco_mini):
+    assert len({tuple(size) for size in read_coco(coco_mini.annotations).sizes.tolist()}) > 1
