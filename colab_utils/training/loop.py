@@ -70,7 +70,7 @@ def train(
             ``run/previous-1`` and so on, and starts anew.
         seed: Decides the order of the images, the flips and the random weights.
         checkpoint_steps: Steps between checkpoints, beside those after the last step and on Ctrl-C. Default: one
-            a minute.
+            a minute. They are written in a thread while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU.
         max_size: Limit of the longer side in pixels. Default: five thirds of ``min_size``.

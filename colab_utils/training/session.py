@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import chain, repeat
@@ -44,6 +45,8 @@ class TrainingSession:
         self._pending: list[Tensor] = []  # losses still on the device: asking for each would stall it
         self._position = loader.state_dict()
         self._saved_s = perf_counter()
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[Any] | None = None
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
@@ -87,33 +90,48 @@ class TrainingSession:
                     logged = self.done
                 if bar is not None:
                     bar.update(1)
-                minute = perf_counter() - self._saved_s >= _CHECKPOINT_INTERVAL_S
+                if self._writing and self._writing.done():
+                    self._finish_writing()  # an error ends the run now, not a minute later
+                minute = perf_counter() - self._saved_s >= _CHECKPOINT_INTERVAL_S and not self._writing
                 due = self.done % checkpoint_steps == 0 if checkpoint_steps else minute
                 if due or interrupts or self.done == steps:
-                    self.save(patiently=self.done == steps)
+                    self.save(wait=bool(interrupts) or self.done == steps, patiently=self.done == steps)
                 if interrupts:
                     self.save()  # again, if it was asked for meanwhile
                     raise KeyboardInterrupt
         return total if total.images else first
 
-    def save(self, *, patiently: bool = False) -> None:
-        """Write a checkpoint, if any step was done since the last one; ``patiently``, see `CheckpointFolder.save`."""
-        if self.done == self._saved_step:
-            return
-        self._fetch_losses()  # a loss that is not a number must not be saved as progress
-        self.folder.save(
-            {
+    def save(self, *, wait: bool = True, patiently: bool = False) -> None:
+        """Copy the state, if any step was done since the last time, and write it as a checkpoint in a thread.
+
+        ``wait`` until it is proven; ``patiently``, see `CheckpointFolder.save`.
+        """
+        if self.done != self._saved_step:
+            self._fetch_losses()  # a loss that is not a number must not be saved as progress
+            state = {
                 "plan": asdict(self.plan),
                 "model": self.step.model.state_dict(),
                 "optimizer": self.step.optimizer.state_dict(),
                 "scaler": self.step.scaler.state_dict(),
                 "loader": self._position,
                 "losses": torch.tensor(self.losses, dtype=torch.float64),
-            },
-            step=self.done,
-            patiently=patiently,
-        )
-        self._saved_step, self._saved_s = self.done, perf_counter()
+            }
+            self._finish_writing()
+            self._writing = self._writer.submit(
+                self.folder.save, _copy_to_cpu(state), step=self.done, patiently=patiently
+            )
+            self._saved_step, self._saved_s = self.done, perf_counter()
+        if wait:
+            self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        writing, self._writing = self._writing, None
+        try:
+            if writing:
+                writing.result()
+        except BaseException:
+            self._saved_step = -1
+            raise
 
     def _train_batch(self, batch: PackedBatch) -> float:
         # All chance in a step comes from (seed, step), so that no random state has to be saved.
@@ -144,6 +162,17 @@ class TrainingSession:
                     f"learning_rate lower than {self.plan.learning_rate:g}, and check the dataset."
                 )
         self.losses += fresh
+
+
+def _copy_to_cpu(value: Any) -> Any:
+    """A copy of a state that training no longer changes."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy_to_cpu(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copy_to_cpu, value))
+    return value
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from colab_utils.data.builtin import BuiltinDataset, make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
+from colab_utils.training import session
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.loop import train
 from colab_utils.training.report import LogLine, TrainingPlan, TrainReport
@@ -400,3 +403,49 @@ def test_validation_with_other_categories_is_refused_before_training(tiny_shards
     with pytest.raises(ColabUtilsError, match=r"same category ids .*7 and 6 categories"):
         train(tiny_shards, tmp_path, val_shards=other_shards["other categories"], **TINY)
     assert list_names(tmp_path) == []
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(undisturbed, tiny_shards, tmp_path, monkeypatch):
+    real_save, real_step = CheckpointFolder.save, TrainingStep.__call__
+    later_steps, done, saved = threading.Event(), [], {}
+
+    def save_slowly(self, state, *, step, **options):
+        if step < 5:
+            assert later_steps.wait(60), "no step was done while the checkpoint was written"
+        saved[step] = state
+        return real_save(self, state, step=step, **options)
+
+    def count(self, batch, **options):
+        done.append(1)
+        if len(done) == 4:
+            later_steps.set()
+        return real_step(self, batch, **options)
+
+    monkeypatch.setattr(session, "_CHECKPOINT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
+    monkeypatch.setattr(TrainingStep, "__call__", count)
+    report = train(tiny_shards, tmp_path, steps=5, **TINY)
+    assert report.losses == undisturbed.losses
+    first = saved[1]  # as it was when it was asked for
+    assert (len(first["losses"]), first["loader"]["batch"]) == (1, 1)
+    key = "roi_heads.box_predictor.cls_score.weight"
+    assert not torch.equal(first["model"][key], saved[5]["model"][key])
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, tmp_path, monkeypatch):
+    real, steps = TrainingStep.__call__, []
+
+    def fail(self, state, *, step, **options):
+        raise ColabUtilsError("could not write checkpoint (No space left on device)")
+
+    def count(self, batch, **options):
+        steps.append(1)
+        time.sleep(0.05)
+        return real(self, batch, **options)
+
+    monkeypatch.setattr(session, "_CHECKPOINT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(CheckpointFolder, "save", fail)
+    monkeypatch.setattr(TrainingStep, "__call__", count)
+    with pytest.raises(ColabUtilsError, match="No space left"):
+        train(tiny_shards, tmp_path, steps=50, **TINY)
+    assert len(steps) < 10
