@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -98,6 +99,9 @@ def train(
         raise ColabUtilsError(f"expected steps or epochs, found both ({steps} and {epochs}). Pass one of them.")
     if resume not in ("auto", "never"):
         raise ColabUtilsError(f"expected resume 'auto' or 'never', found {resume!r}. Pass one of the two.")
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        # read when CUDA starts: memory of batches of many sizes would fall into pieces that fit no batch
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with ExitStack() as ending:
         if local is None:
             dataset = ShardDataset(shards, contiguous_labels=True)

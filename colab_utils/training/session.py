@@ -42,7 +42,8 @@ class TrainingSession:
         self.plan, self.loader, self.folder = plan, loader, folder
         self.done = self._saved_step = 0
         self.losses: list[float] = []
-        self._pending: list[Tensor] = []  # losses still on the device: asking for each would stall it
+        # losses still on the device, where asking for each would stall it, and the images they are of
+        self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         self._saved_s = perf_counter()
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -143,7 +144,8 @@ class TrainingSession:
             group["lr"] = rate
         flips = (torch.rand(len(batch), generator=generator) < 0.5).tolist()
         try:
-            self._pending.append(self.step(batch.to(self.step.device), flips=flips))
+            loss = self.step(batch.to(self.step.device), flips=flips)
+            self._pending.append((loss, batch.image_ids.tolist()))
         except Exception:
             self._fetch_losses()  # weights that are no numbers any more make torchvision fail in odd places
             raise
@@ -152,14 +154,16 @@ class TrainingSession:
         return rate
 
     def _fetch_losses(self) -> None:
-        fresh = torch.stack(self._pending).tolist() if self._pending else []
+        fresh = torch.stack([loss for loss, _ in self._pending]).tolist() if self._pending else []
+        images = [ids for _, ids in self._pending]
         self._pending.clear()
-        for step, loss in enumerate(fresh, len(self.losses) + 1):
+        for step, (loss, ids) in enumerate(zip(fresh, images, strict=True), len(self.losses) + 1):
             if not math.isfinite(loss):
                 last = self.folder.newest or "the start"
                 raise ColabUtilsError(
-                    f"expected a finite loss, found {loss} at step {step}. Start again from {last} with a "
-                    f"learning_rate lower than {self.plan.learning_rate:g}, and check the dataset."
+                    f"expected a finite loss, found {loss} at step {step}, of the images with the ids "
+                    f"{', '.join(map(str, ids))}. Look at these, and start again from {last} with a learning_rate "
+                    f"lower than {self.plan.learning_rate:g}."
                 )
         self.losses += fresh
 

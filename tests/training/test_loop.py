@@ -297,7 +297,9 @@ def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monke
         return loss * float("nan") if len(calls) == 3 else loss
 
     monkeypatch.setattr(TrainingStep, "__call__", break_third)
-    with pytest.raises(ColabUtilsError, match=r"found nan at step 3\. .*checkpoint-00000002.pt.*learning_rate"):
+    with pytest.raises(
+        ColabUtilsError, match=r"found nan at step 3, of the images with the ids \d+, \d+\. .*00002.pt.*learning_rate"
+    ):
         train(tiny_shards, tmp_path, steps=5, checkpoint_steps=2, **TINY)
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
 
@@ -449,3 +451,21 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, t
     with pytest.raises(ColabUtilsError, match="No space left"):
         train(tiny_shards, tmp_path, steps=50, **TINY)
     assert len(steps) < 10
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, "x:1"),
+        ({"PYTORCH_ALLOC_CONF": "x:1"}, None),
+    ],
+)
+def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(own, expected, monkeypatch, tmp_path):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, own.get(name, ""))  # so that it is put back
+        if name not in own:
+            monkeypatch.delenv(name)
+    with pytest.raises(ColabUtilsError, match="folder of shards"):
+        train(tmp_path / "none", tmp_path / "run")
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
