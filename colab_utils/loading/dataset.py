@@ -27,7 +27,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.files import ShardFiles, load_shard
 from colab_utils.loading.labels import Labels
 from colab_utils.loading.sample import PackedSample, Target, decode_image
-from colab_utils.shards.arrays import ShardArrays
+from colab_utils.shards.arrays import ShardArrays, check_bytes
 from colab_utils.shards.format import ShardIndex, read_index
 
 __all__ = ["ShardDataset"]
@@ -110,6 +110,7 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         self._labels = labels.map(_join(shards, "labels", np.int64, ()))
         self._areas = _join(shards, "areas", np.float32, ())
         self._crops = _join(shards, "crops", np.int32, (4,))
+        self._checks = _join(shards, "checks", np.uint64, (2,))
         self._shard_first = np.concatenate([[0], np.cumsum([len(shard.labels) for shard in shards])]).astype(np.int64)
         self._mask_ends = [shard.mask_ends for shard in shards]
         # a map of the file would hold it open, and kill the process where the file goes away: where the bits start
@@ -187,6 +188,7 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
             self._files.read_into(shard, self.index.shards[shard].arrays_name, held + start, bits)
         else:
             np.copyto(bits, held[start : start + bits.size])
+        self._compare(index, 1, bits)
 
     def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
         if self._read_raw(index, pixels):
@@ -217,13 +219,22 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         if shape != pixels.shape or length != skip + pixels.size:
             raise self._explain_damage(index, f"it has {shape[1]} x {shape[0]} pixels in {length - skip:,} bytes")
         self._files.read_into(shard, name, start + skip, pixels)
+        self._compare(index, 0, head[:skip], pixels)
         return True
 
     def read(self, index: int) -> bytearray:
         """The image's bytes, as they lie in the shard."""
         index = self._check(index)
         shard = int(self.shard_of[index])
-        return self._files.read(shard, self.index.shards[shard].name, *self._image_spans[index].tolist())
+        data = self._files.read(shard, self.index.shards[shard].name, *self._image_spans[index].tolist())
+        self._compare(index, 0, data)
+        return data
+
+    def _compare(self, index: int, part: int, *data: Any) -> None:
+        """Refuse what is not what was written: a flipped bit may well be an image."""
+        expected = int(self._checks[index, part])
+        if expected and check_bytes(*data) != expected:
+            raise self._explain_damage(index, ("its bytes", "its masks")[part] + " do not match their checksum")
 
     @staticmethod
     def decode(data: bytes | bytearray) -> Tensor:

@@ -158,6 +158,7 @@ def _agree(arrays: ShardArrays, shard: ShardInfo) -> bool:
         "areas": (np.float32, (objects,)),
         "crops": (np.int32, (objects, 4)),
         "mask_ends": (np.int64, (objects + 1,)),
+        "checks": (np.uint64, (images, 2)),
     }
     if any((getattr(arrays, name).dtype, getattr(arrays, name).shape) != kind for name, kind in expected.items()):
         return False

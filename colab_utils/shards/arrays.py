@@ -25,16 +25,20 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import read_npy_header
 from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks
 from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.format import hash_bytes
 
 __all__ = [
     "ArraysBuilder",
     "ShardArrays",
+    "check_bytes",
     "convert_boxes",
     "dump_arrays",
     "load_arrays",
     "read_head",
     "rebuild_arrays",
 ]
+
+_CHECKSUM = "tables_xxh3_64"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +65,8 @@ class ShardArrays:
     """int32 [N, 4]: each mask's tight box, see ``PackedMasks``."""
     mask_ends: NDArray[np.int64]
     """int64 [N + 1]: offsets into ``bits``."""
+    checks: NDArray[np.uint64]
+    """uint64 [I, 2]: XXH3-64 of each image's bytes in the tar, and of its masks' bits; 0 in shards made before."""
     bits: NDArray[np.uint8]
     """uint8: all masks, one bit a pixel."""
 
@@ -73,9 +79,12 @@ class ArraysBuilder:
         self._boxes: list[NDArray[np.float32]] = []
         self._objects: list[tuple[int, float]] = []
         self._masks: list[PackedMasks] = []
+        self._checks: list[tuple[int, int]] = []
 
-    def add(self, record: dict[str, Any], image_span: tuple[int, int], record_span: tuple[int, int]) -> None:
-        """Add one record (the content of ``KEY.json``) and where it lies in the tar."""
+    def add(
+        self, record: dict[str, Any], image: bytes, image_span: tuple[int, int], record_span: tuple[int, int]
+    ) -> None:
+        """Add one record (the content of ``KEY.json``), its image's bytes, and where both lie in the tar."""
         height, width = record["height"], record["width"]
         annotations = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
         boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], height, width)
@@ -84,6 +93,7 @@ class ArraysBuilder:
         self._boxes.append(boxes[keep])
         self._objects += [(annotation["category_id"], annotation["area"]) for annotation in kept]
         self._masks.append(pack_masks([decode_counts(annotation["segmentation"]) for annotation in kept]))
+        self._checks.append((check_bytes(image), check_bytes(self._masks[-1].bits)))
 
     def build(self) -> ShardArrays:
         """The arrays of all records added so far."""
@@ -100,8 +110,24 @@ class ArraysBuilder:
             areas=np.array([area for _, area in self._objects], np.float32),
             crops=np.concatenate([masks.crops for masks in self._masks] or [np.zeros((0, 4), np.int32)]),
             mask_ends=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)]),
+            checks=np.array(self._checks, np.uint64).reshape(-1, 2),
             bits=np.concatenate([masks.bits for masks in self._masks] or [np.zeros(0, np.uint8)]),
         )
+
+
+def check_bytes(*parts: Any) -> int:
+    """XXH3-64 of some bytes (or arrays of them), one part after another, never 0, which stands for no checksum.
+
+    Example:
+        >>> check_bytes(b"ab") == check_bytes(b"a", b"b") != check_bytes(b"")
+        True
+    """
+    import xxhash
+
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return int(state.intdigest()) or 1
 
 
 def convert_boxes(
@@ -128,11 +154,15 @@ def decode_counts(rle: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
-    """The content of an arrays file; ``head`` is kept as JSON in front."""
-    file = io.BytesIO()
+    """The content of an arrays file; ``head`` is kept as JSON in front, with a checksum of all but the bits."""
+    tables, file = io.BytesIO(), io.BytesIO()
+    *names, bits = [field.name for field in fields(arrays)]
+    for name in names:
+        np.save(tables, getattr(arrays, name), allow_pickle=False)
+    head = {**head, _CHECKSUM: hash_bytes(tables.getvalue())}
     np.save(file, np.frombuffer(json.dumps(head).encode(), np.uint8), allow_pickle=False)
-    for field in fields(arrays):
-        np.save(file, getattr(arrays, field.name), allow_pickle=False)
+    file.write(tables.getbuffer())
+    np.save(file, getattr(arrays, bits), allow_pickle=False)
     return file.getvalue()
 
 
@@ -156,10 +186,22 @@ def load_arrays(path: Path) -> ShardArrays:
         ColabUtilsError: if the file is damaged.
     """
     with _explain_damage(path), open(path, "rb") as file:
-        _read_array(file)
-        *names, last = [field.name for field in fields(ShardArrays)]
+        head = json.loads(_read_array(file).tobytes())
+        start = file.tell()
+        *names, checks, last = [field.name for field in fields(ShardArrays)]
         values = {name: _read_array(file) for name in names}
+        end = file.tell()
         shape, dtype = _read_header(file)
+        if _CHECKSUM in head:
+            file.seek(end)
+            values[checks] = _read_array(file)
+            end = file.tell()
+            file.seek(start)
+            if hash_bytes(file.read(end - start)) != head[_CHECKSUM]:
+                raise ValueError("another checksum")
+            shape, dtype = _read_header(file)
+        else:  # made before there were checksums
+            values[checks] = np.zeros((len(values["image_ids"]), 2), np.uint64)
         offset = file.tell()
         if dtype != np.uint8 or (os.fstat(file.fileno()).st_size - offset,) != shape:
             raise ValueError("cut short")
@@ -218,7 +260,9 @@ def rebuild_arrays(tar_path: Path) -> ShardArrays:
                 record = json.loads(file.read(member.size))
                 for annotation in record["annotations"]:  # pycocotools would read past damaged counts
                     encode_segmentation(annotation["segmentation"], record["height"], record["width"])
-                builder.add(record, (image.offset_data, image.size), (member.offset_data, member.size))
+                file.seek(image.offset_data)
+                data = file.read(image.size)
+                builder.add(record, data, (image.offset_data, image.size), (member.offset_data, member.size))
     except (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, ColabUtilsError) as error:
         raise ColabUtilsError(
             f"expected a shard in {tar_path}, found a damaged file ({error}). Copy it again, or run preprocess again."

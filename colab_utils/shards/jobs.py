@@ -114,7 +114,7 @@ def write_shard(job: ShardJob, count: Callable[[int], None]) -> ShardResult:
             spans.append((len(tar) + BLOCK_BYTES, len(part)))
             tar += pad_member(f"{key}.{end}", part)
         parsed = json.loads(record)
-        builder.add(parsed, *spans)
+        builder.add(parsed, data, *spans)
         annotations += len(parsed["annotations"])
     tar += bytes(2 * BLOCK_BYTES)
     head = {

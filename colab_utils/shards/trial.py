@@ -196,7 +196,7 @@ def _pad_image(data: bytes) -> bytearray:
 def _make_table(part: CocoDataset, stored: StoredImage) -> tuple[bytes, ShardArrays]:
     record = make_record(part.image(0), part.annotations(0), stored)
     text, builder = json.dumps(record, separators=(",", ":")).encode(), ArraysBuilder()
-    builder.add(json.loads(text), (0, 0), (0, 0))
+    builder.add(json.loads(text), stored.data, (0, 0), (0, 0))
     return text, builder.build()
 
 

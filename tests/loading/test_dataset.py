@@ -28,6 +28,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import files
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.loader import make_loader
 from colab_utils.shards.arrays import dump_arrays, load_arrays, read_head
 from colab_utils.shards.write import write_shards
 
@@ -433,3 +434,28 @@ def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
     path.unlink()
     with pytest.raises(ColabUtilsError, match=path.name):
         dataset[3]
+
+
+@pytest.mark.parametrize("form", ["keep", "pixels"])
+@pytest.mark.parametrize("part", ["image", "masks"])
+def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, part):
+    """In the middle of an image or a mask it decodes to something, and nothing but a checksum tells."""
+    shards = tmp_path / "shards"
+    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=shards, form=form, workers=1)
+    whole = ShardDataset(shards)
+    [shard] = whole.index.shards
+    if part == "image":
+        path, place = shards / shard.name, int(whole._image_spans[5].sum()) - 200
+    else:
+        path = shards / shard.arrays_name
+        place = path.read_bytes().index(whole.read_masks(5).bits.tobytes()) + 3
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    dataset = ShardDataset(shards)
+    message = rf"image {dataset.image_ids[5]} damaged \(its {'bytes' if part == 'image' else 'masks'} do not match"
+    with pytest.raises(ColabUtilsError, match=message):
+        dataset[5]
+    with pytest.raises(ColabUtilsError, match=message):
+        list(make_loader(dataset, batch_size=4, workers=0))
+    assert len(dataset[4][1]["labels"])

@@ -99,8 +99,8 @@ def make_record(*annotations):
 
 def test_crowds_and_boxes_without_area_are_left_out():
     builder = ArraysBuilder()
-    builder.add(make_record({"iscrowd": 1}, {"bbox": [1, 1, 0, 3]}, {"category_id": 5}), (512, 9), (1536, 9))
-    builder.add(make_record(), (3000, 9), (3600, 9))
+    builder.add(make_record({"iscrowd": 1}, {"bbox": [1, 1, 0, 3]}, {"category_id": 5}), b"image", (512, 9), (1536, 9))
+    builder.add(make_record(), b"image", (3000, 9), (3600, 9))
     arrays = builder.build()
     assert (arrays.labels.tolist(), arrays.counts.tolist(), len(arrays.crops)) == ([5], [1, 0], 1)
 
@@ -111,8 +111,8 @@ def test_no_images_and_no_objects(tmp_path):
         path = tmp_path / f"{images}.arrays"
         path.write_bytes(dump_arrays({"images": images}, builder.build()))
         assert_equal(load_arrays(path), builder.build())
-        assert read_head(path) == {"images": images}
-        builder.add(make_record(), (512, 9), (1536, 9))
+        assert read_head(path)["images"] == images
+        builder.add(make_record(), b"image", (512, 9), (1536, 9))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def small_shard(tmp_path_factory):
     for number in range(2):
         record = json.dumps(make_record({}, {})).encode()
         tar += pad_member(f"{number}.jpg", b"image") + pad_member(f"{number}.json", record)
-        builder.add(json.loads(record), (0, 5), (0, 5))
+        builder.add(json.loads(record), b"image", (0, 5), (0, 5))
     (folder / "a.tar").write_bytes(tar + bytes(1024))
     (folder / "a.arrays").write_bytes(dump_arrays({"images": 2}, builder.build()))
     rebuild_arrays(folder / "a.tar")
@@ -182,3 +182,25 @@ def test_other_files_are_no_arrays(tmp_path, content):
     for read in (read_head, load_arrays):
         with pytest.raises(ColabUtilsError, match="damaged file"):
             read(path)
+
+
+def test_a_flipped_bit_in_a_table_is_noticed(coco_shards, tmp_path):
+    shard = read_index(coco_shards).shards[0]
+    content = bytearray((coco_shards / shard.arrays_name).read_bytes())
+    boxes = load_arrays(coco_shards / shard.arrays_name).boxes
+    content[content.index(boxes.tobytes()) + 40] ^= 4  # still a box
+    (tmp_path / "a.arrays").write_bytes(content)
+    with pytest.raises(ColabUtilsError, match="another checksum"):
+        load_arrays(tmp_path / "a.arrays")
+
+
+def test_arrays_made_before_there_were_checksums_are_read(coco_shards, tmp_path):
+    shard = read_index(coco_shards).shards[0]
+    arrays = load_arrays(coco_shards / shard.arrays_name)
+    assert arrays.checks.all()
+    with open(tmp_path / "old.arrays", "wb") as file:
+        np.save(file, np.frombuffer(b'{"images": 2}', np.uint8))
+        for field in dataclasses.fields(arrays):
+            if field.name != "checks":
+                np.save(file, getattr(arrays, field.name))
+    assert_equal(load_arrays(tmp_path / "old.arrays"), dataclasses.replace(arrays, checks=arrays.checks * 0))
