@@ -32,7 +32,7 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
 
     Args:
         model: in training mode, as ``build_mask_rcnn`` or torchvision makes it.
-        batch: B images with one object or more.
+        batch: B images, with their objects or without any.
         flips: bool [B]: the images to mirror left to right; none by default.
 
     Returns:
