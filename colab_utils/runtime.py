@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +26,7 @@ __all__ = [
     "describe_machine",
     "end_with_parent",
     "find_free_memory",
+    "fork_pool",
     "format_bytes",
     "format_seconds",
     "is_colab",
@@ -156,6 +159,27 @@ def end_with_parent() -> None:
             os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def fork_pool(
+    workers: int, initializer: Callable[..., object] = end_with_parent, arguments: tuple[Any, ...] = ()
+) -> ProcessPoolExecutor:
+    """A pool of forked processes that end with this one and that Ctrl-C does not reach: it is the parent's to answer.
+
+    Example:
+        >>> with fork_pool(2) as pool:
+        ...     list(pool.map(abs, (-1, 2)))
+        [1, 2]
+    """
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer, arguments)
+    # blocked from the first moment on: a handler is set too late for a process that has only begun
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with quiet_fork():
+            pool.submit(int)  # forked processes all start with the first job
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pool
 
 
 @contextmanager

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +21,7 @@ from pycocotools import mask as coco_mask
 from colab_utils.data.contours import encode_runs, trace_polygons
 from colab_utils.data.painting import SHAPES, Scene, paint_scene
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, format_bytes, quiet_fork, show_progress
+from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress
 
 __all__ = ["CATEGORIES", "BuiltinDataset", "make_dataset"]
 
@@ -211,17 +208,9 @@ def _make_images(folder: Path, arguments: dict[str, Any], workers: int) -> list[
                 records.append(record)
                 bar.update(1)
             return records
-        # Ctrl-C is for the parent, which then ends the workers.
-        pool = ProcessPoolExecutor(
-            min(workers, n),
-            mp_context=multiprocessing.get_context("fork"),
-            initializer=signal.signal,
-            initargs=(signal.SIGINT, signal.SIG_IGN),
-        )
+        pool = fork_pool(min(workers, n))
         try:
-            with quiet_fork():
-                results = pool.map(paint, range(n), ids, names, chunksize=max(1, min(4, n // (8 * workers))))
-            for record in results:
+            for record in pool.map(paint, range(n), ids, names, chunksize=max(1, min(4, n // (8 * workers)))):
                 records.append(record)
                 bar.update(1)
         finally:

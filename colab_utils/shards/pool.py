@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from typing import Any, Literal
 
 from colab_utils.drive import describe_retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, end_with_parent, quiet_fork, show_progress
+from colab_utils.runtime import count_cores, end_with_parent, fork_pool, show_progress
 from colab_utils.shards.format import SkippedImage, remove_leftovers
 from colab_utils.shards.jobs import ShardJob, ShardResult, write_shard
 
@@ -44,7 +43,7 @@ def run_jobs(
             return results
         context = multiprocessing.get_context("fork")
         done, stop = context.Value("q", 0), context.Event()
-        with ProcessPoolExecutor(count, context, _start_worker, (done, stop)) as pool, quiet_fork():
+        with fork_pool(count, _start_worker, (done, stop)) as pool:
             try:
                 return _collect([pool.submit(_work, job) for job in jobs], total, allowed, bar, done)
             except BaseException:
@@ -99,7 +98,6 @@ _stop: Any = None
 def _start_worker(done: Any, stop: Any) -> None:
     global _done, _stop
     _done, _stop = done, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     end_with_parent()
 
 

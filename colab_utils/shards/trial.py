@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import pack_masks, unpack_masks
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import end_with_parent, quiet_fork, show_progress, write_file
+from colab_utils.runtime import fork_pool, show_progress, write_file
 from colab_utils.shards.arrays import ArraysBuilder, ShardArrays, decode_counts
 from colab_utils.shards.format import hash_bytes, pad_member
 from colab_utils.shards.images import StoredImage, make_record
@@ -126,8 +124,7 @@ def _try_images(
     reason, started = "", perf_counter()
     with (
         show_progress("trial", total=len(parts), unit="image") as bar,
-        ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_process) as pool,
-        quiet_fork(),
+        fork_pool(workers) as pool,
     ):
         futures: list[Future[ImageTrial]] = []
         try:
@@ -157,11 +154,6 @@ def _try_images(
             "right image folder, or see `check`."
         )
     return found
-
-
-def _start_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    end_with_parent()
 
 
 def _try_image(part: CocoDataset, images: Path, recipes: Sequence[dict[str, Any]]) -> ImageTrial:
