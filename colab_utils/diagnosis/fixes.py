@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep, Layer, time_batches, time_calls
@@ -37,6 +38,7 @@ _KEPT = 8
 _MEMORY_SHARE = 0.5  # of what is free
 _NO_LIMIT = 65_536  # pixels: shards that keep every image as it is
 _MOST_OFF = 0.7  # of the simulation, today, that is believed to stay the same
+_TRIAL_SHARE, _VERIFY_SHARE = 0.15, 0.4  # of the seconds of a diagnosis, for each fix: as long as today was measured
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Situation:
     def costs(self) -> Costs:
         """What one image costs now."""
         cores, alone = count_cores(), self.alone
+        step_s = sum(self.cached.step_s) / self.cached.images if self.step else 0.0
         cpu_s, rate = alone.cpu_ms_per_image / 1000, alone.images_per_second
         serial_s = alone.wait_cpu_s / alone.images if self.workers else 0.0
         # CPU time as it is on a quiet machine: beside a busy core it was longer
@@ -92,16 +95,19 @@ class Situation:
         mean_ms = sum(layer.mean_ms for layer in self.layers.values())
         variance = sum(layer.std_ms**2 for layer in self.layers.values())
         size = round(alone.images / len(alone.wait_s))
-        return Costs(
+        costs = Costs(
             io_s=sum(waits),
             cpu_s=max(cpu_s - serial_s, 0.0) / crowd,
-            # the step as it is when nobody takes its core away; what workers take counts as CPU
-            step_s=sum(self.cached.step_s) / self.cached.images if self.step else 0.0,
-            step_cpu_s=self.cached.step_cpu_s / self.cached.images if self.step else 0.0,
             serial_s=serial_s / crowd,
             cv=(variance / size) ** 0.5 / mean_ms if mean_ms else 0.0,
             batch_size=size,
         )
+        # as the loader alone went: what its parts leave out (memory, the hand-off's waits) makes all of them dearer
+        off = min(max(self.simulate(costs, self.workers) / rate, _MOST_OFF), 1 / _MOST_OFF)
+        parts = {name: getattr(costs, name) * off for name in ("io_s", "cpu_s", "serial_s")}
+        # the step as it is when nobody takes its core away; what workers take counts as CPU
+        step_cpu_s = self.cached.step_cpu_s / self.cached.images if self.step else 0.0
+        return replace(costs, **parts, step_s=step_s, step_cpu_s=step_cpu_s)
 
     @property
     def prefetch(self) -> int:
@@ -177,7 +183,9 @@ class Situation:
             settings |= {"prefetch_factor": prefetch or self.prefetch} if workers else {}
             size = batch_size if loader.batch_sampler else None
             same = dataset is loader.dataset
-            endless = loader.sampler if same else RandomSampler(dataset, replacement=True, num_samples=_MANY)
+            # the same images in the same order in each pass, all of them before one comes again
+            order = torch.Generator().manual_seed(0)
+            endless = loader.sampler if same else RandomSampler(dataset, num_samples=_MANY, generator=order)
             with quiet_fork():
                 rebuilt = DataLoader(dataset, batch_size=size, sampler=endless, num_workers=workers, **settings)
         try:
@@ -211,18 +219,20 @@ _CURES = (
 def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, max_size: int) -> list[Fix]:
     """Every cure that applies: its forecast and, with ``verify``, its measured rate.
 
-    Cures of the data are forecast on a sample of it in a temporary folder, for about ``seconds`` in all; measuring
-    takes half of that for each. ``min_size`` and ``max_size`` are the sides in pixels that training needs.
+    Cures of the data are forecast on a sample of it in a temporary folder. Each trial takes 0.15 of ``seconds``, those
+    of the diagnosis, and measuring a fix 0.4 of them. ``min_size`` and ``max_size`` are the sides in pixels that
+    training needs.
     """
     dataset, costs, cores = now.loader.dataset, now.costs, count_cores()
     crowding = measure_crowding(cores)
+    trial_s, verify_s = _TRIAL_SHARE * seconds, _VERIFY_SHARE * seconds
     workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
     more = workers != now.workers
     if more:
-        costs = now.find_costs(dataset, now.layers, max_s=seconds / 3, workers=workers)
+        costs = now.find_costs(dataset, now.layers, max_s=trial_s, workers=workers)
     fix = now.forecast("more workers", f"Use {workers} workers, not {now.workers}", costs, workers, tried=more)
-    fixes = [now.verify(fix, dataset, workers, max_s=seconds / 2) if verify else fix]
-    fixes += _forecast_settings(now, verify=verify, max_s=seconds / 2)
+    fixes = [now.verify(fix, dataset, workers, max_s=verify_s) if verify else fix]
+    fixes += _forecast_settings(now, verify=verify, trial_s=trial_s, verify_s=verify_s)
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return fixes
     sharded, packs, share = isinstance(dataset, ShardDataset), isinstance(now.loader, Loader), 1.0
@@ -233,7 +243,7 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
     local = dataset.profile is None and not is_on_drive(dataset.folder)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         if isinstance(dataset, CocoFolder) and not local:
-            fixes.append(_forecast_copy(now, dataset, Path(folder) / "files", verify=verify, max_s=seconds / 2))
+            fixes.append(_forecast_copy(now, dataset, Path(folder) / "files", verify=verify, max_s=verify_s))
         cures = [
             cure for cure in _CURES
             if not (cure.packs and sharded and packs) and (share <= 0.9 or not cure.shrinks)
@@ -243,20 +253,21 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
             limits = (min_size, max_size) if cure.shrinks else (_NO_LIMIT, _NO_LIMIT)
             sample = _make_sample(now, Path(folder), *limits, images=_SAMPLE_IMAGES if verify else 0)
             dense = not cure.packs and not (sharded and packs)
-            view = Subset(sample, [*range(len(sample))] * _EPOCHS)
-            fix, costs, layers = _forecast_cure(now, cure, sample, view, dense=dense, share=share, seconds=seconds / 3)
-            fixes.append(now.verify(fix, view, now.workers, max_s=seconds / 2, packs=cure.packs) if verify else fix)
+            ours = cure.packs or packs  # make_loader's epoch ends with the dataset
+            view = Subset(sample, [*range(len(sample))] * _EPOCHS) if ours else sample
+            fix, costs, layers = _forecast_cure(now, cure, sample, view, dense=dense, share=share, max_s=trial_s)
+            fixes.append(now.verify(fix, view, now.workers, max_s=verify_s, packs=cure.packs) if verify else fix)
         if cures and workers != now.workers:
             workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
             name, packs = f"{cures[-1].name}, and {workers} workers", cures[-1].packs
-            costs = now.find_costs(view, layers, max_s=seconds / 3, packs=packs, workers=workers)
+            costs = now.find_costs(view, layers, max_s=trial_s, packs=packs, workers=workers)
             minutes, gb = fix.once_minutes, fix.once_gb
             fix = now.forecast(name, "Both together", costs, workers, tried=True, once_minutes=minutes, once_gb=gb)
-            fixes.append(now.verify(fix, view, workers, max_s=seconds / 2, packs=packs) if verify else fix)
+            fixes.append(now.verify(fix, view, workers, max_s=verify_s, packs=packs) if verify else fix)
     return fixes
 
 
-def _forecast_settings(now: Situation, *, verify: bool, max_s: float) -> list[Fix]:
+def _forecast_settings(now: Situation, *, verify: bool, trial_s: float, verify_s: float) -> list[Fix]:
     """What any loader and step can have: more batches ahead, samples kept in memory, a faster step."""
     loader, costs, fixes = now.loader, now.costs, list[Fix]()
     dataset: Any = loader.dataset
@@ -265,7 +276,7 @@ def _forecast_settings(now: Situation, *, verify: bool, max_s: float) -> list[Fi
         fix = now.forecast("more prefetch", f"Keep {ahead} batches ahead for each worker, not {now.prefetch}", costs,
                            now.workers, prefetch=ahead)  # fmt: skip
         plain = verify and isinstance(loader, DataLoader)
-        fixes.append(now.verify(fix, dataset, now.workers, max_s=max_s, prefetch=ahead) if plain else fix)
+        fixes.append(now.verify(fix, dataset, now.workers, max_s=verify_s, prefetch=ahead) if plain else fix)
     if isinstance(loader, DataLoader) and now.layers:
         kept = [dataset[index] for index in now.indices[:_KEPT]]
         each = sum(len(pickle.dumps(sample)) for sample in kept) / len(kept)
@@ -276,9 +287,9 @@ def _forecast_settings(now: Situation, *, verify: bool, max_s: float) -> list[Fi
             read = time_calls("read", kept.__getitem__, range(len(kept)), max_s=1)
             fix = now.forecast(
                 "samples in memory", f"Keep every sample from the first epoch on, random changes and all ({has})",
-                now.find_costs(kept, {"read": read}, max_s=max_s / 2), now.workers, tried=True,
+                now.find_costs(kept, {"read": read}, max_s=trial_s), now.workers, tried=True,
             )  # fmt: skip
-            fixes.append(now.verify(fix, kept, now.workers, max_s=max_s) if verify else fix)
+            fixes.append(now.verify(fix, kept, now.workers, max_s=verify_s) if verify else fix)
         else:
             fixes.append(now.forecast("samples in memory", f"Not here: {has}", costs, now.workers))
     if now.step:
@@ -289,7 +300,7 @@ def _forecast_settings(now: Situation, *, verify: bool, max_s: float) -> list[Fi
         )  # fmt: skip
         if verify and isinstance(now.step, EmulatedStep):
             half = EmulatedStep(now.step.step_ms / 2)
-            fix = now.verify(fix, dataset, now.workers, max_s=max_s, step=half)
+            fix = now.verify(fix, dataset, now.workers, max_s=verify_s, step=half)
         fixes.append(fix)
     return fixes
 
@@ -321,12 +332,12 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path, *, verify:
 
 
 def _forecast_cure(
-    now: Situation, cure: _Cure, sample: ShardDataset, view: Any, *, dense: bool, share: float, seconds: float
+    now: Situation, cure: _Cure, sample: ShardDataset, view: Any, *, dense: bool, share: float, max_s: float
 ) -> tuple[Fix, Costs, dict[str, Layer]]:
     """By the layers of loading the sample, and by a trial of the loader alone over it."""
     packs, images = isinstance(now.loader, Loader), range(min(len(sample), _SAMPLE_IMAGES))
-    layers = time_layers(sample, images, dense=dense, packs=packs, seconds=seconds / 3)
-    costs = now.find_costs(view, layers, max_s=seconds * 2 / 3, packs=cure.packs)
+    layers = time_layers(sample, images, dense=dense, packs=packs, seconds=max_s / 3)
+    costs = now.find_costs(view, layers, max_s=max_s, packs=cure.packs)
     figures = {name: layer.mean_ms for name, layer in layers.items()}
     figures |= {f"{name}_now": layer.mean_ms for name, layer in now.layers.items()}
     index, total = sample.index, len(now.loader.dataset)

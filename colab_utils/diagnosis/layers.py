@@ -83,7 +83,8 @@ def diagnose(
         loader: a ``DataLoader``, a `Loader`, or anything iterable again and again over batches.
         step: your training step, called as ``step(images, targets)``, or an `EmulatedStep`; None times the loader
             alone, and a copy of each batch in memory: then ``headspace`` says nothing about training.
-        seconds: about how long to measure; ``verify`` takes some more.
+        seconds: about how long to measure; forecasts, where there is something to win, take as long again, and
+            ``verify`` 0.4 of it for each fix.
         verify: also try the fixes, those for the data on a sample of the images.
         min_size: the shorter side that training needs, pixels.
         max_size: the longer side that training needs, pixels.
@@ -141,7 +142,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     headspace, fixes = cached.images_per_second / now.images_per_second, []
     if isinstance(loader, Loader | DataLoader) and (step is None or headspace >= _FINE_HEADSPACE):
         situation = Situation(loader, step, now, cached, alone, parts.sample, parts.indices[:_SAMPLED], workers)
-        fixes = find_fixes(situation, seconds=0.2 * seconds, verify=verify, **sizes)
+        fixes = find_fixes(situation, seconds=seconds, verify=verify, **sizes)
     images = now.images / len(now.wait_s)
     layers = [*parts.sample.values(), *parts.batch]
     if isinstance(loader, Loader) and parts.sample:
