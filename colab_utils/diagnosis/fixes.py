@@ -230,7 +230,7 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
     more = workers != now.workers
     if more:
         costs = now.find_costs(dataset, now.layers, max_s=trial_s, workers=workers)
-    fix = now.forecast("more workers", f"Use {workers} workers, not {now.workers}", costs, workers, tried=more)
+    fix = now.forecast("more workers", f"Use {_count(workers)}, not {now.workers}", costs, workers, tried=more)
     fixes = [now.verify(fix, dataset, workers, max_s=verify_s) if verify else fix]
     fixes += _forecast_settings(now, verify=verify, trial_s=trial_s, verify_s=verify_s)
     if not isinstance(dataset, CocoFolder | ShardDataset):
@@ -259,12 +259,16 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
             fixes.append(now.verify(fix, view, now.workers, max_s=verify_s, packs=cure.packs) if verify else fix)
         if cures and workers != now.workers:
             workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
-            name, packs = f"{cures[-1].name}, and {workers} workers", cures[-1].packs
+            name, packs = f"{cures[-1].name}, and {_count(workers)}", cures[-1].packs
             costs = now.find_costs(view, layers, max_s=trial_s, packs=packs, workers=workers)
             minutes, gb = fix.once_minutes, fix.once_gb
             fix = now.forecast(name, "Both together", costs, workers, tried=True, once_minutes=minutes, once_gb=gb)
             fixes.append(now.verify(fix, view, workers, max_s=verify_s, packs=packs) if verify else fix)
     return fixes
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
 
 
 def _forecast_settings(now: Situation, *, verify: bool, trial_s: float, verify_s: float) -> list[Fix]:
