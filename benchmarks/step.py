@@ -32,6 +32,7 @@ from colab_utils.training.step import TrainingStep
 __all__ = ["compare_losses", "main", "prepare_batches", "tabulate_runs", "time_steps"]
 
 DATA = ("kept", "objects_300")
+WAYS = ("torchvision", "packed")
 BATCHES, TIMED = 4, 12
 DIFFERENCE = 0.01  # of each loss
 
@@ -39,7 +40,7 @@ DIFFERENCE = 0.01  # of each loss
 def prepare_batches(data: Any, *, batch_size: int, device: str) -> list[tuple[PackedBatch, list[Any], list[Any]]]:
     """Batches on the device: packed, and as float images with dense targets."""
     dataset = CocoFolder(data.images, data.annotations, contiguous_labels=True)
-    useful = (dataset[i] for i in range(len(dataset)) if len(dataset[i][1]["labels"]))
+    useful = (sample for sample in map(dataset.__getitem__, range(len(dataset))) if len(sample[1]["labels"]))
     samples = list(islice(useful, BATCHES * batch_size))
     batches = []
     for first in range(0, len(samples), batch_size):
@@ -108,9 +109,6 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
 
 def _spread(values: Sequence[float]) -> str:
     return f"{median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
-
-
-WAYS = ("torchvision", "packed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -161,17 +161,18 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def fork_pool(
-    workers: int, initializer: Callable[..., object] = end_with_parent, arguments: tuple[Any, ...] = ()
-) -> ProcessPoolExecutor:
+def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:
     """A pool of forked processes that end with this one and that Ctrl-C does not reach: it is the parent's to answer.
+
+    Each calls ``initializer(*arguments)`` first.
 
     Example:
         >>> with fork_pool(2) as pool:
         ...     list(pool.map(abs, (-1, 2)))
         [1, 2]
     """
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer, arguments)
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, context, _begin_process, (initializer, arguments))
     # blocked from the first moment on: a handler is set too late for a process that has only begun
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -180,6 +181,11 @@ def fork_pool(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool
+
+
+def _begin_process(initializer: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    end_with_parent()
+    initializer(*arguments)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Runs", "crop_runs", "read_counts", "read_runs", "resize_runs", "write_runs"]
+__all__ = ["Runs", "crop_runs", "number_within", "read_counts", "read_runs", "resize_runs", "write_runs"]
 
 _LONGEST_CODE = 6  # characters of a run in compressed RLE: 30 bits, which pycocotools' 32 hold
 
@@ -50,19 +50,24 @@ def read_counts(texts: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.i
     if codes[ends - 1].max() >= 32 or wide.max() > _LONGEST_CODE:
         return nothing, nothing
     firsts = lasts + 1 - wide
-    runs = np.add.reduceat((codes & 31) << 5 * (np.arange(codes.size) - np.repeat(firsts, wide)), firsts)
+    runs = np.add.reduceat((codes & 31) << 5 * number_within(wide), firsts)
     runs -= (codes[lasts] >> 4 & 1) << 5 * wide
     counts = np.diff(np.searchsorted(lasts, ends), prepend=0)
     for first in (1, 2):  # every second run of a mask is added up, and its very first run stands alone
         terms = (counts - first + 1).clip(0) >> 1
-        place = np.repeat(np.cumsum(counts) - counts + first, terms) + 2 * _number_within(terms)
+        place = np.repeat(np.cumsum(counts) - counts + first, terms) + 2 * number_within(terms)
         sums = np.cumsum(runs[place])
         runs[place] = sums - np.repeat(np.concatenate([[0], sums])[np.cumsum(terms) - terms], terms)
     return runs, counts
 
 
-def _number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, 2 ... for each of these counts, one after another."""
+def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, 2 ... for each of these counts, one after another: int64 [sum].
+
+    Example:
+        >>> number_within(np.array([3, 0, 2])).tolist()
+        [0, 1, 2, 0, 1]
+    """
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -73,13 +78,13 @@ def read_runs(rles: Sequence[dict[str, Any]]) -> Runs:
     height, width = rles[0]["size"]
     lengths, counts = read_counts([rle["counts"] for rle in rles])
     # as if the masks lay side by side in one wide picture
-    is_mask = (_number_within(counts) % 2 > 0) & (lengths > 0)
+    is_mask = (number_within(counts) % 2 > 0) & (lengths > 0)
     ends = np.cumsum(lengths)[is_mask]
     starts = ends - lengths[is_mask]
     columns = starts // height
     spans = (ends - 1) // height - columns + 1
     if len(spans) and spans.max() > 1:  # a run that goes on at the top of the next column
-        columns = np.repeat(columns, spans) + _number_within(spans)
+        columns = np.repeat(columns, spans) + number_within(spans)
         starts = np.maximum(np.repeat(starts, spans), columns * height)
         ends = np.minimum(np.repeat(ends, spans), (columns + 1) * height)
     return Runs(columns // width, columns % width, starts - columns * height, ends - columns * height)
@@ -91,7 +96,7 @@ def resize_runs(runs: Runs, rows: NDArray[np.int64], columns: NDArray[np.int64])
     firsts, ends = np.searchsorted(columns, runs.columns), np.searchsorted(columns, runs.columns, "right")
     times = np.where(bottoms > tops, ends - firsts, 0)
     run = np.repeat(np.arange(len(times)), times)
-    resized = Runs(runs.masks[run], firsts[run] + _number_within(times), tops[run], bottoms[run])
+    resized = Runs(runs.masks[run], firsts[run] + number_within(times), tops[run], bottoms[run])
     if times.max(initial=0) < 2:
         return resized
     order = np.lexsort((resized.tops, resized.columns, resized.masks))

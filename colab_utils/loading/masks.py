@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from colab_utils.data.masks import nearest_indices
+from colab_utils.data.runs import number_within
 from colab_utils.errors import ColabUtilsError
 
 __all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks"]
@@ -192,7 +193,7 @@ def _draw_rows(bits: Tensor, tables: _Tables, places: list[_Places], dense: Tens
     areas = (widths * heights)[image]
     # each row of each object: its object, its place in the object's mask, its width
     of = np.repeat(np.arange(len(image)), y1 - y0)
-    row = np.arange(len(of)) - np.repeat(np.cumsum(y1 - y0) - y1, y1 - y0)
+    row = number_within(y1 - y0) + y0[of]
     wide = (x1 - x0)[of]
     starts = np.cumsum(wide) - wide
     stored = rows[(np.cumsum(heights) - heights)[image[of]] + row]
@@ -316,7 +317,7 @@ def _cut_chunks(lows: Ints, highs: Ints, grids: Ints, size: int) -> Iterator[tup
     blocks = -(-height // most) * (width > 0)
     row = np.repeat(np.arange(len(lows)), blocks)
     low, span = lows[row], np.stack([width, most], 1)[row]
-    low[:, 1] += (np.arange(len(row)) - np.repeat(np.cumsum(blocks) - blocks, blocks)) * most[row]
+    low[:, 1] += number_within(blocks) * most[row]
     span[:, 1] = np.minimum(span[:, 1], highs[row, 1] - low[:, 1])
     order = np.argsort(span.max(1))
     while len(order):

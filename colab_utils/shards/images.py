@@ -16,7 +16,7 @@ from colab_utils.errors import ColabUtilsError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["JPEG_QUALITY", "Form", "StoredImage", "make_record", "plan_size", "store_image"]
+__all__ = ["JPEG_QUALITY", "Form", "StoredImage", "fit_size", "make_record", "plan_size", "store_image"]
 
 Form = Literal["shrink", "keep", "pixels"]
 """How images lie in a shard: the larger ones shrunk once, all bytes kept, or shrunk and as raw pixels."""
@@ -38,20 +38,30 @@ class StoredImage:
     original_width: int
 
 
-def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
-    """The size an image is stored at: what torchvision's Mask R-CNN would shrink it to, never larger than it is.
+def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
+    """The size that torchvision's Mask R-CNN resizes an image to, smaller or larger, at least a pixel.
 
     Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: each side times one
     scale, rounded down.
 
     Example:
+        >>> fit_size(3000, 4000, min_size=800, max_size=1333), fit_size(480, 640, min_size=800, max_size=1333)
+        ((800, 1066), (800, 1066))
+    """
+    scale = min(min_size / min(height, width), max_size / max(height, width))
+    return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
+
+
+def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
+    """The size an image is stored at: what torchvision's Mask R-CNN would shrink it to, never larger than it is.
+
+    Example:
         >>> plan_size(3000, 4000, min_size=800, max_size=1333), plan_size(480, 640, min_size=800, max_size=1333)
         ((800, 1066), (480, 640))
     """
-    scale = min(min_size / min(height, width), max_size / max(height, width))
-    if scale >= 1:
+    if min(height, width) <= min_size and max(height, width) <= max_size:
         return height, width
-    return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
+    return fit_size(height, width, min_size=min_size, max_size=max_size)
 
 
 def store_image(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from colab_utils.drive import describe_retries
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, end_with_parent, fork_pool, show_progress
+from colab_utils.runtime import count_cores, fork_pool, show_progress
 from colab_utils.shards.format import SkippedImage, remove_leftovers
 from colab_utils.shards.jobs import ShardJob, ShardResult, write_shard
 
@@ -43,7 +43,7 @@ def run_jobs(
             return results
         context = multiprocessing.get_context("fork")
         done, stop = context.Value("q", 0), context.Event()
-        with fork_pool(count, _start_worker, (done, stop)) as pool:
+        with fork_pool(count, _start_worker, done, stop) as pool:
             try:
                 return _collect([pool.submit(_work, job) for job in jobs], total, allowed, bar, done)
             except BaseException:
@@ -98,7 +98,6 @@ _stop: Any = None
 def _start_worker(done: Any, stop: Any) -> None:
     global _done, _stop
     _done, _stop = done, stop
-    end_with_parent()
 
 
 def _work(job: ShardJob) -> ShardResult:

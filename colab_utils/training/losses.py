@@ -16,6 +16,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks
+from colab_utils.shards.images import fit_size
 
 __all__ = ["compute_losses", "make_input"]
 
@@ -103,7 +104,9 @@ def make_input(
     stored, device = batch.sizes.tolist(), batch.pixels.device
     mirrored = [False] * len(batch) if flips is None else list(flips)
     shortest = [float(transform.torch_choice([*map(int, transform.min_size)])) for _ in stored]
-    sizes = [_plan_size(size, side, transform.max_size) for size, side in zip(stored, shortest, strict=True)]
+    sizes = [
+        fit_size(*size, min_size=side, max_size=transform.max_size) for size, side in zip(stored, shortest, strict=True)
+    ]
     scales = np.array(sizes, np.float32)[:, ::-1] / np.array(stored, np.float32)[:, ::-1]
     step = transform.size_divisible
     height, width = (-(-max(sides) // step) * step for sides in zip(*sizes, strict=True))
@@ -124,10 +127,4 @@ def make_input(
     counts = batch.counts.tolist()
     parts = zip((boxes * ratios).split(counts), batch.labels.split(counts), strict=True)
     targets = [{"boxes": part, "labels": labels} for part, labels in parts]
-    return ImageList(padded, [(h, w) for h, w in sizes]), targets
-
-
-def _plan_size(size: Sequence[int], shortest: float, longest: float) -> tuple[int, int]:
-    """As ``_resize_image_and_masks``: one scale, each side rounded down."""
-    scale = min(shortest / min(size), longest / max(size))
-    return int(size[0] * scale), int(size[1] * scale)
+    return ImageList(padded, sizes), targets

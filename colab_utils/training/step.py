@@ -80,29 +80,41 @@ class TrainingStep:
         ``flips``, bool [B], mirrors images of a packed batch. Returns the total loss, a detached float32 scalar still
         on the device.
         """
-        while (loss := self._try_batch(images, targets, flips)) is None:  # and what it took is free again
-            torch.cuda.empty_cache()
-            self.parts *= 2
-            warnings.warn(
-                f"a batch of {len(images)} images does not fit into the GPU's memory: from now on each is trained in "
-                f"{self.parts} parts whose gradients are added up. The batch stays the same; the steps take longer.",
-                ColabUtilsWarning,
-                stacklevel=2,
-            )
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.scaler.unscale_(self.optimizer)
-        # Far above the usual norm: it only tames the first steps from random weights.
-        nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        try:
+            while (loss := self._try_batch(images, targets, flips)) is None:  # and what it took is free again
+                torch.cuda.empty_cache()
+                self.parts *= 2
+                warnings.warn(
+                    f"a batch of {len(images)} images does not fit into the GPU's memory: from now on each is trained "
+                    f"in {self.parts} parts whose gradients are added up. The batch stays the same; the steps take "
+                    "longer.",
+                    ColabUtilsWarning,
+                    stacklevel=2,
+                )
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.scaler.unscale_(self.optimizer)
+            # Far above the usual norm: it only tames the first steps from random weights.
+            nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        except torch.cuda.OutOfMemoryError as error:
+            counts = images.counts if isinstance(images, PackedBatch) else [len(t["labels"]) for t in targets or ()]
+            raise ColabUtilsError(
+                f"expected {self._find_part(images)} of the {len(images)} images of a batch, with {int(sum(counts))} "
+                "objects in all, to fit into the GPU's memory, found that they do not. Train with a smaller min_size "
+                "or a lighter model."
+            ) from error
         return loss
+
+    def _find_part(self, images: PackedBatch | list[Tensor]) -> int:
+        """How many images are trained at a time."""
+        return -(-len(images) // self.parts)
 
     def _try_batch(
         self, images: PackedBatch | list[Tensor], targets: list[dict[str, Tensor]] | None, flips: Sequence[bool] | None
     ) -> Tensor | None:
         """The gradients of a batch, and its loss; None where memory ran out and smaller parts may help."""
-        count, total = len(images), torch.zeros((), device=self.device)
-        size = -(-count // self.parts)
+        count, size, total = len(images), self._find_part(images), torch.zeros((), device=self.device)
         self.optimizer.zero_grad()
         try:
             for part in (slice(first, first + size) for first in range(0, count, size)):
@@ -118,11 +130,7 @@ class TrainingStep:
         except torch.cuda.OutOfMemoryError:
             if self.parts < _MOST_PARTS and size > 1:
                 return None
-            counts = images.counts if isinstance(images, PackedBatch) else [len(t["labels"]) for t in targets or ()]
-            raise ColabUtilsError(
-                f"expected {size} of the {count} images of a batch, with {int(sum(counts))} objects in all, to fit "
-                "into the GPU's memory, found that they do not. Train with a smaller min_size or a lighter model."
-            ) from None
+            raise
         return total
 
 

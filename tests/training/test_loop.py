@@ -111,6 +111,8 @@ def test_log_line_reads_as_promised():
 def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_path, killed_after):
     def kill(line: object) -> None:
         if isinstance(line, LogLine) and line.step == killed_after:
+            while not (tmp_path / f"checkpoint-{killed_after - 1:08d}.pt").exists():
+                time.sleep(0.01)  # a thread is still writing it
             raise Killed
 
     with pytest.raises(Killed):
