@@ -147,6 +147,9 @@ class Retries:
                 return result
         return call()
 
+    def __reduce__(self) -> tuple[type[Retries], tuple[()]]:
+        return Retries, ()  # another process counts its own
+
     def __str__(self) -> str:
         return describe_retries(self.count)
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation
-from colab_utils.drive import DriveProfile, get_profile, read_file
+from colab_utils.drive import DriveProfile, Retries, get_profile, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.labels import Labels
 from colab_utils.loading.sample import Target, decode_image
@@ -25,10 +25,10 @@ __all__ = ["CocoFolder"]
 class CocoFolder(Dataset[tuple[Tensor, Target]]):
     """A folder of images and a COCO JSON as a map-style dataset with torchvision's detection contract.
 
-    Each sample is read, decoded with Pillow, and its polygons become dense masks, as in torchvision's
-    ``references/detection`` (``CocoDetection`` with ``ConvertCocoPolysToMask``); only the annotations are kept in
-    flat arrays. ``num_classes``, ``class_names``, ``category_ids``, ``image_ids`` and ``fingerprint`` are as in
-    ``ShardDataset``; the images are in the order of the file.
+    Each sample is read, decoded, and its polygons become dense masks, as in torchvision's ``references/detection``
+    (``CocoDetection`` with ``ConvertCocoPolysToMask``); only the annotations are kept in flat arrays, and where Drive
+    fails it is read again, after growing waits. ``num_classes``, ``class_names``, ``category_ids``, ``image_ids`` and
+    ``fingerprint`` are as in ``ShardDataset``; the images are in the order of the file.
 
     Args:
         images: the image folder.
@@ -39,6 +39,7 @@ class CocoFolder(Dataset[tuple[Tensor, Target]]):
     Raises:
         ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image or one of its
             masks is bad.
+        DriveLostError: if Drive fails, and goes on failing for 81 seconds.
 
     Example:
         >>> CocoFolder("photos", "no/such/file.json")
@@ -57,7 +58,7 @@ class CocoFolder(Dataset[tuple[Tensor, Target]]):
         contiguous_labels: bool = False,
     ) -> None:
         self.folder = Path(images)
-        self.profile = get_profile(profile)
+        self.profile, self.retries = get_profile(profile), Retries()
         self.coco = read_coco(annotations)
         self._labels = Labels(self.coco.categories, contiguous=contiguous_labels)
         self.class_names, self.category_ids = self._labels.class_names, self._labels.category_ids
@@ -91,7 +92,7 @@ class CocoFolder(Dataset[tuple[Tensor, Target]]):
         """The image file's bytes."""
         path = self.find_path(range(len(self))[index])
         try:
-            return read_file(path, self.profile)
+            return read_file(path, self.profile, self.retries)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected an image file, found none at {path} ({error.strerror}). Run check on the dataset."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import io
 import json
@@ -23,7 +24,7 @@ from torchvision.datasets import CocoDetection
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from colab_utils.data.masks import unpack_masks
-from colab_utils.drive import DriveProfile
+from colab_utils.drive import DriveLostError, DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import files
 from colab_utils.loading.dataset import ShardDataset
@@ -416,6 +417,26 @@ def test_a_folder_that_vanishes(shards, whole):
     for method in (dataset.__getitem__, dataset.record, dataset.read):
         with pytest.raises(ColabUtilsError, match="No such file"):
             method(0)
+
+
+def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch):
+    folder, fails = CocoFolder(tiny_dataset.images, tiny_dataset.annotations), iter([errno.EIO, errno.ENOTCONN])
+    whole, real = folder[3], io.open
+
+    def open_badly(path, *mode):
+        if (number := next(fails, 0)) != 0:
+            raise OSError(number, os.strerror(number))
+        return real(path, *mode)
+
+    monkeypatch.setattr("colab_utils.drive.open", open_badly, raising=False)
+    assert torch.equal(folder[3][0], whole[0])
+    assert folder.retries.count == 2
+    copied = pickle.loads(pickle.dumps(folder))  # a worker counts its own
+    assert torch.equal(copied[3][0], whole[0])
+    assert copied.retries.count == 0
+    fails = iter([errno.EIO] * 9)
+    with pytest.raises(DriveLostError, match="Drive got disconnected or refuses"):
+        folder[3]
 
 
 def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
