@@ -72,16 +72,17 @@ class BatchTimes:
 
 
 def time_batches(
-    loader: Iterable[Any], step: Callable[..., Any] | None = None, *, batches: int, warmup: int = 2, max_s: float = 60
-) -> BatchTimes:
+    loader: Iterable[Any], step: Callable[..., Any] | None = None, *, batches: int, warmup: int = 2, max_s: float = 60,
+    least: int = 1,
+) -> BatchTimes:  # fmt: skip
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step took.
 
     A loader that ends earlier is iterated again. Where this process uses CUDA, it is synchronised around each step.
 
     ``step`` is called as ``step(images, targets)`` where a batch is such a pair, else as ``step(batch)``. ``warmup``
     batches come first, untimed, or fewer in ``max_s`` seconds, after which it stops with the batches there are. Slow
-    workers deliver in bursts, a batch from each: one such round is untimed, and three are timed, or as many whole ones
-    as three times ``max_s`` allow, one at least.
+    workers deliver in bursts, a batch from each: one such round is untimed, and three are timed, with ``least`` batches
+    in all, or as many whole rounds as three times ``max_s`` allow, one at least.
 
     Raises:
         ColabUtilsError: the loader yields nothing, too little, or raises; the message says at which batch.
@@ -117,7 +118,7 @@ def time_batches(
             step_cpu_s += ended_cpu_s - got_cpu_s
             images += _count_images(batch)
             rounds, rest = divmod(len(waits), lanes)
-            most_s = max_s if rounds >= _ROUNDS else _ROUNDS * max_s
+            most_s = max_s if rounds >= _ROUNDS and len(waits) >= least else _ROUNDS * max_s
             if len(waits) >= batches or (not rest and ended_s - began_s > most_s):
                 break
         asked_s, asked_cpu_s = perf_counter(), thread_time()

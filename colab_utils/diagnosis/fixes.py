@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
@@ -15,8 +16,8 @@ from torch.utils.data import DataLoader, RandomSampler, Subset
 
 from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep, Layer, time_batches, time_calls
 from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding, slow_down
+from colab_utils.diagnosis.forms import write_subset
 from colab_utils.diagnosis.parts import time_layers
-from colab_utils.diagnosis.strategies import write_subset
 from colab_utils.drive import is_on_drive, read_file
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
@@ -38,6 +39,7 @@ _KEPT = 8
 _MEMORY_SHARE = 0.5  # of what is free
 _NO_LIMIT = 65_536  # pixels: shards that keep every image as it is
 _MOST_OFF = 0.7  # of the simulation, today, that is believed to stay the same
+_TRIAL_BATCHES = 20  # or as many as three times its share of the seconds allow
 _TRIAL_SHARE, _VERIFY_SHARE = 0.15, 0.4  # of the seconds of a diagnosis, for each fix: as long as today was measured
 
 
@@ -122,8 +124,8 @@ class Situation:
 
     @cached_property
     def correction(self) -> float:
-        """Today's rate over the simulated one: half of what differs is believed to be the simulation's fault."""
-        off = (self.now.images_per_second / self.simulate(self.costs, self.workers)) ** 0.5
+        """Today's rate over the simulated one."""
+        off = self.now.images_per_second / self.simulate(self.costs, self.workers)
         return min(max(off, _MOST_OFF), 1 / _MOST_OFF)
 
     def forecast(
@@ -163,12 +165,12 @@ class Situation:
         without the step. Workers that there were none of before have to hand over what they load.
         """
         count = self.workers if workers is None else workers
-        alone = self.time(dataset, count, None, max_s=max_s, packs=packs)
+        alone = self.time(dataset, count, None, max_s=max_s, packs=packs, least=_TRIAL_BATCHES)
         return replace(self, alone=alone, layers=layers, workers=count).costs if alone else self.costs
 
     def time(
         self, dataset: Any, workers: int, step: Callable[..., Any] | None, *, max_s: float, packs: bool = False,
-        prefetch: int | None = None,
+        prefetch: int | None = None, least: int = 1,
     ) -> BatchTimes | None:  # fmt: skip
         """Time your loader over other data, with other workers, or `make_loader`; None where that cannot be."""
         loader, batch_size = self.loader, round(self.now.images / len(self.now.wait_s))
@@ -191,7 +193,7 @@ class Situation:
         try:
             # our slots are touched first: their memory is new
             warmup = 2 if isinstance(rebuilt, DataLoader) else _SLOTS
-            return time_batches(rebuilt, step, batches=500, warmup=warmup, max_s=max_s)
+            return time_batches(rebuilt, step, batches=500, warmup=warmup, max_s=max_s, least=least)
         finally:
             getattr(rebuilt, "close", int)()
 
@@ -243,7 +245,8 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
     local = dataset.profile is None and not is_on_drive(dataset.folder)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         if isinstance(dataset, CocoFolder) and not local:
-            fixes.append(_forecast_copy(now, dataset, Path(folder) / "files", verify=verify, max_s=verify_s))
+            place = Path(folder) / "files"
+            fixes.append(_forecast_copy(now, dataset, place, verify=verify, trial_s=trial_s, verify_s=verify_s))
         cures = [
             cure for cure in _CURES
             if not (cure.packs and sharded and packs) and (share <= 0.9 or not cure.shrinks)
@@ -253,8 +256,7 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
             limits = (min_size, max_size) if cure.shrinks else (_NO_LIMIT, _NO_LIMIT)
             sample = _make_sample(now, Path(folder), *limits, images=_SAMPLE_IMAGES if verify else 0)
             dense = not cure.packs and not (sharded and packs)
-            ours = cure.packs or packs  # make_loader's epoch ends with the dataset
-            view = Subset(sample, [*range(len(sample))] * _EPOCHS) if ours else sample
+            view = _lengthen(sample) if cure.packs or packs else sample
             fix, costs, layers = _forecast_cure(now, cure, sample, view, dense=dense, share=share, max_s=trial_s)
             fixes.append(now.verify(fix, view, now.workers, max_s=verify_s, packs=cure.packs) if verify else fix)
         if cures and workers != now.workers:
@@ -309,7 +311,14 @@ def _forecast_settings(now: Situation, *, verify: bool, trial_s: float, verify_s
     return fixes
 
 
-def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path, *, verify: bool, max_s: float) -> Fix:
+def _lengthen(sample: Any) -> Subset[Any]:
+    """A sample many times over, for `make_loader`, whose epoch ends with the dataset."""
+    return Subset(sample, [*range(len(sample))] * _EPOCHS)
+
+
+def _forecast_copy(
+    now: Situation, dataset: CocoFolder, folder: Path, *, verify: bool, trial_s: float, verify_s: float
+) -> Fix:
     """The image files as they are, on the local disk."""
     folder.mkdir()
     sizes = []
@@ -320,19 +329,18 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path, *, verify:
         sizes.append(path.stat().st_size)
     annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
     local = CocoFolder(folder, annotations)
+    os.sync()  # what was copied is written now, and not during the trial
     read, was = time_calls("read", local.read, range(len(local)), max_s=1), now.layers["read"]
-    costs = replace(
-        now.costs,
-        io_s=max(now.costs.io_s + (read.mean_ms - read.cpu_ms - was.mean_ms + was.cpu_ms) / 1000, 0.0),
-        cpu_s=max(now.costs.cpu_s + (read.cpu_ms - was.cpu_ms) / 1000, 0.0),
-    )
+    view = _lengthen(local) if isinstance(now.loader, Loader) else local
+    costs = now.find_costs(view, {**now.layers, "read": read}, max_s=trial_s)
     images = len(dataset)
     fix = now.forecast(
         "image files on the local SSD",
         f"Copy the files: reading takes {read.mean_ms:.1f} ms an image, not {was.mean_ms:.1f}", costs, now.workers,
-        once_minutes=images * was.mean_ms / 60_000 / COPY_STREAMS, once_gb=images * sum(sizes) / len(sizes) / 1e9,
+        tried=True, once_minutes=images * was.mean_ms / 60_000 / COPY_STREAMS,
+        once_gb=images * sum(sizes) / len(sizes) / 1e9,
     )  # fmt: skip
-    return now.verify(fix, local, now.workers, max_s=max_s) if verify else fix
+    return now.verify(fix, view, now.workers, max_s=verify_s) if verify else fix
 
 
 def _forecast_cure(
@@ -365,6 +373,7 @@ def _make_sample(now: Situation, folder: Path, *limits: int, images: int) -> Sha
         annotations = write_subset(dataset.coco, chosen, folder / "annotations.json")
         small, large = limits
         write_shards(dataset.folder, annotations, shards=shards, min_size=small, max_size=large, workers=1, max_bad=1.0)
+        os.sync()  # it is written now, and not during the trial
     elif is_on_drive(dataset.folder):
         first = dataset.index.shards[0]
         copy_shards(dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9))
