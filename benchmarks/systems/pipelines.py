@@ -18,7 +18,7 @@ from benchmarks.systems.base import BATCH_SIZE, Crew, Records, System, collate, 
 from benchmarks.systems.plain import Memmap, MemmapDataset
 from benchmarks.systems.references import ReferenceDataset
 
-__all__ = ["SPDL", "Grain", "SPDLFiles", "TFData"]
+__all__ = ["SPDL", "Grain", "SPDLFiles", "TFData", "import_tensorflow", "make_record_parser"]
 
 _THREADS = tuple(Crew(size, "threads") for size in (1, 2, 3))
 
@@ -102,7 +102,7 @@ class TFData(System):
 
     @classmethod
     def prepare(cls, data: Data, folder: Path) -> None:
-        tf = _import_tensorflow()
+        tf = import_tensorflow()
         writers = [tf.io.TFRecordWriter(f"{folder}/{number:02d}.tfrecord") for number in range(20)]
         for number, record in enumerate(Records(data)):
             writers[number % 20].write(record)
@@ -110,11 +110,11 @@ class TFData(System):
             writer.close()
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
-        tf = _import_tensorflow()
+        tf = import_tensorflow()
         super().__init__(data, folder, crew)
         files = tf.data.Dataset.from_tensor_slices(sorted(map(str, folder.glob("*.tfrecord")))).shuffle(20)
         records = files.interleave(tf.data.TFRecordDataset, cycle_length=4, num_parallel_calls=1, deterministic=False)
-        parse = _make_parser(tf, jpeg=data.is_jpeg)
+        parse = make_record_parser(tf, jpeg=data.is_jpeg)
         samples = records.shuffle(64).map(parse, num_parallel_calls=crew.size, deterministic=False).prefetch(8)
         options = tf.data.Options()
         options.threading.private_threadpool_size = crew.size + 1
@@ -125,7 +125,7 @@ class TFData(System):
         return group((torch.from_numpy(image), _to_tensors(target)) for image, target in arrays)
 
 
-def _import_tensorflow() -> Any:
+def import_tensorflow() -> Any:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     with contextlib.suppress(ImportError):
         import triton._C  # noqa: F401  # torch imports it sooner or later, and its LLVM must come before TensorFlow's
@@ -134,7 +134,8 @@ def _import_tensorflow() -> Any:
     return tensorflow
 
 
-def _make_parser(tf: Any, *, jpeg: bool) -> Any:
+def make_record_parser(tf: Any, *, jpeg: bool, flips: bool = True) -> Any:
+    """A function of TensorFlow's graph that makes a sample of a record of `Records`."""
     # TensorFlow has no unpackbits: each byte picks the eight bytes of its bits from a table
     table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).view(np.int64).ravel()
 
@@ -144,7 +145,8 @@ def _make_parser(tf: Any, *, jpeg: bool) -> Any:
         starts = 56 + tf.cumsum(numbers[3:], exclusive=True)
         labels, boxes, bits, image = (tf.strings.substr(record, starts[n], numbers[3 + n]) for n in range(4))
         if jpeg:
-            pixels = tf.transpose(tf.io.decode_jpeg(image, channels=3), [2, 0, 1])
+            decoded = tf.io.decode_jpeg(image, channels=3, dct_method="INTEGER_ACCURATE")
+            pixels = tf.transpose(decoded, [2, 0, 1])
         else:
             pixels = tf.reshape(tf.io.decode_raw(image, tf.uint8), [3, height, width])
         labels, corners = tf.io.decode_raw(labels, tf.int64), tf.reshape(tf.io.decode_raw(boxes, tf.float32), [-1, 4])
@@ -158,7 +160,9 @@ def _make_parser(tf: Any, *, jpeg: bool) -> Any:
             mirrored = tf.stack([right - corners[:, 2], corners[:, 1], right - corners[:, 0], corners[:, 3]], 1)
             return tf.reverse(pixels, [2]), mirrored, tf.reverse(masks, [2])
 
-        chosen = tf.cond(tf.random.uniform([]) < 0.5, mirror, lambda: (pixels, corners, masks))
+        chosen = (pixels, corners, masks)
+        if flips:
+            chosen = tf.cond(tf.random.uniform([]) < 0.5, mirror, lambda: (pixels, corners, masks))
         return chosen[0], {"boxes": chosen[1], "labels": labels, "masks": chosen[2], "image_id": image_id[None]}
 
     return parse

@@ -24,7 +24,7 @@ from colab_utils.loading.loader import Loader
 from colab_utils.loading.sample import pack_target
 from colab_utils.runtime import quiet_fork
 
-__all__ = ["Parts", "time_batch_parts", "time_layers", "time_parts", "time_reads", "time_samples"]
+__all__ = ["Parts", "drop_cached", "time_batch_parts", "time_layers", "time_parts", "time_reads", "time_samples"]
 
 _HANDED_BATCHES = 40
 _TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of torchvision's datasets
@@ -100,12 +100,13 @@ def time_reads(dataset: Any, indices: Sequence[int], *, seconds: float) -> tuple
     Drive's own cache on its disk cannot be dropped: on Drive, cold is cold for files that were never read here.
     """
     for path in {dataset.find_path(index) for index in indices}:
-        _drop_cached(path)
+        drop_cached(path)
     cold = time_calls("cold", dataset.read, indices, max_s=seconds / 2)
     return cold, time_calls("warm", dataset.read, indices[: cold.calls], max_s=seconds / 2)
 
 
-def _drop_cached(path: Path) -> None:
+def drop_cached(path: Path) -> None:
+    """Drop what Linux keeps of a file in memory; elsewhere, and for what is no file, do nothing."""
     if hasattr(os, "posix_fadvise"):
         try:
             file = os.open(path, os.O_RDONLY)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from colab_utils.runtime import find_free_memory, format_bytes
 
-__all__ = ["Resources", "Sample", "Used", "summarise_samples", "watch_resources"]
+__all__ = ["Resources", "Sample", "Used", "measure_memory", "summarise_samples", "watch_resources"]
 
 _INTERVAL_S = 0.25
 _LOOKING_SHARE = 0.03
@@ -189,6 +189,17 @@ def _fit_line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, fl
 def _take_sample(batches: int, used: Used) -> Sample:
     shm = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
     return Sample(batches, find_free_memory(), shm, used)
+
+
+def measure_memory() -> int:
+    """PSS of this process and all its children, bytes.
+
+    Example:
+        >>> measure_memory() > 1_000_000
+        True
+    """
+    used = _look_into_processes()
+    return used.main_bytes + sum(used.worker_bytes)
 
 
 def _look_into_processes() -> Used:

@@ -1,196 +1,479 @@
-"""The strategies: ways of loading the same images, as data; and the forms of a dataset that they read."""
+"""The strategies: ways of loading that people are told to use, and ours, in a few lines each, behind one interface."""
 
 from __future__ import annotations
 
-import json
+import queue
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.data.coco import CocoDataset
-from colab_utils.diagnosis.clocks import describe_error
-from colab_utils.drive import DriveProfile, is_on_drive
+from colab_utils.diagnosis.forms import Forms
+from colab_utils.drive import DriveProfile, read_file
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.order import BatchOrder
-from colab_utils.runtime import quiet_fork, show_progress, write_file
-from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.write import write_shards
+from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork
 
-__all__ = ["STRATEGIES", "DenseLoader", "Places", "Strategy", "prepare_places", "write_subset"]
+__all__ = [
+    "DEFAULT_STRATEGIES", "STRATEGIES", "EpochLoader", "PillowFolder", "Setting", "Strategy", "WorkerLoading",
+    "find_strategy", "load_in_loop",
+]  # fmt: skip
+
+Samples = list[tuple[Tensor, dict[str, Any]]]
+"""The samples of a batch: images uint8 [3, H, W] and torchvision's targets."""
+
+_QUEUED = 4  # batches that a producer is ahead
+_MOST_AHEAD = 16  # batches that the tuned pipeline is ahead, at most
+_THREADS = 8
+_CACHE_SHARE, _MEMORY_SHARE = 0.25, 0.5  # of the free memory
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a strategy is run with; without a ``profile`` Drive is read as fast as it goes."""
+
+    forms: Forms
+    profile: DriveProfile | None
+    batch_size: int
+    workers: int
+    device: str
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way of loading: loose files or shards, on Drive or on the local disk, with workers or packed masks."""
+    """One way of loading.
+
+    ``form`` names what it reads (see `Forms`; its bytes are what it needs on disk); ``keeps`` says that it keeps what
+    it read, so that only later epochs show its speed; ``open`` gives an iterable of batches ``(images, targets)`` as
+    torchvision models take them on the device, an epoch at each pass, with a ``close()`` that ends whatever it started.
+    """
 
     name: str
     idea: str
-    on_drive: bool = False
-    shards: bool = False
-    workers: bool = True
-    packed: bool = False
+    form: str
+    open: Callable[[Setting], Any]
+    keeps: bool = False
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether it reads from Drive while it trains."""
+        return self.form.endswith("_on_drive")
 
 
-STRATEGIES: dict[str, Strategy] = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy("sequential", "Each image is read from Drive and prepared inside the training loop.",
-                 on_drive=True, workers=False),
-        Strategy("dataloader", "A DataLoader's workers read the same files ahead.", on_drive=True),
-        Strategy("shards_on_drive", "The files are packed into shards, read whole from Drive.",
-                 on_drive=True, shards=True),
-        Strategy("dataloader_on_ssd", "The DataLoader reads loose files from the local disk."),
-        Strategy("shards_on_ssd", "The shards are copied to the local disk first.", shards=True),
-        Strategy("packed", "Workers send packed masks; the device expands them (make_loader).",
-                 shards=True, packed=True),
-    )
-}  # fmt: skip
+class EpochLoader:
+    """Epochs of a dataset by one way of loading; images become float32 in the training process, on the device."""
 
-
-@dataclass(frozen=True)
-class Places:
-    """Where the same images lie in each form; ``why_no_shards`` says why shards could not be made, ``copied`` what
-    copying them took.
-    """
-
-    annotations: Path
-    images_on_drive: Path
-    images_on_ssd: Path
-    shards_on_drive: Path
-    shards_on_ssd: Path
-    copied: str = ""
-    why_no_shards: str = ""
-
-    def find(self, strategy: Strategy) -> Path:
-        """The folder that a strategy reads."""
-        form, disk = "shards" if strategy.shards else "images", "drive" if strategy.on_drive else "ssd"
-        return Path(getattr(self, f"{form}_on_{disk}"))
-
-    def build_loader(self, strategy: Strategy, *, profile: DriveProfile | None, batch_size: int, workers: int) -> Any:
-        """The strategy's loader of ``(images, targets)`` as torchvision models take them, on the GPU if there is one.
-
-        Raises:
-            ColabUtilsError: the images are missing, or there are no shards.
-        """
-        if strategy.shards and self.why_no_shards:
-            raise ColabUtilsError(self.why_no_shards)
-        folder, profile = self.find(strategy), profile if strategy.on_drive else None
-        workers, device = workers if strategy.workers else 0, "cuda" if torch.cuda.is_available() else "cpu"
-        if strategy.packed:
-            return make_loader(ShardDataset(folder), batch_size=batch_size, workers=workers, device=device)
-        dataset: CocoFolder | ShardDataset = (
-            ShardDataset(folder, profile=profile, whole_shards=strategy.on_drive)
-            if strategy.shards
-            else CocoFolder(folder, self.annotations, profile=profile)
-        )
-        return DenseLoader(dataset, batch_size=batch_size, workers=workers, device=device)
-
-
-class DenseLoader:
-    """torch's DataLoader as torchvision's references use it, but images become float32 in the training process: as
-    uint8 they cross to it in a quarter of the bytes.
-    """
-
-    def __init__(self, dataset: Any, *, batch_size: int, workers: int, device: str) -> None:
-        self._device = device
-        shards = dataset.shard_of if dataset.whole_shards else None
+    def __init__(self, setting: Setting, dataset: Any, load: Callable[[Any, Any], Iterator[Samples]]) -> None:
+        self._device, self._dataset, self._load = setting.device, dataset, load
+        shards = dataset.shard_of if getattr(dataset, "whole_shards", False) else None
         self._order = BatchOrder(
-            len(dataset), batch_size, 0, sizes=dataset.sizes, shard_of=shards, streams=max(1, workers)
+            len(dataset), setting.batch_size, 0, sizes=dataset.sizes, shard_of=shards, streams=max(1, setting.workers)
         )
-        with quiet_fork():
-            self._loader: DataLoader[Any] = DataLoader(
-                dataset,
-                batch_sampler=self._order,
-                num_workers=workers,
-                collate_fn=_collate,
-                persistent_workers=workers > 0,
-            )
 
-    def __iter__(self) -> Iterator[tuple[list[Any], list[Any]]]:
-        with quiet_fork():
-            batches = iter(self._loader)
-        for images, targets in batches:
-            yield (
-                [image.to(self._device).float().div_(255) for image in images],
-                [{k: v.to(self._device) if hasattr(v, "to") else v for k, v in target.items()} for target in targets],
-            )
+    def __iter__(self) -> Iterator[tuple[list[Tensor], list[dict[str, Any]]]]:
+        batches = self._load(self._dataset, self._order)
+        try:
+            for samples in batches:
+                yield (
+                    [image.to(self._device).float().div_(255) for image, _ in samples],
+                    [{k: v.to(self._device) if hasattr(v, "to") else v for k, v in t.items()} for _, t in samples],
+                )
+        finally:
+            getattr(batches, "close", int)()
         self._order.epoch += 1
 
     def close(self) -> None:
-        """End the worker processes."""
-        iterator: Any = self._loader._iterator
-        self._loader._iterator = None
+        """End what the way of loading keeps between epochs."""
+        getattr(self._load, "close", int)()
+
+
+def load_in_loop(dataset: Any, order: Iterable[list[int]]) -> Iterator[Samples]:
+    """Load inside the training loop."""
+    for indices in order:
+        yield [dataset[index] for index in indices]
+
+
+def load_by_thread(dataset: Any, order: Iterable[list[int]]) -> Iterator[Samples]:
+    """A producer thread and a bounded queue."""
+    ready: queue.Queue[Any] = queue.Queue(_QUEUED)
+    stop = threading.Event()
+    thread = threading.Thread(target=_produce, args=(dataset, order, ready, stop), daemon=True)
+    thread.start()
+    try:
+        yield from _consume(ready, thread.is_alive)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def load_by_process(dataset: Any, order: Iterable[list[int]]) -> Iterator[Samples]:
+    """A producer process and a bounded queue."""
+    context = torch.multiprocessing.get_context("fork")
+    ready, stop = context.Queue(_QUEUED), context.Event()
+    process = context.Process(target=_produce_alone, args=(dataset, order, ready, stop), daemon=True)
+    with quiet_fork():
+        process.start()
+    try:
+        yield from _consume(ready, process.is_alive)
+    finally:
+        stop.set()
+        process.terminate()
+        process.join()
+
+
+def _produce_alone(*arguments: Any) -> None:
+    end_with_parent()
+    torch.set_num_threads(1)
+    _produce(*arguments)
+
+
+def _produce(dataset: Any, order: Iterable[list[int]], ready: Any, stop: Any) -> None:
+    try:
+        for samples in load_in_loop(dataset, order):
+            if not _put(samples, ready, stop):
+                return
+        last: Any = None
+    except Exception as error:
+        last = error
+    if _put(last, ready, stop):
+        stop.wait()  # tensors in shared memory go with the process that made them
+
+
+def _put(item: Any, ready: Any, stop: Any) -> bool:
+    """Wait for room in the queue; False where nobody takes anything any more."""
+    while not stop.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+        except queue.Full:
+            continue
+        return True
+    return False
+
+
+def _consume(ready: Any, is_alive: Callable[[], bool]) -> Iterator[Samples]:
+    while True:
+        try:
+            found = ready.get(timeout=1)
+        except queue.Empty:
+            if is_alive():
+                continue
+            raise ColabUtilsError("expected the producer to go on, found that it ended: memory may be full") from None
+        if found is None:
+            return
+        if isinstance(found, Exception):
+            raise found
+        yield found
+
+
+class WorkerLoading:
+    """torch's ``DataLoader`` with worker processes, which last from epoch to epoch."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._loader: DataLoader[Any] | None = None
+
+    def __call__(self, dataset: Any, order: Any) -> Iterator[Samples]:
+        with quiet_fork():
+            if self._loader is None:
+                self._loader = DataLoader(
+                    dataset, batch_sampler=order, num_workers=self._workers, collate_fn=list,
+                    persistent_workers=self._workers > 0,
+                )  # fmt: skip
+            return iter(self._loader)
+
+    def close(self) -> None:
+        """End the workers."""
+        iterator: Any = getattr(self._loader, "_iterator", None)
         if iterator is not None:
             iterator._shutdown_workers()
+        self._loader = None
 
 
-def prepare_places(
-    images: Path, coco: CocoDataset, folder: Path, strategies: Iterable[Strategy], *,
-    profile: DriveProfile | None, max_images: int, min_size: int, max_size: int,
-) -> Places:  # fmt: skip
-    """Make the forms of the first ``max_images`` images that these strategies read; what is there is found again.
+class TunedLoading:
+    """Cache, shuffle, batch, prefetch, with sizes chosen while it runs: samples stay in memory as long as a quarter of
+    it lasts, and whenever the step has to wait, one batch more is loaded ahead, by threads.
 
-    A bad image is left out of every form; if shards cannot be made, ``why_no_shards`` says why.
+    ``share`` of the dataset is loaded: so much of the memory is used, and the same part of it is in the cache.
     """
-    ssd = Path(tempfile.gettempdir()) / "colab_utils-ssd" if is_on_drive(folder) else folder / "ssd"
-    taken = list(range(min(len(coco), max_images)))
-    name = f"shards-{coco.fingerprint[:8]}-{len(taken)}-{min_size}-{max_size}"
-    places = Places(folder / "annotations.json", images, images, folder / "drive" / name, ssd / name)
-    forms = {(strategy.shards, strategy.on_drive) for strategy in strategies}
-    if forms & {(True, True), (True, False)}:
-        total_mb = sum(path.stat().st_size for i in taken if (path := images / coco.file_name(i)).is_file()) / 1e6
-        try:
-            write_shards(
-                images,
-                write_subset(coco, taken, folder / "shards.json"),
-                shards=places.shards_on_drive,
-                shard_mb=max(0.01, min(4.0, total_mb / 8)),  # eight or more: no worker holds all in memory
-                min_size=min_size,
-                max_size=max_size,
-                max_bad=0.1,
+
+    def __init__(self, share: float) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, "tuned")
+        self._cache: dict[int, Any] = {}
+        self._room, self._ahead = _CACHE_SHARE * share * find_free_memory(), 1
+
+    def __call__(self, dataset: Any, order: Iterable[list[int]]) -> Iterator[Samples]:
+        todo, pending = iter(order), deque[Future[Samples]]()
+        while True:
+            while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
+                pending.append(self._pool.submit(self._read, dataset, indices))
+            if not pending:
+                return
+            if not pending[0].done() and self._ahead < _MOST_AHEAD:
+                self._ahead += 1
+            yield pending.popleft().result()
+
+    def _read(self, dataset: Any, indices: list[int]) -> Samples:
+        samples = []
+        for index in indices:
+            sample = self._cache.get(index)
+            if sample is None:
+                sample = dataset[index]
+                self._room -= _count_bytes(sample)
+                if self._room > 0:
+                    self._cache[index] = sample
+            samples.append(sample)
+        return samples
+
+    def close(self) -> None:
+        """Forget the samples."""
+        self._pool.shutdown(cancel_futures=True)
+        self._cache.clear()
+
+
+class PillowFolder(CocoFolder):
+    """Image files and polygons as in torchvision's references: decoded by Pillow, masks drawn for each sample."""
+
+    @staticmethod
+    def decode(data: bytes) -> Tensor:
+        """Image bytes as uint8 [3, H, W]."""
+        import io
+
+        from PIL import Image
+
+        return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(2, 0, 1)
+
+
+class SavedTensors(Dataset[Any]):
+    """One ``.pt`` file an image."""
+
+    def __init__(self, folder: Path, profile: DriveProfile | None, sizes: Any) -> None:
+        self._paths, self._profile, self.sizes = sorted(folder.glob("*.pt")), profile, sizes
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any]]:
+        import io
+
+        target = torch.load(io.BytesIO(read_file(self._paths[index], self._profile)), weights_only=True)
+        return target.pop("image"), target
+
+
+class MappedArrays(Dataset[Any]):
+    """Two big ``.npy`` files, mapped into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._images = np.load(folder / "images.npy", mmap_mode="r")
+        self._masks = np.load(folder / "masks.npy", mmap_mode="r")
+        with np.load(folder / "tables.npz") as tables:
+            self._tables = dict(tables)
+        self.sizes = self._tables["sizes"]
+        self._first = np.concatenate([[0], np.cumsum(self._tables["counts"])])
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any]]:
+        (height, width), own = self.sizes[index], slice(*self._first[index : index + 2])
+        masks = np.unpackbits(self._masks[own, :height], axis=2, count=width)
+        target = {name: torch.from_numpy(self._tables[name][own]) for name in ("boxes", "labels", "area", "iscrowd")}
+        image = torch.from_numpy(self._images[index, :, :height, :width].copy())
+        return image, {**target, "masks": torch.from_numpy(masks), "image_id": int(self._tables["image_ids"][index])}
+
+
+class InMemory(Dataset[Any]):
+    """Every sample of another dataset, read at the start.
+
+    Raises:
+        ColabUtilsError: the ``total`` images of the whole dataset would take more than half of the free memory.
+    """
+
+    def __init__(self, dataset: Any, *, total: int) -> None:
+        few = [dataset[index] for index in range(min(4, len(dataset)))]
+        needed = sum(map(_count_bytes, few)) / len(few) * total
+        free = find_free_memory()
+        if needed > _MEMORY_SHARE * free:
+            raise ColabUtilsError(
+                f"expected the samples of all {total:,} images to fit into half of the free memory, found that they "
+                f"take about {format_bytes(needed)} and {format_bytes(free)} are free. Leave this strategy out."
             )
-            whole = set(ShardDataset(places.shards_on_drive).image_ids.tolist())
-            taken = [i for i in taken if int(coco.image_ids[i]) in whole]
-            if (True, False) in forms:
-                report = copy_shards(places.shards_on_drive, places.shards_on_ssd, profile=profile)
-                copied = f"copying its shards took {report.seconds:.1f} s" if report.bytes else ""
-                places = replace(places, copied=copied)
-        except (ColabUtilsError, OSError) as error:
-            places = replace(places, why_no_shards=describe_error(error))
-    write_subset(coco, taken, places.annotations)
-    if (False, False) in forms and is_on_drive(images):
-        places = replace(places, images_on_ssd=ssd / "images")
-        with show_progress("copying images to the local disk", total=len(taken), unit="image") as bar:
-            for path in (images / coco.file_name(i) for i in taken):
-                target = places.images_on_ssd / path.relative_to(images)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if not target.is_file() or target.stat().st_size != path.stat().st_size:
-                    shutil.copyfile(path, target)
-                bar.update(1)
-    return places
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self._samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
+        self.sizes = dataset.sizes
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any]]:
+        return self._samples[index]
 
 
-def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:
-    """Write the records of some images, in this order, as a COCO JSON of their own; returns ``path``."""
-    chosen = list(indices)
-    subset = {
-        "images": [dataset.image(index) for index in chosen],
-        "annotations": [annotation for index in chosen for annotation in dataset.annotations(index)],
-        "categories": list(dataset.categories),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(subset).encode())
-    return path
+class _Arriving:
+    """`make_loader` over shards that are copied meanwhile, to a folder that is empty at the start."""
+
+    def __init__(self, setting: Setting) -> None:
+        forms = setting.forms
+        self._folder = Path(tempfile.mkdtemp(dir=_make(forms.ssd)))
+        shards = forms.get("shards_on_drive").path
+        self._dataset = ArrivingShards(shards, self._folder / "shards", profile=setting.profile)
+        self._loader = make_loader(
+            self._dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader.close()
+        self._dataset.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _collate(samples: list[Any]) -> tuple[Any, ...]:
-    return tuple(zip(*samples, strict=True))
+def _make(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _count_bytes(sample: tuple[Tensor, dict[str, Any]]) -> int:
+    return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
+
+
+def _open_files(setting: Setting, form: str) -> PillowFolder:
+    profile = setting.profile if form.endswith("_on_drive") else None
+    return PillowFolder(setting.forms.get(form).path, setting.forms.annotations, profile=profile)
+
+
+def _open_tensors(setting: Setting, form: str) -> SavedTensors:
+    profile = setting.profile if form.endswith("_on_drive") else None
+    return SavedTensors(setting.forms.get(form).path, profile, setting.forms.coco.sizes)
+
+
+def _open_shards(setting: Setting, form: str) -> ShardDataset:
+    on_drive = form.endswith("_on_drive")
+    profile = setting.profile if on_drive else None
+    return ShardDataset(setting.forms.get(form).path, profile=profile, whole_shards=on_drive)
+
+
+def _use_workers(open_dataset: Callable[[Setting, str], Any], form: str, workers: int | None = None) -> Any:
+    def open_loader(setting: Setting) -> EpochLoader:
+        count = setting.workers if workers is None else workers
+        setting = replace(setting, workers=count)
+        return EpochLoader(setting, open_dataset(setting, form), WorkerLoading(count))
+
+    return open_loader
+
+
+def _use(load: Callable[[Any, Any], Iterator[Samples]], form: str) -> Any:
+    return lambda setting: EpochLoader(replace(setting, workers=0), _open_files(setting, form), load)
+
+
+def _open_packed(setting: Setting) -> Any:
+    dataset = ShardDataset(setting.forms.get("shards_on_ssd").path)
+    return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device)
+
+
+def _list_both(
+    name: str, idea: str, kind: str, make: Callable[[str], Any], *, keeps: bool = False
+) -> Iterator[Strategy]:
+    """A strategy over loose files on Drive, and the same over files on the SSD."""
+    for ending, place, disk in (("", "Drive", "drive"), ("_on_ssd", "the local disk", "ssd")):
+        form = f"{kind}_on_{disk}"
+        yield Strategy(f"{name}{ending}", f"{idea} from {place}.", form, make(form), keeps)
+
+
+def _list_strategies() -> Iterator[Strategy]:
+    yield from _list_both("sequential", "Each image is loaded inside the training loop,", "files",
+                          lambda form: _use(load_in_loop, form))  # fmt: skip
+    yield from _list_both("thread_queue", "A thread loads ahead into a queue of 4 batches,", "files",
+                          lambda form: _use(load_by_thread, form))  # fmt: skip
+    yield from _list_both("process_queue", "A process loads ahead into a queue of 4 batches,", "files",
+                          lambda form: _use(load_by_process, form))  # fmt: skip
+    yield from _list_both("dataloader", "A DataLoader's workers load ahead, as in torchvision's references,", "files",
+                          lambda form: _use_workers(_open_files, form))  # fmt: skip
+    for count in range(5):
+        yield Strategy(f"dataloader_{count}", f"The same with {count} workers.", "files_on_drive",
+                       _use_workers(_open_files, "files_on_drive", count))  # fmt: skip
+    yield from _list_both("saved_tensors", "Resized and converted once, a .pt an image, by a DataLoader", "tensors",
+                          lambda form: _use_workers(_open_tensors, form))  # fmt: skip
+    yield Strategy(
+        "memory_mapped", "One .npy of all images and one of all masks, mapped into memory.", "arrays_on_ssd",
+        lambda setting: EpochLoader(
+            replace(setting, workers=0), MappedArrays(setting.forms.get("arrays_on_ssd").path), load_in_loop
+        ),
+    )  # fmt: skip
+    yield Strategy(
+        "in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
+        lambda setting: EpochLoader(
+            replace(setting, workers=0),
+            InMemory(_open_files(setting, "files_on_drive"), total=setting.forms.total),
+            load_in_loop,
+        ),
+        keeps=True,
+    )  # fmt: skip
+    yield from _list_both("autotuned", "Cache, shuffle, batch and prefetch, sizes chosen while it runs,", "files",
+                          lambda form: lambda setting: EpochLoader(
+                              replace(setting, workers=0), _open_files(setting, form),
+                              TunedLoading(len(setting.forms) / setting.forms.total)),
+                          keeps=True)  # fmt: skip
+    yield Strategy("shards_on_drive", "Files packed into shards, each read whole from Drive by a DataLoader.",
+                   "shards_on_drive", _use_workers(_open_shards, "shards_on_drive"))  # fmt: skip
+    yield Strategy("shards_on_ssd", "The shards are copied to the local disk first.",
+                   "shards_on_ssd", _use_workers(_open_shards, "shards_on_ssd"))  # fmt: skip
+    yield Strategy("packed", "From those, workers send packed masks through reused memory (make_loader).",
+                   "shards_on_ssd", _open_packed)  # fmt: skip
+    yield Strategy("train_while_copying", "make_loader starts with the first shard that is copied (ArrivingShards).",
+                   "arriving_shards_on_drive", _Arriving)  # fmt: skip
+
+
+STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _list_strategies()}
+DEFAULT_STRATEGIES = (
+    "sequential", "thread_queue", "process_queue", "dataloader", "saved_tensors", "memory_mapped", "in_memory",
+    "autotuned", "dataloader_on_ssd", "shards_on_drive", "shards_on_ssd", "packed", "train_while_copying",
+)  # fmt: skip
+_PEERS = {
+    "webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "mosaicml-streaming",
+    "tf_data": "tensorflow",
+}  # fmt: skip
+
+
+def find_strategy(name: str) -> Strategy:
+    """A strategy by its name; those of other libraries lie in the repository's ``benchmarks``.
+
+    Raises:
+        ColabUtilsError: an unknown name. A library that is not installed is an error only when it is run.
+
+    Example:
+        >>> find_strategy("teleport")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected strategies among ...; found 'teleport': choose some of them
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    if name not in _PEERS:
+        names = ", ".join((*STRATEGIES, *_PEERS))
+        raise ColabUtilsError(f"expected strategies among {names}; found {name!r}: choose some of them")
+    try:
+        found: Strategy = import_module("benchmarks.peers").PEERS[name]
+        return found
+    except ImportError as error:
+        lacking = f"expected benchmarks/ of the repository and the package {_PEERS[name]}, found no {error.name}"
+
+    def refuse(setting: Setting) -> Any:
+        raise ColabUtilsError(f"{lacking}. Clone the repository, run pip install {_PEERS[name]}, and compare there.")
+
+    return Strategy(name, f"The library {name}.", "shards_on_ssd", refuse)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from colab_utils.errors import ColabUtilsError
@@ -12,26 +11,16 @@ from colab_utils.show.pictures import PALETTE, make_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from colab_utils.diagnosis.comparison import Comparison
     from colab_utils.diagnosis.layers import Diagnosis
     from colab_utils.diagnosis.simulator import Simulation
     from colab_utils.shards.arrival import Arrival
 
 __all__ = [
-    "name_strategy", "plot_arrival", "plot_bars", "plot_comparison", "plot_layers", "plot_timeline", "plot_training",
+    "draw_lanes", "format_figure", "plot_arrival", "plot_bars", "plot_layers", "plot_timeline", "plot_training",
 ]  # fmt: skip
 
 _BLUE, _ORANGE, _RED = PALETTE[0], PALETTE[1], PALETTE[3]
-_STRATEGY_NAMES = {
-    "sequential": "loose files on Drive, no workers",
-    "dataloader": "loose files on Drive",
-    "shards_on_drive": "shards on Drive",
-    "dataloader_on_ssd": "loose files on SSD",
-    "shards_on_ssd": "shards on SSD",
-    "packed": "packed shards on SSD",
-}
 _GREY = "#B8B8B8"
-_TIE = 0.95  # closer than this, the order of two bars means nothing
 _INK = "#1a1a1a"
 
 
@@ -76,7 +65,7 @@ def plot_bars(
         low, high = spread.get(name, (value, value))
         if high > low:
             axis.plot([low, high], [row, row], color=_INK, linewidth=1.5, marker="|", markersize=9)
-        text = f"{_round(value)}  {notes.get(name, '')}".rstrip()
+        text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
         axis.text(
             max(value, high) + longest * 0.012, row, text, va="center", fontsize=15, color=_INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
@@ -84,7 +73,7 @@ def plot_bars(
     if limit is not None:
         axis.axvline(limit[0], color=_RED, linestyle="--", linewidth=2, zorder=0)
         axis.annotate(
-            f"{limit[1]}: {_round(limit[0])}", (limit[0], 1), xycoords=("data", "axes fraction"), fontsize=14,
+            f"{limit[1]}: {format_figure(limit[0])}", (limit[0], 1), xycoords=("data", "axes fraction"), fontsize=14,
             xytext=(-4, 4), textcoords="offset points", ha="right", va="bottom", color=_RED,
         )  # fmt: skip
     axis.set_yticks(range(len(values)), list(values), fontsize=16)
@@ -113,7 +102,7 @@ def plot_layers(diagnosis: Diagnosis) -> Figure:
     largest = max(loading, key=lambda name: loading[name])
     title = f"The step waits {diagnosis.stall_share:.0%} of the time"
     if step_ms is None:
-        title = f"The loader alone gives {_round(diagnosis.images_per_second)} images/s"
+        title = f"The loader alone gives {format_figure(diagnosis.images_per_second)} images/s"
     if median_ms:
         title += f"; {largest} is {loading[largest] / max(sum(loading.values()), 1e-9):.0%} of loading an image"
     notes = {"step": f"({diagnosis.step})" if diagnosis.step.startswith("emulated") else ""}
@@ -129,66 +118,6 @@ def plot_layers(diagnosis: Diagnosis) -> Figure:
     if step_ms is not None:
         figure.axes[0].patches[len(bars) - 1].set_color(_ORANGE)
     return figure
-
-
-def plot_comparison(comparison: Comparison | Mapping[str, Any]) -> Figure:
-    """Images per second of every strategy, how long its step waits, and the speed of the step itself as a line.
-
-    Args:
-        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
-
-    Raises:
-        ColabUtilsError: no strategy was timed.
-    """
-    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = {row["name"]: row for row in content["strategies"] if row["images_per_second"] is not None}
-    if not rows:
-        raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
-    fair = {name: row for name, row in rows.items() if row["comparable"]} or rows
-    best = max(row["images_per_second"] for row in fair.values())
-    winners = [row for row in fair.values() if row["images_per_second"] >= _TIE * best]
-    limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in rows.values())
-    return plot_bars(
-        {name_strategy(name): row["images_per_second"] for name, row in rows.items()},
-        title=_find_headline(fair.get("dataloader") or next(iter(fair.values())), winners),
-        unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
-        notes={
-            name_strategy(name): f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
-            for name, row in rows.items()
-        },
-        spread={
-            name_strategy(name): (min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"]))
-            for name, row in rows.items()
-        },
-        highlight=[name_strategy(row["name"]) for row in winners],
-        limit=(limit, "the step alone"),
-    )
-
-
-def name_strategy(name: str) -> str:
-    """A strategy's name as people say it; a name of your own stays as it is.
-
-    Example:
-        >>> name_strategy("dataloader_on_ssd")
-        'loose files on SSD'
-    """
-    return _STRATEGY_NAMES.get(name, name)
-
-
-def _find_headline(now: Mapping[str, Any], winners: Sequence[Mapping[str, Any]]) -> str:
-    """How much faster the best ways are than today's, and how long the step waits today."""
-    name, wait = name_strategy(now["name"]), f"the step waits {now['wait_share']:.0%} of the time"
-    factor = max(row["images_per_second"] for row in winners) / max(now["images_per_second"], 1e-9)
-    if factor < 1.1:
-        return f"{_capitalise(name)}: {wait}, and no other way of loading is 10% faster"
-    if len(winners) > 1:
-        return f"{len(winners)} other ways train about {factor:.1f} times as fast as {name}, where {wait}"
-    best = _capitalise(name_strategy(winners[0]["name"]))
-    return f"{best} train {factor:.1f} times as fast as {name}, where {wait}"
-
-
-def _capitalise(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def plot_timeline(simulation: Simulation, *, seconds: float | None = None) -> Figure:
@@ -210,7 +139,7 @@ def plot_timeline(simulation: Simulation, *, seconds: float | None = None) -> Fi
     lanes = [*simulation.loads, simulation.steps]
     names = [f"worker {n}" if simulation.workers else "loading" for n in range(len(simulation.loads))]
     spans = [list(zip(lane.start_s, lane.end_s - lane.start_s, strict=True)) for lane in lanes]
-    figure = _draw_lanes(title, dict(zip([*names, "step"], spans, strict=True)))
+    figure = draw_lanes(title, dict(zip([*names, "step"], spans, strict=True)))
     figure.axes[0].set_xlim(0, shown_s)
     return figure
 
@@ -241,15 +170,17 @@ def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figu
             lanes.append(free := [])
         free.append((begin_s, took_s))
     rows = {f"copy {number}": spans for number, spans in enumerate(lanes, start=1)}
-    return _draw_lanes(title, {**rows, "training": trained})
+    return draw_lanes(title, {**rows, "training": trained})
 
 
-def _draw_lanes(title: str, lanes: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """A row of bars (begin and length, seconds) for each name; the last row stands out."""
-    figure = make_figure(title, width=12, height=1.6 + 0.62 * len(lanes))
+def draw_lanes(
+    title: str, lanes: Mapping[str, Sequence[tuple[float, float]]], *, lit: Collection[int] = (), height: float = 0.62
+) -> Figure:
+    """A row of bars (begin and length, seconds) for each name; ``lit`` rows stand out, by default the last."""
+    figure = make_figure(title, width=12, height=1.6 + height * len(lanes))
     axis = figure.add_subplot()
     for row, spans in enumerate(lanes.values()):
-        colour = _ORANGE if row == len(lanes) - 1 else _BLUE
+        colour = _ORANGE if row in (lit or [len(lanes) - 1]) else _BLUE
         axis.broken_barh(spans, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.8)
     axis.set_yticks(range(len(lanes)), [*lanes], fontsize=15)
     axis.set_xlabel("seconds", fontsize=14)
@@ -306,5 +237,11 @@ def plot_training(points: Sequence[Any], *, window: int = 10, note: str = "") ->
     return figure
 
 
-def _round(value: float) -> str:
+def format_figure(value: float) -> str:
+    """A figure as it is written at a bar's end.
+
+    Example:
+        >>> format_figure(1234.5), format_figure(0.1234)
+        ('1,234', '0.12')
+    """
     return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}"

@@ -10,23 +10,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import Machine, write_file
+from colab_utils.runtime import Machine, format_bytes, write_file
 from colab_utils.show.html import WIDE, build_page, embed_figure
-from colab_utils.show.plots import name_strategy, plot_comparison
+from colab_utils.show.strategies import name_strategy, plot_comparison, plot_epochs, plot_first_seconds
 from colab_utils.show.table import Table, make_table
 
 if TYPE_CHECKING:
     from colab_utils.diagnosis.comparison import Comparison
 
-__all__ = ["check_receipt_folder", "describe_comparison", "tabulate_comparison", "write_receipt"]
+__all__ = [
+    "check_receipt_folder", "describe_comparison", "describe_null_results", "read_receipt", "tabulate_comparison",
+    "tabulate_machines", "write_receipt",
+]  # fmt: skip
 
 _TITLE = "Receipt: ways of loading, side by side"
 
 
-def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
+def write_receipt(comparison: Comparison, folder: str | Path, *, against: Sequence[Mapping[str, Any]] = ()) -> Path:
     """Write ``index.html`` and ``comparison.json`` into ``folder`` (made if need be); returns the page.
 
-    The page holds its style, its chart and every number; all text is escaped.
+    The page holds its style, its charts and every number; all text is escaped.
+
+    Args:
+        comparison: from `compare`.
+        folder: of the receipt.
+        against: receipts of other machines, from `read_receipt`, to lay beside it.
 
     Raises:
         ColabUtilsError: the folder cannot be written, or holds a page that is no receipt.
@@ -34,7 +42,7 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
     folder = Path(folder)
     check_receipt_folder(folder)
     content = json.loads(json.dumps(asdict(comparison)))
-    parts = [describe_comparison(content), "<h2>What each name means</h2><dl>"]
+    parts = [describe_comparison(content), *_describe_more(content, against), "<h2>What each name means</h2><dl>"]
     for row in content["strategies"]:
         parts.append(f"<dt><b>{escape(name_strategy(row['name']))}</b> <code>{escape(row['name'])}</code></dt>")
         parts.append(f"<dd>{escape(row['idea'])}</dd>")
@@ -52,6 +60,38 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
             f"expected to write the receipt into {folder}, found: {error.strerror or error}. Choose another folder."
         ) from error
     return folder / "index.html"
+
+
+def read_receipt(path: str | Path) -> dict[str, Any]:
+    """The numbers of a receipt: its ``comparison.json``, its folder, or what ``compare --json`` wrote.
+
+    Raises:
+        ColabUtilsError: there is no such file, or it is of something else.
+
+    Example:
+        >>> read_receipt("no/such/receipt")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a comparison.json of an earlier receipt, found nothing at ...
+    """
+    path = Path(path)
+    path = path / "comparison.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for row in content["strategies"]:
+            _ = row["name"], row["images_per_second"], row["comparable"]
+        Machine(**content["machine"])
+        _ = content["dataset"]["fingerprint"], content["step"], content["drive"]
+    except OSError:
+        raise ColabUtilsError(
+            f"expected a comparison.json of an earlier receipt, found nothing at {path}. Correct the path."
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ColabUtilsError(
+            f"expected the numbers of a receipt in {path}, found something else ({type(error).__name__}: {error}). "
+            "Name the comparison.json beside an index.html that compare wrote."
+        ) from None
+    found: dict[str, Any] = content
+    return found
 
 
 def check_receipt_folder(folder: str | Path) -> None:
@@ -81,11 +121,20 @@ def tabulate_comparison(comparison: Comparison | Mapping[str, Any], *, brief: bo
             "": name_strategy(row["name"]),
             "images/s": _round(row["images_per_second"]),
             "lowest to highest": _describe_spread(row["repeats_images_per_second"]),
+            "times as fast": _describe_ratio(row),
+            "cold images/s": _round(row["cold_images_per_second"]),
             "waits": None if row["wait_share"] is None else f"{row['wait_share']:.0%}",
             "batch ms": _round(row["batch_ms_median"], 0),
             "p95 ms": _round(row["batch_ms_p95"], 0),
             "first batch s": _round(row["first_batch_s"]),
             "CPU ms per image": _round(row["cpu_ms_per_image"]),
+            "RAM": _describe_bytes(row["ram_bytes"]),
+            "on Drive": _describe_bytes(row["drive_bytes"]),
+            "on SSD": _describe_bytes(row["ssd_bytes"]),
+            "once, min": _round(row["once_minutes"]),
+            "each session, min": _round(row["session_minutes"]),
+            "epoch, min": _round(row["epoch_minutes"]),
+            "paid back after, epochs": _round(row["paid_back_epochs"]),
             "same samples": "yes" if row["comparable"] else f"no: {row['difference']}",
             "read from": row["place"],
             "note": row["note"],
@@ -137,6 +186,86 @@ def describe_comparison(content: Mapping[str, Any], *, brief: bool = False) -> s
             f"Python {escape(machine.python)}.</p>",
         ]
     )
+
+
+def _describe_more(content: Mapping[str, Any], against: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The sections under the table: what did not help, the charts over time, the forecasts, other machines."""
+    parts = [f'<p class="note">{escape(describe_null_results(content))}</p>']
+    for heading, plot in (("When it is paid back", plot_epochs), ("The first seconds, cold", plot_first_seconds)):
+        try:
+            figure = plot(content)
+        except ColabUtilsError:
+            continue  # nothing of it was measured
+        finding = figure.get_suptitle().replace("\n", " ")
+        parts += [f"<h2>{heading}</h2>", embed_figure(figure, alt=finding)]
+    if content["forecasts"]:
+        table = make_table([
+            {
+                "fix": row["fix"], "strategy": name_strategy(row["strategy"]),
+                "forecast images/s": row["forecast_images_per_second"],
+                "measured images/s": row["measured_images_per_second"],
+                "error": f"{row['forecast_images_per_second'] / row['measured_images_per_second'] - 1:+.0%}",
+            }
+            for row in content["forecasts"]
+        ])  # fmt: skip
+        parts += ["<h2>What was forecast, from loose files on Drive alone</h2>", table.to_html()]
+    if against:
+        parts += ["<h2>Beside other machines</h2>", tabulate_machines([content, *against]).to_html()]
+        for one in (content, *against):
+            about = (
+                f"{_name_machine(one)}: {Machine(**one['machine'])}",
+                f"step {one['step']}",
+                f"Drive {one['drive']}",
+            )
+            parts.append(
+                f'<p class="quiet">{escape("; ".join(about))}; data {escape(one["dataset"]["fingerprint"])}</p>'
+            )
+    return parts
+
+
+def describe_null_results(content: Mapping[str, Any]) -> str:
+    """What did not help, said plainly.
+
+    Example:
+        >>> describe_null_results({"no_help": ["saved_tensors"], "baseline": "dataloader"})
+        'Did not help here (less than 1.1 times as fast as loose files on Drive): .pt files on Drive.'
+    """
+    base = name_strategy(content["baseline"])
+    if not content["no_help"]:
+        return f"Every other way was at least 1.1 times as fast as {base}."
+    names = ", ".join(map(name_strategy, content["no_help"]))
+    return f"Did not help here (less than 1.1 times as fast as {base}): {names}."
+
+
+def tabulate_machines(receipts: Sequence[Mapping[str, Any]]) -> Table:
+    """Images a second of each strategy on each machine; one that is not comparable there has a dash."""
+    rates = [
+        {row["name"]: row["images_per_second"] for row in one["strategies"] if row["comparable"]} for one in receipts
+    ]
+    names = dict.fromkeys(row["name"] for one in receipts for row in one["strategies"])
+    headings = [f"{number}. {_name_machine(one)}" for number, one in enumerate(receipts, start=1)]
+    return make_table(
+        [
+            {"images/s": name_strategy(name)}
+            | {heading: _round(own.get(name)) for heading, own in zip(headings, rates, strict=True)}
+            for name in names
+        ]
+    )
+
+
+def _name_machine(content: Mapping[str, Any]) -> str:
+    machine = Machine(**content["machine"])
+    return f"{machine.gpu or 'no GPU'}, {machine.cores} cores{', Colab' if machine.colab else ''}"
+
+
+def _describe_ratio(row: Mapping[str, Any]) -> str | None:
+    if row["ratio"] is None:
+        return None
+    return f"{row['ratio']:.2f} [{row['ratio_low']:.2f}-{row['ratio_high']:.2f}]"
+
+
+def _describe_bytes(count: float | None) -> str | None:
+    return None if count is None else format_bytes(count)
 
 
 def _describe_spread(rates: Sequence[float]) -> str | None:

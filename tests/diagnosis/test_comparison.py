@@ -2,55 +2,179 @@
 
 import dataclasses
 import json
+import multiprocessing
 import shutil
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from colab_utils.diagnosis import comparison
-from colab_utils.diagnosis.comparison import compare, describe_difference
-from colab_utils.diagnosis.strategies import STRATEGIES, Places, Strategy
+from colab_utils.data.coco import read_coco
+from colab_utils.diagnosis import comparison, strategies
+from colab_utils.diagnosis.comparison import StrategyTiming, compare, describe_difference, find_pay_back
+from colab_utils.diagnosis.strategies import DEFAULT_STRATEGIES, STRATEGIES, Strategy
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import CocoFolder
 
-QUICK = {"step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "drive_profile": "fast"}
+QUICK = {
+    "step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "drive_profile": "fast",
+    "timeline_s": 0.1, "forecast_s": 0,
+}  # fmt: skip
 
 
 def _rows(found):
     return {row.name: row for row in found.strategies}
 
 
-def _add_strategy(monkeypatch, name, change):
-    """A strategy that is built as ``packed`` is, and then changed."""
-    build_loader = Places.build_loader
-
-    def build(self, strategy, **settings):
-        loader = build_loader(self, strategy, **settings)
-        return change(loader) if strategy.name == name else loader
-
-    monkeypatch.setattr(Places, "build_loader", build)
-    strategy = Strategy(name, "Made for the test.", shards=True, packed=True)
-    monkeypatch.setattr(comparison, "STRATEGIES", STRATEGIES | {name: strategy})
+def _change_packed(name, change):
+    """A strategy that is opened as ``packed`` is, and then changed."""
+    return Strategy(name, "Made for the test.", "shards_on_ssd", lambda s: change(STRATEGIES["packed"].open(s)))
 
 
 def test_every_strategy_gives_the_same_samples(tiny_dataset, tmp_path):
-    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, **QUICK)
+    found = compare(
+        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=list(STRATEGIES), **QUICK
+    )
     assert [row.name for row in found.strategies] == list(STRATEGIES)
     for row in found.strategies:
-        assert (row.comparable, row.difference) == (True, "")
+        assert (row.comparable, row.difference, row.note) == (True, "", "")
         assert row.images_per_second > 0
+        assert row.cold_images_per_second > 0
         assert len(row.repeats_images_per_second) == 1
+        assert row.timeline[0][0] == 0
+        assert all(asked <= began < ended for asked, began, ended in row.timeline)
+        assert row.ratio_low <= row.ratio <= row.ratio_high
+        assert row.drive_bytes > 0
+        assert row.epoch_minutes > 0
     rows = _rows(found)
     assert rows["sequential"].place == "slowed Drive folder, profile fast"
     assert rows["packed"].place == "local disk"
-    assert "copying its shards took" in rows["packed"].note
+    assert found.baseline == "dataloader"
+    assert rows["dataloader"].ratio == 1
+    assert set(found.no_help) <= set(STRATEGIES) - {"dataloader"}
+    # what each needs: files copied, shards made once and copied, arrays larger than files
+    assert (rows["sequential"].once_minutes, rows["sequential"].session_minutes) == (0, 0)
+    assert rows["dataloader_on_ssd"].session_minutes > 0
+    assert rows["packed"].once_minutes > 0 < rows["packed"].session_minutes
+    assert rows["memory_mapped"].ssd_bytes > rows["dataloader_on_ssd"].ssd_bytes
     assert found.step == "emulated 2 ms"
     assert found.dataset["images"] == 12
     text = json.dumps(dataclasses.asdict(found), allow_nan=False)
     assert set(json.loads(text)) >= {"machine", "dataset", "strategies"}
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_the_default_is_every_way_that_people_are_told_to_use():
+    assert set(DEFAULT_STRATEGIES) <= set(STRATEGIES)
+    asked_for = {
+        "sequential", "thread_queue", "process_queue", "dataloader", "saved_tensors", "memory_mapped", "in_memory",
+        "autotuned", "shards_on_drive", "shards_on_ssd", "packed", "train_while_copying",
+    }  # fmt: skip
+    assert asked_for <= set(DEFAULT_STRATEGIES)
+    for strategy in STRATEGIES.values():
+        assert strategy.idea.endswith(".")
+
+
+@pytest.mark.parametrize("name", ["thread_queue", "process_queue", "autotuned", "dataloader"])
+def test_a_pass_that_is_broken_off_leaves_nothing_behind(tiny_dataset, tmp_path, name):
+    forms = strategies.Forms(
+        tiny_dataset.images, read_coco(tiny_dataset.annotations), tmp_path, profile=None, count=12, min_size=800,
+        max_size=1333,
+    )  # fmt: skip
+    before = threading.active_count()
+    loader = STRATEGIES[name].open(strategies.Setting(forms, None, 1, 1, "cpu"))
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    loader.close()
+    assert threading.active_count() <= before + (name == "dataloader")
+    assert not multiprocessing.active_children()
+
+
+def test_an_error_in_a_producer_reaches_the_loop(tiny_dataset, tmp_path):
+    for name in ("thread_queue", "process_queue"):
+        load = getattr(strategies, f"load_by_{name.split('_')[0]}")
+
+        class Failing(list):
+            def __getitem__(self, index):
+                raise ColabUtilsError("image 7 is damaged")
+
+        with pytest.raises(ColabUtilsError, match="image 7 is damaged"):
+            list(load(Failing(), [[0]]))
+
+
+def test_more_memory_than_there_is_is_refused(tiny_dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(strategies, "find_free_memory", lambda: 100_000)
+    found = compare(
+        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["in_memory", "dataloader"], **QUICK
+    )
+    rows = _rows(found)
+    assert rows["in_memory"].images_per_second is None
+    assert "all 12 images to fit into half of the free memory" in rows["in_memory"].note
+    assert rows["dataloader"].images_per_second > 0
+
+
+def test_more_disk_than_there_is_is_refused(tiny_dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "colab_utils.diagnosis.forms.shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000)
+    )
+    found = compare(
+        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["memory_mapped", "sequential"],
+        **QUICK,
+    )  # fmt: skip
+    assert "of free disk" in _rows(found)["memory_mapped"].note
+    assert _rows(found)["sequential"].images_per_second > 0
+
+
+def test_a_library_that_is_not_installed_is_named_in_its_row(tiny_dataset, tmp_path):
+    names = ["litdata", "dataloader"]
+    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=names, **QUICK)
+    note = _rows(found)["litdata"].note
+    assert "litdata" in note
+    assert _rows(found)["dataloader"].images_per_second > 0
+
+
+def test_webdataset_reads_the_shards_as_they_are(tiny_dataset, tmp_path):
+    pytest.importorskip("webdataset")
+    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["webdataset"], **QUICK)
+    assert [(row.comparable, row.difference, row.note) for row in found.strategies] == [(True, "", "")]
+
+
+def test_forecasts_are_held_against_what_was_measured(tiny_dataset, tmp_path):
+    slow = DriveProfile("slow", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
+    found = compare(
+        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["dataloader", "packed"],
+        **QUICK | {"drive_profile": slow, "forecast_s": 2, "batches": 8},
+    )  # fmt: skip
+    (checked,) = found.forecasts
+    assert (checked.fix, checked.strategy) == ("packed masks", "packed")
+    assert checked.measured_images_per_second == _rows(found)["packed"].images_per_second
+    assert checked.error == pytest.approx(checked.forecast_images_per_second / checked.measured_images_per_second - 1)
+
+
+def _make_timing(**minutes):
+    names = [field.name for field in dataclasses.fields(StrategyTiming)]
+    return StrategyTiming(**dict.fromkeys(names) | minutes)
+
+
+@pytest.mark.parametrize(
+    ("own", "epochs"),
+    [
+        ((0, 0, 10, 10), 0.0),  # the same
+        ((6, 0, 4, 4), 1.0),  # paid at the end of the first epoch
+        ((3, 0, 4, 4), 0.5),  # in the middle of it
+        ((12, 6, 10, 4), 4.0),  # nothing won in the first epoch, 6 minutes in each later one
+        ((1, 0, 12, 12), None),  # never
+        ((0, 0, 8, 8), 0.0),  # faster from the start
+    ],
+)
+def test_when_it_has_paid(own, epochs):
+    names = ("once_minutes", "session_minutes", "first_epoch_minutes", "epoch_minutes")
+    base = _make_timing(**dict(zip(names, (0, 0, 10, 10), strict=True)))
+    assert find_pay_back(_make_timing(**dict(zip(names, own, strict=True))), base) == epochs
 
 
 def test_shrunk_images_are_compared_at_their_stored_size(coco_mini, tmp_path):
@@ -76,23 +200,35 @@ def test_a_bad_image_is_left_out_of_every_form(tiny_dataset, tmp_path):
 
 def test_drive_is_slow_where_it_is_read_and_only_there(tiny_dataset, tmp_path):
     slow = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
-    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, **QUICK | {"drive_profile": slow})
+    names = ["sequential", "dataloader", "dataloader_on_ssd", "shards_on_drive", "packed"]
+    found = compare(
+        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=names,
+        **QUICK | {"drive_profile": slow},
+    )  # fmt: skip
     rows = _rows(found)
     # two images a batch, each a known sleep of 20 ms; a shard is one such sleep
     assert rows["sequential"].batch_ms_median >= 40
     assert min(rows["dataloader"].first_batch_s, rows["sequential"].first_batch_s) >= 0.04
     assert rows["shards_on_drive"].first_batch_s >= 0.02
+    assert rows["dataloader_on_ssd"].session_minutes * 60 >= 12 * 0.02 / 4  # four streams copy the files
     places = {row.name for row in found.strategies if "slowed Drive folder" in row.place}
     assert places == {"sequential", "dataloader", "shards_on_drive"}
 
 
-def test_a_second_run_finds_its_shards(tiny_dataset, tmp_path):
+def test_a_second_run_finds_its_forms_and_what_they_took(tiny_dataset, tmp_path):
+    rows = []
     for _ in range(2):
-        found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["packed"], **QUICK)
-    assert found.strategies[0].note == ""
+        found = compare(
+            tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["packed", "memory_mapped"],
+            **QUICK,
+        )  # fmt: skip
+        rows.append(_rows(found))
+    times = [rows[0]["memory_mapped"].once_minutes, rows[1]["memory_mapped"].once_minutes]
+    assert times[1] == pytest.approx(times[0], rel=0.9)  # the copy of the files is timed anew, the conversion not
+    assert rows[1]["packed"].session_minutes == rows[0]["packed"].session_minutes
 
 
-def test_a_strategy_that_changes_the_data_is_not_comparable(tiny_dataset, tmp_path, monkeypatch):
+def test_a_strategy_that_changes_the_data_is_not_comparable(tiny_dataset, tmp_path):
     class Shifted:
         def __init__(self, loader):
             self.loader, self.close = loader, loader.close
@@ -101,10 +237,10 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(tiny_dataset, tmp_pa
             for images, targets in self.loader:
                 yield images, [target | {"boxes": target["boxes"] + 3} for target in targets]
 
-    _add_strategy(monkeypatch, "shifted", Shifted)
     found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["packed", "shifted"], **QUICK
-    )
+        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path,
+        strategies=["packed", _change_packed("shifted", Shifted)], **QUICK,
+    )  # fmt: skip
     rows = _rows(found)
     assert rows["packed"].comparable
     assert not rows["shifted"].comparable
@@ -113,7 +249,7 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(tiny_dataset, tmp_pa
     assert "NOT COMPARABLE" in str(found)
 
 
-def test_an_image_that_comes_twice_is_not_comparable(tiny_dataset, tmp_path, monkeypatch):
+def test_an_image_that_comes_twice_is_not_comparable(tiny_dataset, tmp_path):
     class Repeating:
         def __init__(self, loader):
             self.loader, self.close = loader, loader.close
@@ -122,19 +258,35 @@ def test_an_image_that_comes_twice_is_not_comparable(tiny_dataset, tmp_path, mon
             first = next(iter(self.loader))
             yield from [first] * 6
 
-    _add_strategy(monkeypatch, "repeating", Repeating)
-    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["repeating"], **QUICK)
+    found = compare(
+        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path,
+        strategies=[_change_packed("repeating", Repeating)], **QUICK,
+    )  # fmt: skip
     assert "twice" in found.strategies[0].difference
     assert not found.strategies[0].comparable
 
 
-def test_a_strategy_that_fails_leaves_a_note(tiny_dataset, tmp_path, monkeypatch):
+def test_an_image_that_does_not_come_is_not_comparable(tiny_dataset, tmp_path):
+    class Lazy:
+        def __init__(self, loader):
+            self.loader, self.close = loader, loader.close
+
+        def __iter__(self):
+            yield from list(self.loader)[:-1]
+
+    found = compare(
+        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=[_change_packed("lazy", Lazy)],
+        **QUICK,
+    )  # fmt: skip
+    assert "images did not come" in found.strategies[0].difference
+
+
+def test_a_strategy_that_fails_leaves_a_note(tiny_dataset, tmp_path):
     def fail(loader):
         loader.close()
         raise ImportError("no module named fastloader")
 
-    _add_strategy(monkeypatch, "failing", fail)
-    names = ["failing", "dataloader_on_ssd"]
+    names = [_change_packed("failing", fail), "dataloader_on_ssd"]
     found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=names, **QUICK)
     rows = _rows(found)
     assert rows["failing"].note == "ImportError: no module named fastloader"
@@ -156,16 +308,35 @@ def test_without_shards_the_loose_files_are_still_compared(tiny_dataset, tmp_pat
     assert "drive" in rows["shards_on_ssd"].note
 
 
+def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(tiny_dataset, tmp_path, monkeypatch):
+    images = tmp_path / "images"
+    shutil.copytree(tiny_dataset.images, images)
+    run = comparison._Runner.run_cold
+
+    def lose(self, row):
+        if row.strategy.name == "sequential":
+            shutil.rmtree(images)
+        run(self, row)
+
+    monkeypatch.setattr(comparison._Runner, "run_cold", lose)
+    names = ["sequential", "dataloader", "packed"]
+    found = compare(images, tiny_dataset.annotations, folder=tmp_path / "work", strategies=names, **QUICK)
+    rows = _rows(found)
+    assert "expected an image file, found none" in rows["sequential"].note
+    assert rows["sequential"].images_per_second is rows["dataloader"].images_per_second is None
+    assert rows["packed"].images_per_second > 0
+    assert found.baseline == "packed"
+
+
 def _watch_timing(monkeypatch, watch):
-    """Call ``watch(name)`` each time that a strategy is about to be timed, with the Drive profile of the test."""
-    build_loader = Places.build_loader
+    """Call ``watch(name)`` each time that a strategy is about to be timed warm."""
+    run = comparison._Runner.run_warm
 
-    def build(self, strategy, *, profile, **settings):
-        if profile is not None:  # the check reads without one
-            watch(strategy.name)
-        return build_loader(self, strategy, profile=profile, **settings)
+    def run_warm(self, row):
+        watch(row.strategy.name)
+        run(self, row)
 
-    monkeypatch.setattr(Places, "build_loader", build)
+    monkeypatch.setattr(comparison._Runner, "run_warm", run_warm)
 
 
 def test_interrupting_keeps_what_is_measured(tiny_dataset, tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.diagnosis import fixes, layers
 from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep
+from colab_utils.diagnosis.forms import write_subset
 from colab_utils.diagnosis.layers import Fix, describe_verdict, diagnose
-from colab_utils.diagnosis.strategies import write_subset
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import CocoFolder, ShardDataset, make_loader

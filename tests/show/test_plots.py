@@ -9,7 +9,8 @@ import pytest
 from colab_utils.diagnosis.layers import Diagnosis, Layer
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.plots import plot_bars, plot_comparison, plot_layers, plot_timeline, plot_training
+from colab_utils.show.plots import plot_bars, plot_layers, plot_timeline, plot_training
+from colab_utils.show.strategies import name_strategy, plot_comparison, plot_epochs, plot_first_seconds
 
 
 def read_bars(figure):
@@ -143,3 +144,42 @@ def test_training_says_where_the_loss_went(losses, title):
 def test_no_losses_is_said():
     with pytest.raises(ColabUtilsError, match="losses of a training"):
         plot_training([])
+
+
+def test_first_seconds_show_how_many_batches_each_trained(timing, fast, make_comparison):
+    figure = plot_first_seconds(make_comparison(timing, fast))
+    # as long as both ran: 4 s
+    assert figure.get_suptitle().replace("\n", " ") == (
+        "In the first 4 s packed shards on SSD trained 33 batches, loose files on Drive 8"
+    )
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["loose files on Drive", "packed shards on SSD"]
+    with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
+        plot_first_seconds(make_comparison(replace(timing, timeline=())))
+
+
+def test_epochs_say_when_it_is_paid_back(timing, fast, make_comparison):
+    figure = plot_epochs(make_comparison(timing, fast))
+    assert figure.get_suptitle().replace("\n", " ") == (
+        "3 epochs take 19 minutes with packed shards on SSD, 32 with loose files on Drive: paid back after 0.9 epochs"
+    )
+    lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].get_lines()}
+    assert list(lines["loose files on Drive"]) == [0, 12, 22, 32]
+    assert list(lines["packed shards on SSD"]) == [7, 11, 15, 19]
+    with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
+        plot_epochs(make_comparison(replace(timing, epoch_minutes=None)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dataloader", "loose files on Drive"),
+        ("dataloader_on_ssd", "loose files on SSD"),
+        ("dataloader_4", "loose files on Drive, 4 workers"),
+        ("saved_tensors_on_ssd", ".pt files on SSD"),
+        ("packed", "packed shards on SSD"),
+        ("my own", "my own"),
+    ],
+)
+def test_strategies_are_named_as_people_say_it(name, said):
+    assert name_strategy(name) == said

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.report import tabulate_comparison, write_receipt
+from colab_utils.show.report import (
+    describe_null_results,
+    read_receipt,
+    tabulate_comparison,
+    tabulate_machines,
+    write_receipt,
+)
 
 
 class Reader(HTMLParser):
@@ -69,11 +75,20 @@ def test_every_strategy_and_every_figure_is_in_the_table(timing, fast, make_comp
         "": "loose files on Drive",
         "images/s": "12",
         "lowest to highest": "11.0 to 12.5",
+        "times as fast": "1.00 [1.00-1.00]",
+        "cold images/s": "10",
         "waits": "70%",
         "batch ms": "330",
         "p95 ms": "400",
         "first batch s": "1.5",
         "CPU ms per image": "20",
+        "RAM": "300.0 MB",
+        "on Drive": "8.0 MB",
+        "on SSD": "0 B",
+        "once, min": "0",
+        "each session, min": "0",
+        "epoch, min": "10",
+        "paid back after, epochs": "0",
         "same samples": "yes",
         "read from": "slowed Drive folder, profile typical",
         "note": "",
@@ -95,8 +110,9 @@ def test_all_text_is_escaped(tmp_path, timing, make_comparison):
     evil = "<script>alert('x')</script>"
     comparison = make_comparison(replace(timing, name=evil, idea=evil, difference=evil, comparable=False, note=evil))
     comparison = replace(comparison, note=evil, drive=evil, step=evil, dataset={**comparison.dataset, "name": evil})
-    comparison = replace(comparison, machine=replace(comparison.machine, cpu=evil))
-    page = write_receipt(comparison, tmp_path)
+    comparison = replace(comparison, machine=replace(comparison.machine, cpu=evil), no_help=(evil,))
+    comparison = replace(comparison, forecasts=(replace(comparison.forecasts[0], fix=evil, strategy=evil),))
+    page = write_receipt(comparison, tmp_path, against=[json.loads(json.dumps(asdict(comparison)))])
     assert "script" not in Reader(page).tags
     assert "<script" not in page.read_text(encoding="utf-8")
 
@@ -129,3 +145,36 @@ def test_somebody_elses_page_stays(tmp_path, timing, make_comparison):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         ("index.html", "<title>my thesis</title>")
     ]
+
+
+def test_forecasts_and_what_did_not_help_are_said(tmp_path, timing, fast, make_comparison):
+    slow = replace(fast, name="saved_tensors", ratio=0.8)
+    text = Reader(write_receipt(make_comparison(timing, fast, slow), tmp_path)).text
+    assert "Did not help here (less than 1.1 times as fast as loose files on Drive): .pt files on Drive." in text
+    assert "-8%" in text  # 33 forecast, 36 measured
+    assert "The first seconds, cold" in text
+    assert "When it is paid back" in text
+    content = {"no_help": [], "baseline": "dataloader"}
+    assert describe_null_results(content) == "Every other way was at least 1.1 times as fast as loose files on Drive."
+
+
+def test_receipts_of_several_machines_lie_side_by_side(tmp_path, timing, fast, make_comparison):
+    here = make_comparison(timing, fast)
+    there = replace(here, machine=replace(here.machine, gpu="Tesla T4", cores=8), strategies=(timing,), step="real")
+    write_receipt(there, tmp_path / "there")
+    other = read_receipt(tmp_path / "there")
+    assert other == read_receipt(tmp_path / "there" / "comparison.json")
+    page = write_receipt(here, tmp_path / "here", against=[other])
+    text = Reader(page).text
+    assert "Tesla T4, 8 cores" in text
+    assert "step real" in text
+    table = tabulate_machines([asdict(here), other])
+    assert table.headings[2] == "2. Tesla T4, 8 cores"
+    assert [row[2] for row in table.rows] == ["12", "–"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"strategies": [{}]}', '{"strategies": [], "machine": {"a": 1}}'])
+def test_what_is_no_receipt_is_refused(tmp_path, content):
+    (tmp_path / "comparison.json").write_text(content)
+    with pytest.raises(ColabUtilsError, match="expected the numbers of a receipt"):
+        read_receipt(tmp_path)

@@ -1,0 +1,69 @@
+"""The live picture of a training run."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from colab_utils.show import monitor
+from colab_utils.show.monitor import LiveMonitor, draw_run
+
+
+def make_line(step, *, steps=1000, loss=1.0, gpu=None, ap=None):
+    return SimpleNamespace(
+        step=step, steps=steps, loss=loss, images_per_second=5.0, wait_share=0.02, gpu_bytes=gpu, ap=ap, ap_step=step
+    )
+
+
+def test_every_figure_is_shown():
+    lines = [make_line(n, loss=4 / n, gpu=9_000_000_000) for n in range(1, 40)]
+    page = draw_run(lines, plan="a model <b>")
+    text = re.sub("<[^>]*>", " ", page)
+    for part in ("a model &lt;b&gt;", "step 39 of 1,000", "loss", "0.105", "images/s", "5.0", "waits for data", "2%",
+                 "GPU memory", "9.0 GB"):  # fmt: skip
+        assert part in text, part
+    assert page.count("<polyline") == 4
+    assert "width:3.9%" in page
+
+
+def test_a_long_run_stays_small():
+    few, many = (draw_run([make_line(n) for n in range(count)]) for count in (200, 20_000))
+    assert len(many) < 1.5 * len(few)
+
+
+def test_without_a_gpu_there_is_no_such_panel_and_an_evaluation_is_said():
+    page = draw_run([make_line(1, ap="AP of masks <0.2>")])
+    assert page.count("<polyline") == 3
+    assert "after step 1: AP of masks &lt;0.2&gt;" in page
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_draws(loss):
+    assert "<polyline" in draw_run([make_line(1), make_line(2, loss=loss)])
+
+
+def test_in_a_notebook_one_picture_is_redrawn_and_not_too_often(monkeypatch):
+    shown, updated, clock = [], [], [0.0]
+
+    class Handle:
+        def update(self, page):
+            updated.append(page.data)
+
+    monkeypatch.setattr(monitor, "is_notebook", lambda: True)
+    monkeypatch.setattr(monitor, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("IPython.display.display", lambda page, display_id: shown.append(page.data) or Handle())
+    live = LiveMonitor(every_s=1.0)
+    live(SimpleNamespace(steps=10))  # the plan has no loss
+    for step in range(1, 11):
+        clock[0] += 0.3
+        live(make_line(step, steps=10))
+    assert len(shown) == 1
+    assert 3 <= len(updated) <= 6
+    assert "step 10 of 10" in updated[-1]  # the end is always drawn
+
+
+def test_elsewhere_lines_are_printed(capsys):
+    LiveMonitor()("a line")
+    assert capsys.readouterr().out == "a line\n"
