@@ -204,36 +204,38 @@ def _run_copy(options: argparse.Namespace) -> Any:
 def _run_train(options: argparse.Namespace) -> Any:
     from colab_utils.training.loop import train
 
+    names = (
+        "local", "limit_gb", "val_shards", "steps", "epochs", "model", "batch_size", "min_size", "max_size",
+        "learning_rate", "schedule", "augment", "ema", "tensorboard", "resume", "seed", "checkpoint_steps",
+        "checkpoint_minutes",
+    )  # fmt: skip
     return train(
         options.shards,
         options.run_folder,
-        local=options.local,
-        limit_gb=options.limit_gb,
-        val_shards=options.val_shards,
-        steps=options.steps,
-        epochs=options.epochs,
-        model=options.model,
-        batch_size=options.batch_size,
-        resume=options.resume,
-        seed=options.seed,
-        checkpoint_steps=options.checkpoint_steps,
+        **{name: getattr(options, name) for name in names},
         log=None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr),
     )
 
 
 def _run_compare(options: argparse.Namespace) -> Any:
     from colab_utils.diagnosis.comparison import compare
-    from colab_utils.show.report import check_receipt_folder, write_receipt
+    from colab_utils.show.report import check_receipt_folder, read_receipt, write_receipt
 
     check_receipt_folder(options.report)
+    against = [read_receipt(path) for path in options.against]
     report = compare(
         options.images,
         options.annotations,
         folder=Path(options.report) / "work",
         strategies=[name.strip() for name in options.strategies.split(",")] if options.strategies else None,
         drive_profile=options.drive_profile,
+        step_ms=options.step_ms,
+        batch_size=options.batch_size,
+        repeats=options.repeats,
+        timeline_s=options.seconds,
+        forecast_s=min(20.0, options.seconds),
     )
-    page = write_receipt(report, Path(options.report))
+    page = write_receipt(report, Path(options.report), against=against)
     print(f"receipt: {page}", file=sys.stderr)
     return report
 
@@ -310,14 +312,33 @@ def _make_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--batch-size", type=_number_or_auto, default="auto", metavar="B", help="images in a batch (auto)"
     )
+    train.add_argument("--min-size", type=int, metavar="PX", help="shorter side that images are resized to (800)")
+    train.add_argument("--max-size", type=int, metavar="PX", help="limit of the longer side (5/3 of --min-size)")
+    train.add_argument("--learning-rate", type=_positive, metavar="R", help="the highest (follows the batch size)")
+    train.add_argument("--schedule", choices=("cosine", "step"), help="how it falls after the warm-up (cosine)")
+    train.add_argument(
+        "--augment", choices=("none", "flip", "multiscale", "lsj"), help="lsj: large-scale jitter (flip)"
+    )
+    train.add_argument("--ema", type=float, metavar="DECAY", help="average the weights, say 0.999, and judge those")
+    train.add_argument("--tensorboard", action="store_true", help="write events to RUN/tensorboard")
     train.add_argument("--resume", choices=("auto", "never"), default="auto", help="continue a run, or begin anew")
     train.add_argument("--seed", type=_seed, default=0, help="of the order and of random weights (0)")
-    train.add_argument("--checkpoint-steps", type=int, metavar="N", help="steps between checkpoints (every minute)")
+    train.add_argument("--checkpoint-steps", type=int, metavar="N", help="steps between checkpoints")
+    train.add_argument(
+        "--checkpoint-minutes", type=_positive, default=1, metavar="M", help="minutes between checkpoints (1)"
+    )
 
     compare = add("compare", _run_compare, "Time every way of loading, side by side, and write a receipt.")
     add_coco(compare)
-    compare.add_argument("--strategies", metavar="A,B,C", help="names, separated by commas (all)")
+    compare.add_argument("--strategies", metavar="A,B,C", help="names, separated by commas (13 of them)")
     compare.add_argument("--drive-profile", default="typical", metavar="NAME", help="speed of the slowed Drive folder")
+    compare.add_argument("--step-ms", type=_positive, default=100, help="emulated step, in ms a batch (100)")
+    compare.add_argument("--batch-size", type=int, default=4, help="images in a batch (4)")
+    compare.add_argument("--repeats", type=int, default=3, help="how often each is timed, in turns (3)")
+    compare.add_argument("--seconds", type=_positive, default=30, help="that each runs cold, for its timeline (30)")
+    compare.add_argument(
+        "--against", metavar="JSON", action="append", default=[], help="comparison.json of another machine; repeatable"
+    )
     compare.add_argument("--report", metavar="DIR", required=True, help="folder for the receipt")
 
     demo = add("demo", _run_demo, "Run the five notebooks, headless, and leave their pages.")

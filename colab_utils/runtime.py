@@ -30,6 +30,7 @@ __all__ = [
     "format_bytes",
     "format_seconds",
     "is_colab",
+    "is_notebook",
     "is_watched",
     "quiet_fork",
     "show_progress",
@@ -145,8 +146,18 @@ def show_progress(label: str, *, total: int | None, unit: str = "it", scale: boo
 
 def is_watched() -> bool:
     """Whether somebody sees a progress bar: on a terminal, or in a notebook's kernel."""
+    return sys.stderr.isatty() or is_notebook()
+
+
+def is_notebook() -> bool:
+    """Whether this runs in a notebook's kernel.
+
+    Example:
+        >>> is_notebook()
+        False
+    """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
+    return getattr(shell, "kernel", None) is not None
 
 
 def end_with_parent() -> None:

@@ -24,7 +24,7 @@ _END = object()
 
 
 class Loaded(NamedTuple):
-    """A batch of the order; None where none of its images could be loaded."""
+    """A batch of the order; None where none of its images could be loaded, or it has no part for this process."""
 
     number: int
     batch: PackedBatch | None
@@ -121,6 +121,8 @@ class Dispatcher:
         return pending, result
 
     def _finish(self, number: int, results: list[tuple[_Pending, Result]]) -> Loaded:
+        if not results:  # nothing of it was asked for
+            return Loaded(number, None, [])
         bad = [pair for _, result in results for pair in result.bad]
         errors = [result.error for _, result in results if result.error is not None]
         (pending, result), *others = results

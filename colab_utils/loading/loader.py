@@ -46,6 +46,8 @@ def make_loader(
     transforms: Transforms | None = None,
     transform_on: Literal["device", "worker"] = "device",
     max_bad: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Loader:
     """Make a loader whose batches arrive ready on the device.
 
@@ -75,6 +77,9 @@ def make_loader(
         transform_on: "device" applies them to what is delivered dense; "worker" to each sample where it is loaded
             (they must leave images uint8).
         max_bad: images in all that may fail to load and be left out, each with a warning; one more is an error.
+        rank: of this process, where several train together: it gets its share of the images of each batch, or None in
+            place of a batch that has none for it.
+        ranks: how many processes those are.
 
     Raises:
         ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or the device is not
@@ -118,7 +123,7 @@ def make_loader(
     count = min(4, count_cores()) if workers == "auto" else workers
     numbers = (
         ("batch_size", batch_size, 1), ("workers", count, 0), ("prefetch", ahead, 1), ("seed", seed, 0),
-        ("max_bad", max_bad, 0),
+        ("max_bad", max_bad, 0), ("rank", rank, 0), ("ranks", ranks, rank + 1),
     )  # fmt: skip
     for name, number, least in numbers:
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
@@ -161,6 +166,7 @@ def make_loader(
         transforms=None if on_worker else transforms,
         max_bad=int(max_bad),
         tuning=tuning,
+        share=(int(rank), int(ranks)),
     )
 
 
@@ -171,6 +177,7 @@ class Loader:
     Attributes:
         epoch: the epoch that the next pass runs, or that the pass under way is in.
         tuning: how the workers were found, where they were.
+        total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
     """
 
@@ -191,14 +198,16 @@ class Loader:
         transforms: Transforms | None,
         max_bad: int,
         tuning: Tuning | None,
+        share: tuple[int, int],
     ) -> None:
         self.dataset, self.batch_size, self.device = source.dataset, batch_size, device
         self.workers, self.hand_off, self.deliver, self.prefetch = workers, hand_off, deliver, prefetch
         self.image_dtype = image_dtype
         self.seed, self.in_order, self.transforms, self.max_bad = seed, in_order, transforms, max_bad
-        self.epoch, self.tuning = 0, tuning
+        self.epoch, self.tuning, self.total = 0, tuning, 0
         self.bad: list[tuple[int, str]] = []
-        self._source, self._order = source, order
+        self._source, self._order, self._share = source, order, share
+        self._totals: dict[int, int] = {}
         self._delivered: set[int] = set()
         self._joined: list[tuple[int, int]] = []  # shards that arrived in this epoch, and before which batch
         self._planned = 0
@@ -209,6 +218,11 @@ class Loader:
     def __len__(self) -> int:
         return len(self._order)
 
+    @property
+    def left(self) -> int:
+        """Batches of this epoch that were not delivered yet."""
+        return len(self) - len(self._delivered)
+
     def __str__(self) -> str:
         way = describe_way(self.hand_off, self.workers, self.prefetch)
         return f"{len(self):,} batches of {self.batch_size}, {self.deliver}, by {way}"
@@ -217,16 +231,18 @@ class Loader:
         if self._delivered and not self._resumed:  # the last pass was broken off
             self._end_epoch()
         self._resumed = False
+        self._totals.clear()
         self._passes += 1
         this_pass = self._passes
         self._order.epoch = self.epoch
         for loaded in self._run():
             self._count_bad(loaded)
             self._delivered.add(loaded.number)
+            self.total = self._totals.pop(loaded.number)
             if len(self._delivered) == len(self):
                 self._end_epoch()
-            if loaded.batch is not None:
-                yield self._place(loaded.batch)
+            if loaded.batch is not None or self._share[1] > 1:
+                yield self._place(loaded.batch) if loaded.batch is not None else None
                 if this_pass != self._passes:  # before waiting: the results of this pass went to the other one
                     raise ColabUtilsError(
                         "expected one pass over a loader at a time, found a second one. Make two loaders."
@@ -236,6 +252,7 @@ class Loader:
         self.epoch += 1
         self._delivered.clear()
         self._joined, self._planned = [], 0
+        self._order.go_on(())
 
     def _run(self) -> Iterator[Loaded]:
         """What the workers give; ends them where something goes wrong."""
@@ -270,8 +287,20 @@ class Loader:
                     needed = {int(shard_of[index]) for _, indices in parts for index in indices}
                     while not arrival.has(needed):
                         yield None
-                yield number, parts
+                self._totals[number] = sum(len(indices) for _, indices in parts)
+                yield number, self._take_share(parts)
             number += 1
+
+    def _take_share(self, parts: BatchParts) -> BatchParts:
+        """Every ``ranks``-th image of a batch."""
+        rank, ranks = self._share
+        if ranks == 1:
+            return parts
+        shares, first = [], 0
+        for stream, indices in parts:
+            shares.append((stream, indices[(rank - first) % ranks :: ranks]))
+            first += len(indices)
+        return [(stream, indices) for stream, indices in shares if indices]
 
     def _start(self) -> Dispatcher:
         if self._dispatcher is None:
@@ -318,30 +347,41 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands after the batches delivered so far: plain whole numbers; ``ahead`` lists batches
-        that were delivered before their turn (``in_order=False``); ``joined`` when shards arrived that were copied.
+        that were delivered before their turn (``in_order=False``); ``joined`` when shards arrived that were copied;
+        ``before`` what this epoch delivered in batches of another size.
         """
         done = next(n for n in range(len(self) + 1) if n not in self._delivered)
         ahead = sorted(n for n in self._delivered if n > done)
         state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": done}
         if self._joined:
             state |= {"joined": [list(one) for one in self._joined], "planned": self._planned}
+        if self._order.before:
+            state["before"] = [list(one) for one in self._order.before]
         return {**state, "streams": self._order.streams, **({"ahead": ahead} if ahead else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch that a state was taken at.
+        """Continue after the batch that a state was taken at; with batches of another size, with the images that the
+        epoch had left then.
 
         Raises:
-            ColabUtilsError: if the state is of another order (seed, batch size, shuffle or number of images).
+            ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or batch size where
+                shards were still arriving).
         """
         here = self._describe_order()
         there = {key: state.get(key, value) for key, value in here.items()}
-        if there != here:
+        size, before = there["batch_size"], state.get("before", ())
+        resized = size != self.batch_size and not state.get("joined")
+        if there != (here | {"batch_size": size} if resized else here):
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
-        self.epoch, self._resumed = state["epoch"], True
-        self._delivered = {*range(state["batch"]), *state.get("ahead", ())}
+        ahead = state.get("ahead", ())
+        self.epoch = self._order.epoch = state["epoch"]
+        self._resumed = True
+        self._order.streams = state.get("streams", self._order.streams)
+        done = [[size, state["batch"], *ahead]] if resized and (state["batch"] or ahead) else []
+        self._order.go_on([*before, *done])
+        self._delivered = set() if resized else {*range(state["batch"]), *ahead}
         self._joined = [(shard, number) for shard, number in state.get("joined", ())]
         self._planned = state.get("planned", 0)
-        self._order.streams = state.get("streams", self._order.streams)
 
     def _describe_order(self) -> dict[str, int]:
         return {

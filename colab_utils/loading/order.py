@@ -74,9 +74,23 @@ class BatchOrder(Sampler[list[int]]):
         self._shard_of = shard_of
         self.streams = 1 if shard_of is None else max(1, streams)
         self.epoch = 0
+        self.before: tuple[tuple[int, ...], ...] = ()
+        self._done = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
-        return -(-self._size // self._batch_size)
+        return -(-(self._size - len(self._done)) // self._batch_size)
+
+    def go_on(self, before: Sequence[Sequence[int]]) -> None:
+        """Leave out of this epoch what was delivered in batches of other sizes, of all images that were left each time.
+
+        ``before``: for each of those sizes, the size, how many of its first batches, and the numbers of later ones.
+        """
+        self.before, self._done = tuple(map(tuple, before)), np.zeros(0, np.int64)
+        for size, count, *ahead in self.before:
+            batches = self._plan(size)
+            numbers = [*range(count), *ahead]
+            seen = [index for number in numbers for _, indices in batches[number] for index in indices]
+            self._done = np.concatenate([self._done, np.array(seen, np.int64)])
 
     def __iter__(self) -> Iterator[list[int]]:
         for parts in self.plan():
@@ -84,22 +98,29 @@ class BatchOrder(Sampler[list[int]]):
 
     def plan(self) -> list[BatchParts]:
         """The batches of the epoch, each with its parts."""
+        return self._plan(self._batch_size)
+
+    def _plan(self, step: int) -> list[BatchParts]:
+        """What is left of the epoch, in batches of ``step`` images."""
+        shuffled = np.arange(self._size)
+        if self._seed is not None:
+            shuffled = np.random.default_rng((self._seed, self.epoch)).permutation(self._size)
+        shuffled = shuffled[~np.isin(shuffled, self._done)] if len(self._done) else shuffled
         if self._seed is None:
-            return self._cut([np.arange(self._size)])
-        shuffled = np.random.default_rng((self._seed, self.epoch)).permutation(self._size)
+            return self._cut([shuffled], step)
         if self._shard_of is None:
-            whole, rest = self._group(shuffled)
+            whole, rest = self._group(shuffled, step)
             batches: list[BatchParts] = [[(None, batch)] for batch in whole]
-            return batches + self._cut([rest])
+            return batches + self._cut([rest], step)
         places = np.random.default_rng((self._seed, self.epoch, 1)).permutation(int(self._shard_of.max()) + 1)
         place = places[self._shard_of[shuffled]]
         by_shard = np.argsort(place, kind="stable")
         owner = place[by_shard] % self.streams
-        streams = [self._group(shuffled[by_shard[owner == stream]]) for stream in range(self.streams)]
+        streams = [self._group(shuffled[by_shard[owner == stream]], step) for stream in range(self.streams)]
         # each stream's batches in turn, as the workers give them
         order = sorted((i, stream) for stream, (whole, _) in enumerate(streams) for i in range(len(whole)))
         batches = [[(stream, streams[stream][0][i])] for i, stream in order]
-        return batches + self._cut([rest for _, rest in streams])
+        return batches + self._cut([rest for _, rest in streams], step)
 
     def plan_arriving(
         self, shard_of: NDArray[np.int64], arrival: Arrival | AllArrived, joined: list[tuple[int, int]], planned: int
@@ -117,7 +138,7 @@ class BatchOrder(Sampler[list[int]]):
         while missing:
             arrival.want(missing)
             here = arrival.list_arrived()
-            batches = self._group(pool[: _LOOKED_AT * self._batch_size])[0]
+            batches = self._group(pool[: _LOOKED_AT * self._batch_size], self._batch_size)[0]
             if rolls and (number == used_up or not batches):
                 arrival.release(shards - set(shard_of[pool].tolist()))
             if not joining and number >= planned and not (rolls and batches):
@@ -140,14 +161,13 @@ class BatchOrder(Sampler[list[int]]):
             yield [(None, batches[0])]
             number += 1
         arrival.want(())
-        whole, rest = self._group(pool)
+        whole, rest = self._group(pool, self._batch_size)
         for batch in whole:
             yield [(None, batch)]
-        yield from self._cut([rest])
+        yield from self._cut([rest], self._batch_size)
 
-    def _group(self, sequence: NDArray[np.int64]) -> tuple[list[list[int]], NDArray[np.int64]]:
+    def _group(self, sequence: NDArray[np.int64], step: int) -> tuple[list[list[int]], NDArray[np.int64]]:
         """Whole batches of one kind each, in the order in which they fill, and what is left over."""
-        step = self._batch_size
         filled: list[tuple[int, list[int]]] = []
         rest = []
         for kind in (False, True):
@@ -158,10 +178,10 @@ class BatchOrder(Sampler[list[int]]):
             rest.append(places[end:])
         return [batch for _, batch in sorted(filled)], sequence[np.sort(np.concatenate(rest))]
 
-    def _cut(self, streams: Sequence[NDArray[np.int64]]) -> list[BatchParts]:
+    def _cut(self, streams: Sequence[NDArray[np.int64]], step: int) -> list[BatchParts]:
         """Batches of what the streams hold, one stream after the other."""
         owned = chain.from_iterable(((stream, i) for i in rest.tolist()) for stream, rest in enumerate(streams))
-        pairs, step = list(owned), self._batch_size
+        pairs = list(owned)
         batches: list[BatchParts] = []
         for start in range(0, len(pairs), step):
             parts: dict[int | None, list[int]] = {}

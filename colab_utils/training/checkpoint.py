@@ -27,6 +27,7 @@ __all__ = ["CheckpointFolder"]
 
 FORMAT_VERSION = 1
 _PATTERN = "checkpoint-" + "[0-9]" * 8 + ".pt"
+_BEST = "best-" + "[0-9]" * 8 + ".pt"
 _KEEP = 2
 
 
@@ -76,7 +77,11 @@ class CheckpointFolder:
             if anew and self.newest:
                 target = _find_free_name(f"{self.run}/previous-")
                 target.mkdir()
-                for path in (*_list_checkpoints(self.waiting), *_list_checkpoints(self.run)):
+                for path in (
+                    *_list_checkpoints(self.waiting),
+                    *_list_checkpoints(self.run),
+                    *_list_checkpoints(self.run, _BEST),
+                ):
                     shutil.move(path, target / path.name)
         except OSError as error:
             raise ColabUtilsError(
@@ -105,11 +110,39 @@ class CheckpointFolder:
             text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         except OSError as error:
-            raise ColabUtilsError(
-                f"could not write checkpoint {path} ({error.strerror or error}); the last whole one is {before}. "
-                "Free disk space or choose another run folder, then start again: training resumes."
-            ) from error
+            raise _explain_full(path, error, before) from error
         return path
+
+    def save_best(self, state: Mapping[str, Any], *, step: int) -> Path | None:
+        """Write the weights that judged best as ``best-STEP.pt``, in place of earlier ones; None if Drive is away.
+
+        Raises:
+            ColabUtilsError: The disk is full or the folder cannot be written; the earlier best stays whole.
+        """
+        path = self.run / f"best-{step:08d}.pt"
+        data = io.BytesIO()
+        torch.save({**state, "format": FORMAT_VERSION, "step": step}, data)
+        try:
+            with guard_drive(path):
+                write_file(path, data.getvalue())
+                for old in _list_checkpoints(self.run, _BEST):
+                    if old != path:
+                        os.truncate(old, 0)
+                        old.unlink()
+        except DriveLostError:
+            warnings.warn(f"Drive does not answer: {path.name} is not kept", ColabUtilsWarning, stacklevel=2)
+            return None
+        except OSError as error:
+            raise _explain_full(path, error, self.newest) from error
+        return path
+
+    def load_best(self) -> dict[str, Any] | None:
+        """The weights that judged best, on the CPU; None when there are none that can be read."""
+        for path in reversed(_list_checkpoints(self.run, _BEST)):
+            if not _find_damage(path):
+                found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+                return found
+        return None
 
     def _write(self, path: Path, data: bytes, *, patiently: bool = False) -> None:
         def write() -> None:
@@ -162,10 +195,17 @@ class CheckpointFolder:
         return None
 
 
-def _list_checkpoints(folder: Path) -> list[Path]:
+def _explain_full(path: Path, error: OSError, whole: Path | None) -> ColabUtilsError:
+    return ColabUtilsError(
+        f"could not write checkpoint {path} ({error.strerror or error}); the last whole one is {whole}. "
+        "Free disk space or choose another run folder, then start again: training resumes."
+    )
+
+
+def _list_checkpoints(folder: Path, pattern: str = _PATTERN) -> list[Path]:
     """In the order of their steps; a Drive that is lost is an error, and never an empty folder."""
     try:
-        return sorted(folder / name for name in os.listdir(folder) if fnmatch(name, _PATTERN))
+        return sorted(folder / name for name in os.listdir(folder) if fnmatch(name, pattern))
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -16,7 +16,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import show_progress
 
-__all__ = ["AveragePrecision", "ClassPrecision", "evaluate"]
+__all__ = ["AveragePrecision", "ClassPrecision", "collect_truth", "detect", "evaluate", "score_results"]
 
 
 @dataclass(frozen=True)
@@ -67,26 +67,32 @@ def evaluate(model: nn.Module, dataset: ShardDataset, *, device: str | torch.dev
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/val-shards. ...
     """
-    from pycocotools.coco import COCO
-
-    truth = _collect_truth(dataset)
-    if all(annotation["iscrowd"] for annotation in truth["annotations"]):
-        raise ColabUtilsError(
-            f"expected objects to measure against, found none in {len(dataset)} images. "
-            "Evaluate on a dataset with annotations."
-        )
+    truth = collect_truth(dataset)
     results: list[dict[str, Any]] = []
     modes = [(module, module.training) for module in model.modules()]
     model.to(device).eval()
-    try:  # not inference_mode: the model caches its anchors and trains with them later
-        with torch.no_grad(), show_progress("evaluating", total=len(dataset), unit="image") as bar:
-            for i, image_id in enumerate(dataset.image_ids.tolist()):
-                image = dataset.decode(dataset.read(i)).to(device).float().div_(255)
-                results += _describe(model([image])[0], image_id, dataset.category_ids)
+    try:
+        with show_progress("evaluating", total=len(dataset), unit="image") as bar:
+            for i in range(len(dataset)):
+                results += detect(model, dataset, i, device=device)
                 bar.update(1)
     finally:
         for module, mode in modes:
             module.training = mode
+    return score_results(truth, results)
+
+
+def detect(model: nn.Module, dataset: ShardDataset, i: int, *, device: str | torch.device) -> list[dict[str, Any]]:
+    """The detections in one image as COCO's results, by a model in evaluation mode on the device."""
+    with torch.no_grad():  # not inference_mode: the model caches its anchors and trains with them later
+        image = dataset.decode(dataset.read(i)).to(device).float().div_(255)
+        return list(_describe(model([image])[0], int(dataset.image_ids[i]), dataset.category_ids))
+
+
+def score_results(truth: dict[str, Any], results: list[dict[str, Any]]) -> AveragePrecision:
+    """The average precision of detections, by pycocotools; ``truth`` is of `collect_truth`."""
+    from pycocotools.coco import COCO
+
     with redirect_stdout(io.StringIO()):  # pycocotools prints
         coco = COCO()
         coco.dataset = truth
@@ -95,12 +101,22 @@ def evaluate(model: nn.Module, dataset: ShardDataset, *, device: str | torch.dev
         mask, mask_50, masks = _compute_precision(coco, results, "segm")
     names = [category["name"] for category in truth["categories"]]
     per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
-    return AveragePrecision(box, mask, box_50, mask_50, len(dataset), per_class)
+    return AveragePrecision(box, mask, box_50, mask_50, len(truth["images"]), per_class)
 
 
-def _collect_truth(dataset: ShardDataset) -> dict[str, Any]:
+def collect_truth(dataset: ShardDataset) -> dict[str, Any]:
+    """The annotations of a dataset in COCO form.
+
+    Raises:
+        ColabUtilsError: The images hold no object to find.
+    """
     records = [dataset.record(i) for i in range(len(dataset))]
     objects = [{**found, "image_id": record["image_id"]} for record in records for found in record["annotations"]]
+    if all(found["iscrowd"] for found in objects):
+        raise ColabUtilsError(
+            f"expected objects to measure against, found none in {len(dataset)} images. "
+            "Evaluate on a dataset with annotations."
+        )
     return {
         "info": {},
         "images": [{"id": r["image_id"], "width": r["width"], "height": r["height"]} for r in records],

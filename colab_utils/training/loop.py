@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch.utils.data import Subset
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.loader import make_loader
+from colab_utils.loading.loader import Loader, make_loader
+from colab_utils.loading.order import BatchOrder
+from colab_utils.loading.transforms import Transforms
+from colab_utils.training.board import Board
 from colab_utils.training.checkpoint import CheckpointFolder
-from colab_utils.training.evaluation import evaluate
-from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, assemble_mask_rcnn, build_mask_rcnn
+from colab_utils.training.evaluation import AveragePrecision, evaluate
+from colab_utils.training.folding import fold_norms
+from colab_utils.training.images import TrainingImages, check_objects, open_images
+from colab_utils.training.judge import Judge, Judgement
+from colab_utils.training.memory import Gauge, MemoryPlan, find_gauge, plan_memory
+from colab_utils.training.model import assemble_mask_rcnn, build_mask_rcnn
+from colab_utils.training.ranks import Ranks, join_ranks
 from colab_utils.training.report import LogLine, LossPoint, TrainingPlan, TrainReport
+from colab_utils.training.savings import apply_savings
 from colab_utils.training.session import TrainingSession
-from colab_utils.training.step import choose_precision, choose_rate
+from colab_utils.training.settings import RunSettings, check_at_least_one, choose_settings
+from colab_utils.training.step import TrainingStep, choose_rate, make_optimizer
+from colab_utils.training.views import Augment, choose_shapes, list_scales, view_sizes
 
 __all__ = ["LogLine", "TrainReport", "train"]
 
@@ -42,18 +49,29 @@ def train(
     resume: Literal["auto", "never"] = "auto",
     seed: int = 0,
     checkpoint_steps: int | None = None,
+    checkpoint_minutes: float = 1,
     learning_rate: float | None = None,
+    schedule: Literal["cosine", "step"] | None = None,
     min_size: int | None = None,
     max_size: int | None = None,
+    augment: Augment | None = None,
+    transforms: Transforms | None = None,
+    ema: float | None = None,
     workers: int | Literal["auto"] = "auto",
     log: Callable[[TrainingPlan | LogLine], object] | None = None,
     log_steps: int = 10,
+    tensorboard: bool = False,
     device: str | torch.device | None = None,
 ) -> TrainReport:
     """Train a Mask R-CNN on shards, with checkpoints in ``run`` from which the same call goes on.
 
     On a CPU, a run that was killed and resumed gives the same losses as one left alone, bit for bit. A resumed run
-    keeps its model, sizes, batch size and learning rate where you name none.
+    keeps its model, sizes, batch size, augmentation, schedule and learning rate where you name none; with another batch
+    size it goes on with the images that its epoch had left. On a GPU the memory is planned before the first step: the
+    heaviest batch is tried, and what it takes to make it fit is done and said.
+
+    Under ``torchrun`` all processes train one model: each gets its share of every batch, gradients are added up, and
+    the first one writes the files.
 
     Args:
         shards: Folder of shards; images without objects are left out, as in torchvision's references.
@@ -61,23 +79,32 @@ def train(
         local: Folder on the SSD, where ``shards`` lie on Drive: they are copied there while it trains, which begins
             with the first one that has arrived.
         limit_gb: The most that they may take in ``local``, in GB, where the disk is smaller than all of them.
-        val_shards: Shards to measure the average precision on after the last step.
+        val_shards: Shards to measure the average precision on: after each epoch, a few images after each step, and
+            after the last step. The weights with the highest one of masks are kept as ``best-STEP.pt``.
         steps: Steps of the whole run, those of earlier sessions included.
         epochs: Passes over the dataset instead of ``steps``. Default: 1.
         model: One of ``MODEL_NAMES``. Default: maskrcnn_resnet50_fpn_v2 on a GPU, the light one on a CPU.
         weights: ``"coco"``, or None for random weights, see ``build_mask_rcnn``.
-        batch_size: Images a step. ``"auto"``: 4 on a GPU, 2 on a CPU.
+        batch_size: Images a step, over all processes. ``"auto"``: on a GPU the largest of 16, 8, 4, 2 and 1 a process
+            whose heaviest batch fits; 2 on a CPU.
         resume: ``"auto"`` goes on from the newest whole checkpoint; ``"never"`` moves older ones to
             ``run/previous-1`` and so on, and starts anew.
         seed: Decides the order of the images, the flips and the random weights.
-        checkpoint_steps: Steps between checkpoints, beside those after the last step and on Ctrl-C. Default: one
-            a minute. They are written in a thread while training goes on.
-        learning_rate: The highest, after the warm-up. Default: ``choose_rate``.
+        checkpoint_steps: Steps between checkpoints, in place of ``checkpoint_minutes``.
+        checkpoint_minutes: Minutes between checkpoints, beside those after the last step and on Ctrl-C. They are
+            written in a thread while training goes on.
+        learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
+        schedule: ``"cosine"``, the default, or ``"step"``, see ``compute_rate``.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU.
         max_size: Limit of the longer side in pixels. Default: five thirds of ``min_size``.
+        augment: ``"flip"``, the default, mirrors by chance; ``"multiscale"`` also takes 0.6 to 1 of ``min_size``;
+            ``"lsj"`` is large-scale jitter, 0.1 to 2 times a square of the input's area; ``"none"``.
+        transforms: Your own ``torchvision.transforms.v2`` of (image, target), on the device, in place of ``augment``.
+        ema: Average the weights with this decay, say 0.999, and judge the average. Default: no average.
         workers: Loading workers, see ``make_loader``. ``"auto"`` is one on a CPU, whose cores the step needs.
         log: Called with the plan, then with a line every ``log_steps`` steps. Default: a progress bar instead.
         log_steps: Steps between log lines.
+        tensorboard: Also write the log lines as TensorBoard events, to ``run/tensorboard``.
         device: Default: the GPU if there is one.
 
     Raises:
@@ -91,10 +118,7 @@ def train(
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/shards. ...
     """
-    numbers = {"steps": steps, "epochs": epochs, "checkpoint_steps": checkpoint_steps, "log_steps": log_steps}
-    for name, value in {**numbers, "min_size": min_size, "max_size": max_size}.items():
-        if value is not None and value < 1:
-            raise ColabUtilsError(f"expected {name} of at least 1, found {value}. Pass a larger number.")
+    check_at_least_one(steps=steps, epochs=epochs, checkpoint_steps=checkpoint_steps, log_steps=log_steps)
     if steps and epochs:
         raise ColabUtilsError(f"expected steps or epochs, found both ({steps} and {epochs}). Pass one of them.")
     if resume not in ("auto", "never"):
@@ -102,93 +126,217 @@ def train(
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         # read when CUDA starts: memory of batches of many sizes would fall into pieces that fit no batch
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    place = _choose_device(device)
+    asked = {
+        "model": model, "min_size": min_size, "max_size": max_size, "schedule": schedule, "ema": ema,
+        "augment": augment if transforms is None else "own", "learning_rate": learning_rate,
+        "batch_size": None if batch_size == "auto" else batch_size,
+    }  # fmt: skip
+    on_gpu = place.type == "cuda"
+    choose_settings({}, on_gpu=on_gpu, **asked)  # what is wrong is said before anything is opened
     with ExitStack() as ending:
-        if local is None:
-            dataset = ShardDataset(shards, contiguous_labels=True)
-        else:
-            dataset = arriving = ArrivingShards(shards, local, limit_gb=limit_gb, contiguous_labels=True, seed=seed)
-            ending.callback(arriving.stop)
-        validation = ShardDataset(val_shards, contiguous_labels=True) if val_shards else None
-        if validation and validation.category_ids != dataset.category_ids:
+        ranks = ending.enter_context(join_ranks(place))
+        if local is not None and ranks.count > 1:
             raise ColabUtilsError(
-                f"expected the same category ids in {val_shards} as in {shards}, found others "
-                f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
-                "Make both from annotations with the same categories."
+                f"expected one process to train while its shards are copied, found {ranks.count}. Copy them first, on "
+                "every machine, and train without `local`."
             )
-        images = Subset(dataset, np.flatnonzero(dataset.has_objects).tolist())
-        if not len(images):
-            raise ColabUtilsError(
-                f"expected images with objects in {shards}, found none in {len(dataset)} images. "
-                "Check the annotations that the shards were made from."
-            )
+        images = open_images(shards, local=local, limit_gb=limit_gb, val_shards=val_shards, seed=seed)
+        ending.callback(getattr(images.dataset, "stop", int))
         folder = CheckpointFolder(run)
-        state = folder.load_newest() if resume == "auto" else None
-        known = state["plan"] if state else {}
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        on_gpu = device.type == "cuda"
-        model = model or known.get("model") or (GPU_MODEL if on_gpu else LIGHT_MODEL)
-        min_size = min_size or known.get("min_size") or (192 if model == LIGHT_MODEL and not on_gpu else 800)
-        max_size = max_size or known.get("max_size") or round(min_size * 5 / 3)
-        if batch_size == "auto":
-            batch_size = known.get("batch_size") or (4 if on_gpu else 2)
-        if batch_size == known.get("batch_size"):
-            learning_rate = learning_rate or known["learning_rate"]
+        state = ranks.send(folder.load_newest() if resume == "auto" and ranks.is_first else None)
+        known: dict[str, Any] = state["plan"] if state else {}
+        settings = choose_settings(known, on_gpu=on_gpu, **asked)
+        if settings.augment == "own" and transforms is None:
+            raise ColabUtilsError(
+                f"expected the transforms that the run in {run} was begun with, found none. Pass them again, or name "
+                "an augment."
+            )
+        check_objects(images, min_size=settings.min_size, max_size=settings.max_size)
         torch.manual_seed(seed)
-        sizes = {"num_classes": dataset.num_classes, "min_size": min_size, "max_size": max_size}
-        if state:
-            network = assemble_mask_rcnn(model, starts_from=known["starts_from"], **sizes)
-        else:
-            network = build_mask_rcnn(model, weights=weights, **sizes)
+        step = _build_step(settings, images, place, ranks, weights=weights, known=known)
+        number, memory = settings.batch_size, None
+        apply_savings(step, known.get("savings", ()), images=-(-(number or 1) // ranks.count))
+        gauge = find_gauge(place)
+        if gauge is not None and transforms is None:
+            memory = _plan_memory(step, images, gauge, settings)
+            number = memory.batch_size * ranks.count if number is None else number
+        number = 2 * ranks.count if number is None else number
+        if 0 < number < ranks.count:
+            raise ColabUtilsError(
+                f"expected at least one image for each of {ranks.count} processes, found batch_size {number}. Pass a "
+                "larger one, or start fewer processes."
+            )
         if workers == "auto" and not on_gpu:
             workers = 1
-        loader = make_loader(images, batch_size=batch_size, device=device, workers=workers, deliver="packed", seed=seed)
+        loader = make_loader(
+            images.subset, batch_size=number, device=place, workers=workers, seed=seed, rank=ranks.rank,
+            ranks=ranks.count, deliver="packed" if transforms is None else "dense", transforms=transforms,
+        )  # fmt: skip
+        ending.enter_context(closing(loader))
+        if on_gpu and settings.augment in ("none", "flip"):
+            _fix_shapes(step, images, number, seed)
+        changed = _go_on(loader, state, len(images.rows)) if state else ""
         plan = TrainingPlan(
-            dataset=dataset.fingerprint,
-            model=model,
-            starts_from=network.starts_from,
-            device=str(device),
-            precision=str(choose_precision(device)).removeprefix("torch."),
-            num_classes=dataset.num_classes,
-            images=len(images),
-            skipped_images=len(dataset) - len(images),
-            batch_size=batch_size,
-            min_size=min_size,
-            max_size=max_size,
-            learning_rate=learning_rate or choose_rate(model, batch_size),
-            steps=steps or (epochs or 1) * len(loader),
+            **asdict(settings) | {"batch_size": number},
+            dataset=images.dataset.fingerprint,
+            starts_from=str(step.model.starts_from),
+            device=str(place),
+            precision=str(step.precision).removeprefix("torch."),
+            num_classes=images.dataset.num_classes,
+            images=len(images.rows),
+            skipped_images=len(images.dataset) - len(images.rows),
+            steps=steps or _count_steps(loader, state["step"] if state else 0, epochs or 1),
             seed=seed,
+            first_step=state["step"] if state else 0,
+            changed=changed,
+            ranks=ranks.count,
+            savings=(*known.get("savings", ()), *(memory.savings if memory else ())),
+            memory=str(memory) if memory else "",
         )
+        plan = replace(plan, learning_rate=plan.learning_rate or choose_rate(plan.model, number))
         if state:
-            plan = _continue_plan(plan, state, folder)
-        folder.prepare(anew=resume == "never")
-        if log:
+            _refuse_other(plan, known, folder)
+        if ranks.is_first:
+            folder.prepare(anew=resume == "never")
+        judge = None
+        if images.validation:
+            judge = Judge(images.validation, place, steps=max(1, len(loader) // 2), ranks=ranks)
+            ending.callback(judge.close)
+        logs: list[Callable[[Any], object]] = [log] if log and ranks.is_first else []
+        if tensorboard and ranks.is_first:
+            board = Board(run, first_step=plan.first_step)
+            ending.callback(board.close)
+            logs.append(board.add)
+        session = TrainingSession(plan, step, loader, folder, judge=judge)
+        if state:
+            session.load_state(state)
+        if log and ranks.is_first:
             log(plan)
-        with closing(loader):
-            session = TrainingSession(plan, network, loader, folder)
-            if state:
-                session.load_state(state)
-            pace = session.run(log=log, log_steps=log_steps, checkpoint_steps=checkpoint_steps)
+        pace = session.run(
+            log=lambda line: [each(line) for each in logs], quiet=bool(log) or not ranks.is_first,
+            log_steps=log_steps, checkpoint_steps=checkpoint_steps, checkpoint_minutes=checkpoint_minutes,
+        )  # fmt: skip
+        ap = _measure_precision(session, images, ranks) if images.validation else None
         return TrainReport(
             steps=session.done,
             losses=tuple(LossPoint(step, loss) for step, loss in enumerate(session.losses, 1)),
             images_per_second=pace.images_per_second,
             wait_share=pace.wait_share,
             checkpoint=str(folder.newest),
-            ap=evaluate(network, validation, device=device) if validation else None,
+            ap=ap,
             plan=plan,
+            best=session.best,
         )
 
 
-def _continue_plan(plan: TrainingPlan, state: dict[str, Any], folder: CheckpointFolder) -> TrainingPlan:
-    """The plan with what a checkpoint adds; refuses one of another dataset, model, size or seed."""
-    known = state["plan"]
-    for key in ("dataset", "model", "min_size", "max_size", "seed"):
+def _build_step(
+    settings: RunSettings, images: TrainingImages, device: torch.device, ranks: Ranks, *, weights: str | None,
+    known: dict[str, Any],
+) -> TrainingStep:  # fmt: skip
+    """The model on its device, the same on every rank, with its optimiser; a checkpoint brings its own weights."""
+    names = {"num_classes": images.dataset.num_classes, "min_size": settings.min_size, "max_size": settings.max_size}
+    if known:
+        network = assemble_mask_rcnn(settings.model, starts_from=known["starts_from"], **names)
+    else:
+        network = build_mask_rcnn(settings.model, weights=weights, class_names=images.dataset.class_names, **names)
+    if device.type == "cuda":
+        fold_norms(network)
+        network.backbone.to(memory_format=torch.channels_last)
+    if settings.augment == "multiscale":
+        network.transform.min_size = list_scales(settings.min_size)
+    side = round((settings.min_size * settings.max_size) ** 0.5 / 32) * 32 if settings.augment == "lsj" else None
+    step = TrainingStep(network, device, jitter_side=side, ranks=ranks)
+    step.optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)  # the schedule sets it
+    ranks.copy_weights(network)
+    return step
+
+
+def _fix_shapes(step: TrainingStep, images: TrainingImages, batch_size: int, seed: int) -> None:
+    """Few padded shapes, chosen for the batches of the first epoch."""
+    sizes, transform = images.dataset.sizes[images.rows], step.model.transform
+    batches = BatchOrder(len(sizes), batch_size, seed, sizes=sizes)
+    step.shapes = choose_shapes(view_sizes(sizes, transform), filter(len, map(step.ranks.share, batches)))
+    torch.backends.cudnn.benchmark = True
+
+
+def _choose_device(device: str | torch.device | None) -> torch.device:
+    """The device that was named, or this process's GPU, or the CPU."""
+    if device is None:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(place)
+    return place
+
+
+def _plan_memory(step: TrainingStep, images: TrainingImages, gauge: Gauge, settings: RunSettings) -> MemoryPlan:
+    rows, dataset = images.rows, images.dataset
+    weights = sum(parameter.nbytes for parameter in step.model.parameters())
+    tables = dataset.describe(rows.tolist())
+    number = settings.batch_size
+    return plan_memory(
+        step,
+        gauge,
+        read=lambda i: dataset.read_packed(int(rows[i])),
+        ids=dataset.image_ids[rows],
+        sizes=view_sizes(tables["sizes"], step.model.transform, jitter_side=step.jitter_side),
+        counts=tables["counts"],
+        batch_size=None if number is None else -(-number // step.ranks.count),
+        reserve=weights * ((settings.ema is not None) + (images.validation is not None)),  # copies of the model
+    )
+
+
+def _go_on(loader: Loader, state: dict[str, Any], images: int) -> str:
+    """Put the loader where a checkpoint's was; returns what is not as it was then, in words."""
+    position, plan = state["loader"], state["plan"]
+    changed = []
+    if plan["batch_size"] != loader.batch_size:
+        changed.append(f"{loader.batch_size} images a batch, before {plan['batch_size']}")
+    if plan["images"] != images:
+        changed.append(f"{images} images, before {plan['images']}")
+    try:
+        if plan["images"] != images:
+            raise ColabUtilsError("another order")
+        loader.load_state_dict(position)
+    except ColabUtilsError:  # of other images: rather leave some out than see them twice
+        epoch = position["epoch"] + (position["batch"] > 0)
+        loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": 0})
+        changed.insert(0, "in a new epoch")
+    return ", ".join(changed)
+
+
+def _count_steps(loader: Loader, done: int, epochs: int) -> int:
+    """Steps until so many epochs are over, those that were done included."""
+    if loader.epoch >= epochs:
+        return done
+    whole = -(-len(loader.dataset) // loader.batch_size)  # type: ignore[arg-type]
+    return done + loader.left + (epochs - loader.epoch - 1) * whole
+
+
+def _refuse_other(plan: TrainingPlan, known: dict[str, Any], folder: CheckpointFolder) -> None:
+    """Refuse a checkpoint of another dataset, model, size or seed."""
+    for key in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
         if known[key] != getattr(plan, key):
             raise ColabUtilsError(
                 f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}, found {known[key]} in "
                 f"{folder.newest}. Train into another run folder, or pass resume='never': older checkpoints are then "
                 "moved to a folder of their own."
             )
-    pairs = [(known["images"], plan.images, "images"), (known["batch_size"], plan.batch_size, "images a batch")]
-    changed = " and ".join(f"{now} {what}, before {then}" for then, now, what in pairs if then != now)
-    return replace(plan, first_step=state["step"], changed=changed)
+
+
+def _measure_precision(session: TrainingSession, images: TrainingImages, ranks: Ranks) -> AveragePrecision | None:
+    """The average precision of the last weights; every rank looks at its share of the images."""
+    network, device = session.network, session.step.device
+    if images.validation is None or session.judge is None:
+        return None
+    if ranks.count == 1:
+        ap = evaluate(network, images.validation, device=device)
+        session.keep_best(Judgement(session.done, ap, network.state_dict()))
+        return ap
+    ranks.copy_buffers(network)
+    session.judge.begin(network, session.done)
+    judgement = session.judge.advance(to_end=True)
+    if judgement:
+        session.keep_best(judgement)
+    return ranks.send(judgement.ap if judgement else None)

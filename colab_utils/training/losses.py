@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,22 +15,32 @@ from torch.nn import functional
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
+from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks
-from colab_utils.shards.images import fit_size
+from colab_utils.training.matching import assign_anchors
+from colab_utils.training.views import Size, View, choose_views, fit_shape
 
-__all__ = ["compute_losses", "make_input"]
+__all__ = ["ModelInput", "compute_losses", "make_input"]
 
 
-def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool] | None = None) -> dict[str, Tensor]:
+def compute_losses(
+    model: MaskRCNN,
+    batch: PackedBatch,
+    *,
+    flips: Sequence[bool] | None = None,
+    jitter_side: int | None = None,
+    shapes: Sequence[Size] = (),
+) -> dict[str, Tensor]:
     """What ``model(images, targets)`` gives in training mode, from a packed batch on the model's device.
 
     The model's own backbone, proposals and heads run, with its own settings. Its transform is replaced by
-    `make_input`, and each mask target, 28 x 28 pixels, is sampled from the stored bits by ``sample_masks``, where
-    torchvision resizes all masks of an image and makes floats of them: memory for masks follows the proposals' boxes,
-    not image area times objects. With the same random state the losses are torchvision's own, but for rounding.
+    `make_input`; anchors are matched in chunks (`assign_anchors`); each mask target, 28 x 28 pixels, is sampled from
+    the stored bits by ``sample_masks``, where torchvision resizes all masks of an image and makes floats of them:
+    memory for masks follows the proposals' boxes, not image area times objects. With the same random state the losses
+    are torchvision's own, but for rounding.
 
     Source: ``GeneralizedRCNN.forward`` and ``RoIHeads.forward`` in torchvision ``models/detection``.
 
@@ -35,6 +48,9 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
         model: in training mode, as ``build_mask_rcnn`` or torchvision makes it.
         batch: B images, with their objects or without any.
         flips: bool [B]: the images to mirror left to right; none by default.
+        jitter_side: side in pixels of the square that large-scale jitter fills; None, the default, leaves it out.
+        shapes: heights and widths to pad to where one holds the batch; by default sides are rounded up as
+            torchvision does it.
 
     Returns:
         ``loss_classifier``, ``loss_box_reg``, ``loss_mask``, ``loss_objectness`` and ``loss_rpn_box_reg``: float32
@@ -53,78 +69,125 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
         >>> sorted(compute_losses(model, batch))
         ['loss_box_reg', 'loss_classifier', 'loss_mask', 'loss_objectness', 'loss_rpn_box_reg']
     """
-    images, targets = make_input(model.transform, batch, flips=flips)
+    layout = next(iter(model.backbone.parameters()))
+    views = choose_views(model.transform, batch.sizes.tolist(), flips=flips, jitter_side=jitter_side)
+    given = make_input(model.transform, batch, views, shapes=shapes, channels_last=_is_channels_last(layout))
+    images, targets = given.images, given.targets
     features = model.backbone(images.tensors)
     if isinstance(features, Tensor):
         features = OrderedDict([("0", features)])
-    proposals, proposal_losses = model.rpn(images, features, targets)
+    with _match_in_chunks(model.rpn):
+        proposals, proposal_losses = model.rpn(images, features, targets)
     heads = model.roi_heads
     checked = [{**target, "masks": target["labels"]} for target in targets]  # it asks for the key, and reads it not
     proposals, matched, labels, regression = heads.select_training_samples(proposals, checked)
-    found = heads.box_head(heads.box_roi_pool(features, proposals, images.image_sizes))
+    found = heads.box_head(heads.box_roi_pool(features, proposals, _list_shapes(images)))
     loss_classifier, loss_box_reg = fastrcnn_loss(*heads.box_predictor(found), labels, regression)
     losses = {"loss_classifier": loss_classifier, "loss_box_reg": loss_box_reg}
     positives = [torch.where(label > 0)[0] for label in labels]
     boxes = [proposal[positive] for proposal, positive in zip(proposals, positives, strict=True)]
     objects = [match[positive] for match, positive in zip(matched, positives, strict=True)]
-    losses["loss_mask"] = _compute_mask_loss(heads, features, images, boxes, objects, batch, flips)
+    losses["loss_mask"] = _compute_mask_loss(heads, features, given, boxes, objects, batch)
     return {**losses, **proposal_losses}
 
 
+class ModelInput(NamedTuple):
+    """A packed batch as the model's backbone takes it, and where its parts come from."""
+
+    images: ImageList
+    """float32 [B, 3, H, W], padded with zeros, and the size of each image in it."""
+    targets: list[dict[str, Tensor]]
+    """``boxes``, float32 [N, 4] in pixels of the image as it is shown, and ``labels``, int64 [N]."""
+    views: list[View]
+    rows: Tensor
+    """int64 [K]: the object, among those of the batch, that each of the K targets of all images is."""
+
+
+def make_input(
+    transform: GeneralizedRCNNTransform,
+    batch: PackedBatch,
+    views: Sequence[View],
+    *,
+    shapes: Sequence[Size] = (),
+    channels_last: bool = False,
+) -> ModelInput:
+    """A packed batch as the model's backbone takes it, on the batch's device, with the settings of its transform.
+
+    Mirrored, normalised, resized (bilinear) and padded as torchvision does it; of an image that is shown in part, only
+    objects with an area in the window are kept.
+    """
+    device = batch.pixels.device
+    stored = np.array(batch.sizes, np.float32)
+    scales = np.array([view.size for view in views], np.float32)[:, ::-1] / stored[:, ::-1]
+    height, width = fit_shape([view.shown for view in views], shapes, step=transform.size_divisible)
+    mean, std = (
+        torch.tensor(values, device=device)[:, None, None] for values in (transform.image_mean, transform.image_std)
+    )
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    padded = torch.zeros((len(batch), 3, height, width), device=device).contiguous(memory_format=layout)
+    for row, image, view in zip(padded, batch.split_images(), views, strict=True):
+        normal = (image.flip(2) if view.flip else image).float().div_(255).sub_(mean).div_(std)[None]
+        (top, left), (tall, wide) = view.corner, view.shown
+        resized = functional.interpolate(normal, view.size, mode="bilinear", align_corners=False)[0]
+        row[:, :tall, :wide] = resized[:, top : top + tall, left : left + wide]
+    of = np.repeat(np.arange(len(batch)), batch.counts.numpy())
+    boxes, rows, counts = batch.boxes, torch.arange(len(of), device=device), batch.counts.tolist()
+    if any(view.flip for view in views):
+        widths = torch.from_numpy(batch.sizes[:, 1].numpy()[of]).to(device)
+        mask = torch.tensor([view.flip for view in views], device=device)[torch.from_numpy(of).to(device)]
+        boxes = torch.where(mask[:, None], flip_boxes(boxes, widths), boxes)
+    boxes, labels = boxes * torch.from_numpy(np.tile(scales, 2)[of]).to(device), batch.labels
+    if any(view.shown != view.size for view in views):
+        limits = np.array([(*view.corner, *view.shown) for view in views], np.float32).reshape(-1, 2, 2)[:, :, ::-1]
+        corners, sides = (torch.from_numpy(np.tile(part, 2)[of]).to(device) for part in limits.swapaxes(0, 1))
+        boxes = torch.minimum((boxes - corners).clamp(min=0), sides)
+        keep = (boxes[:, 2:] > boxes[:, :2]).all(1)
+        counts = [int(part.sum()) for part in keep.split(counts)]
+        boxes, labels, rows = boxes[keep], labels[keep], rows[keep]
+    parts = zip(boxes.split(counts), labels.split(counts), strict=True)
+    targets = [{"boxes": part, "labels": label} for part, label in parts]
+    return ModelInput(ImageList(padded, [view.shown for view in views]), targets, list(views), rows)
+
+
 def _compute_mask_loss(
-    heads: RoIHeads, features: dict[str, Tensor], images: ImageList, boxes: list[Tensor], objects: list[Tensor],
-    batch: PackedBatch, flips: Sequence[bool] | None,
+    heads: RoIHeads, features: dict[str, Tensor], given: ModelInput, boxes: list[Tensor], objects: list[Tensor],
+    batch: PackedBatch,
 ) -> Tensor:  # fmt: skip
-    """``boxes``: each image's proposals with an object; ``objects``: which of the image's."""
-    logits = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(features, boxes, images.image_sizes)))
+    """``boxes``: each image's proposals with an object; ``objects``: which of the image's targets."""
+    logits = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(features, boxes, _list_shapes(given.images))))
     if not len(logits):
         return logits.sum() * 0
-    firsts = (torch.cumsum(batch.counts, 0) - batch.counts).tolist()
-    of = torch.cat([part + first for part, first in zip(objects, firsts, strict=True)])
+    firsts = np.cumsum([0, *(len(target["labels"]) for target in given.targets)]).tolist()
+    of = given.rows[torch.cat([part + first for part, first in zip(objects, firsts, strict=False)])]
+    # in pixels of the whole image, which the window is cut from
+    whole = [part + part.new_tensor([*view.corner[::-1]] * 2) if any(view.corner) else part
+             for part, view in zip(boxes, given.views, strict=True)]  # fmt: skip
     targets = sample_masks(
-        batch.masks, of, torch.cat(boxes), sizes=batch.sizes, counts=batch.counts, flips=flips,
-        to_sizes=images.image_sizes, size=logits.shape[-1],
+        batch.masks, of, torch.cat(whole), sizes=batch.sizes, counts=batch.counts,
+        flips=[view.flip for view in given.views], to_sizes=[view.size for view in given.views],
+        size=logits.shape[-1],
     )  # fmt: skip
     chosen = logits[torch.arange(len(of), device=logits.device), batch.labels[of]]
     return functional.binary_cross_entropy_with_logits(chosen.float(), targets)
 
 
-def make_input(
-    transform: GeneralizedRCNNTransform, batch: PackedBatch, *, flips: Sequence[bool] | None = None
-) -> tuple[ImageList, list[dict[str, Tensor]]]:
-    """A packed batch as the model's backbone takes it, on the batch's device, with the settings of its transform.
-
-    Mirrored, normalised, resized (bilinear) and padded as torchvision does it; where ``transform.min_size`` holds
-    several sizes, one is chosen for each image by torch's random state on the CPU, as there.
-
-    Returns:
-        The images, float32 [B, 3, H, W], and a target for each: ``boxes``, float32 [N, 4] in pixels of the resized
-        image, and ``labels``, int64 [N].
+def _list_shapes(images: ImageList) -> list[Size]:
+    """The padded shape for each image: torchvision's pooling divides the first batch's feature maps by it, and keeps
+    what it finds; by the images' own sizes it is wrong for good where that batch happens to be mostly padding.
     """
-    stored, device = batch.sizes.tolist(), batch.pixels.device
-    mirrored = [False] * len(batch) if flips is None else list(flips)
-    shortest = [float(transform.torch_choice([*map(int, transform.min_size)])) for _ in stored]
-    sizes = [
-        fit_size(*size, min_size=side, max_size=transform.max_size) for size, side in zip(stored, shortest, strict=True)
-    ]
-    scales = np.array(sizes, np.float32)[:, ::-1] / np.array(stored, np.float32)[:, ::-1]
-    step = transform.size_divisible
-    height, width = (-(-max(sides) // step) * step for sides in zip(*sizes, strict=True))
-    mean, std = (
-        torch.tensor(values, device=device)[:, None, None] for values in (transform.image_mean, transform.image_std)
-    )
-    padded = torch.zeros((len(batch), 3, height, width), device=device)
-    for row, image, size, flip in zip(padded, batch.split_images(), sizes, mirrored, strict=True):
-        normal = (image.flip(2) if flip else image).float().div_(255).sub_(mean).div_(std)[None]
-        row[:, : size[0], : size[1]] = functional.interpolate(normal, size, mode="bilinear", align_corners=False)[0]
-    of = np.repeat(np.arange(len(batch)), batch.counts.numpy())
-    ratios = torch.from_numpy(np.tile(scales, 2)[of]).to(device)
-    boxes = batch.boxes
-    if any(mirrored):
-        widths = torch.from_numpy(batch.sizes[:, 1].numpy()[of]).to(device)
-        mask = torch.tensor(mirrored, device=device)[torch.from_numpy(of).to(device)]
-        boxes = torch.where(mask[:, None], flip_boxes(boxes, widths), boxes)
-    counts = batch.counts.tolist()
-    parts = zip((boxes * ratios).split(counts), batch.labels.split(counts), strict=True)
-    targets = [{"boxes": part, "labels": labels} for part, labels in parts]
-    return ImageList(padded, sizes), targets
+    height, width = images.tensors.shape[-2:]
+    return [(height, width)] * len(images.image_sizes)
+
+
+def _is_channels_last(weight: Tensor) -> bool:
+    return weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
+@contextmanager
+def _match_in_chunks(rpn: RegionProposalNetwork) -> Iterator[None]:
+    name = "assign_targets_to_anchors"
+    vars(rpn)[name] = partial(assign_anchors, rpn)
+    try:
+        yield
+    finally:
+        del vars(rpn)[name]

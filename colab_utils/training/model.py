@@ -6,9 +6,11 @@ import http.client
 import pickle
 import socket
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torchvision.models import get_weight, mobilenet_v3_large
 from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn_v2
@@ -45,6 +47,7 @@ def build_mask_rcnn(
     weights: str | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
+    class_names: Mapping[int, str] | None = None,
 ) -> MaskRCNN:
     """Build a Mask R-CNN with the right number of classes, in training mode.
 
@@ -57,6 +60,8 @@ def build_mask_rcnn(
             and get random ones. ``None``: random weights, every layer trains.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
+        class_names: The name of each label, as ``ShardDataset.class_names``: what COCO weights know of classes with
+            the same names is kept. Without names the last layers start from random weights.
 
     Returns:
         torchvision's own ``MaskRCNN``; ``starts_from`` says ``"coco"``, ``"imagenet"`` or ``"random"``.
@@ -88,12 +93,38 @@ def build_mask_rcnn(
         return model
     model = assemble_mask_rcnn(name, num_classes=_COCO_CLASSES, starts_from="coco", **sizes)
     model.load_state_dict(state)
-    if num_classes != _COCO_CLASSES:
-        heads = model.roi_heads
-        heads.box_predictor = FastRCNNPredictor(heads.box_predictor.cls_score.in_features, num_classes)
-        convolution = heads.mask_predictor.conv5_mask
-        heads.mask_predictor = MaskRCNNPredictor(convolution.in_channels, convolution.out_channels, num_classes)
+    if num_classes != _COCO_CLASSES or class_names:
+        _replace_heads(model, num_classes, _match_names(class_names or {}))
     return model
+
+
+def _match_names(class_names: Mapping[int, str]) -> dict[int, int]:
+    """Label to COCO's label, of the classes that COCO knows by the same name."""
+    coco = _WEIGHTS[GPU_MODEL].meta["categories"]
+    labels = {name.lower(): label for label, name in enumerate(coco) if name not in ("__background__", "N/A")}
+    found = {label: labels[name.lower()] for label, name in class_names.items() if name.lower() in labels}
+    return {0: 0, **found} if found else {}
+
+
+@torch.no_grad()
+def _replace_heads(model: MaskRCNN, num_classes: int, matches: Mapping[int, int]) -> None:
+    """Last layers for other classes; what ``matches`` names is copied, the rest is random."""
+    heads = model.roi_heads
+    boxes, masks = heads.box_predictor, heads.mask_predictor
+    heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
+    convolution = masks.conv5_mask
+    heads.mask_predictor = MaskRCNNPredictor(convolution.in_channels, convolution.out_channels, num_classes)
+    heads.mask_predictor.conv5_mask.load_state_dict(convolution.state_dict())
+    pairs = (
+        (boxes.cls_score, heads.box_predictor.cls_score, 1),
+        (boxes.bbox_pred, heads.box_predictor.bbox_pred, 4),
+        (masks.mask_fcn_logits, heads.mask_predictor.mask_fcn_logits, 1),
+    )
+    for there, here, rows in pairs:
+        for name in ("weight", "bias"):
+            source, target = getattr(there, name), getattr(here, name)
+            for label, coco in matches.items():
+                target[label * rows : (label + 1) * rows] = source[coco * rows : (coco + 1) * rows]
 
 
 def assemble_mask_rcnn(name: str, *, num_classes: int, starts_from: str, min_size: int, max_size: int) -> MaskRCNN:

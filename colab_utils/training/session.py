@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
 from itertools import chain, repeat
 from statistics import fmean
 from time import perf_counter
@@ -19,27 +20,33 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.loader import Loader
-from colab_utils.runtime import show_progress
+from colab_utils.runtime import show_progress, write_file
+from colab_utils.training.average import AveragedWeights
 from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.judge import Judge, Judgement
 from colab_utils.training.meter import Pace, StepMeter
-from colab_utils.training.report import LogLine, TrainingPlan
-from colab_utils.training.step import TrainingStep, compute_rate, make_optimizer
+from colab_utils.training.report import BestCheckpoint, LogLine, TrainingPlan
+from colab_utils.training.step import TrainingStep, compute_rate
 
 __all__ = ["TrainingSession"]
 
-_CHECKPOINT_INTERVAL_S = 60.0
+_STOP_STEPS = 10  # after which ranks on GPUs ask each other whether to stop
 
 
 class TrainingSession:
     """The state of a run between two steps; made by ``train``, all of it goes into a checkpoint."""
 
-    def __init__(self, plan: TrainingPlan, network: nn.Module, loader: Loader, folder: CheckpointFolder) -> None:
-        optimizer = make_optimizer(network, name=plan.model, learning_rate=plan.learning_rate)
-        self.step = TrainingStep(network, plan.device, optimizer=optimizer)
-        self.plan, self.loader, self.folder = plan, loader, folder
+    def __init__(
+        self, plan: TrainingPlan, step: TrainingStep, loader: Loader, folder: CheckpointFolder, *,
+        judge: Judge | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.step, self.loader, self.folder, self.judge = plan, step, loader, folder, judge
+        self.average = AveragedWeights(step.model, decay=plan.ema) if plan.ema else None
+        self.best: BestCheckpoint | None = None
         self.done = self._saved_step = 0
         self.losses: list[float] = []
         # losses still on the device, where asking for each would stall it, and the images they are of
@@ -49,57 +56,77 @@ class TrainingSession:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Any] | None = None
 
+    @property
+    def network(self) -> nn.Module:
+        """The model that is judged: with averaged weights where there are such."""
+        return self.average.model if self.average else self.step.model
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint, whose place in the order the loader has already."""
+        broken = [name for name, tensor in state["model"].items() if not torch.isfinite(tensor).all()]
+        if broken:
+            raise ColabUtilsError(
+                f"expected numbers in the weights of {self.folder.newest}, found others in {broken[0]} "
+                f"({len(broken)} tensors). Move that file away: the one before it is taken then."
+            )
         self.step.model.load_state_dict(state["model"])
         self.step.optimizer.load_state_dict(state["optimizer"])
         self.step.scaler.load_state_dict(state["scaler"])
+        if self.average:
+            self.average.load_state_dict(state.get("average") or {"model": state["model"], "steps": state["step"]})
+        self.best = BestCheckpoint(**state["best"]) if state.get("best") else None
         self.done = self._saved_step = state["step"]
         self.losses = state["losses"].tolist()
-        position = state["loader"]
-        if self.plan.changed:  # the order was one of other batches: rather leave images out than see them twice
-            position = {**self._position, "epoch": position["epoch"] + (position["batch"] > 0)}
-        self.loader.load_state_dict(position)
-        self._position = position
+        self._position = self.loader.state_dict()
 
-    def run(self, *, log: Callable[[Any], object] | None, log_steps: int, checkpoint_steps: int | None) -> Pace:
-        """Train until the plan's last step; returns the pace without the first step."""
-        steps, meter = self.plan.steps, StepMeter(self.step.device)
+    def run(
+        self, *, log: Callable[[LogLine], object], quiet: bool, log_steps: int, checkpoint_steps: int | None,
+        checkpoint_minutes: float,
+    ) -> Pace:  # fmt: skip
+        """Train until the plan's last step; returns the pace without the first step. ``quiet``: no progress bar."""
+        steps, meter, ranks = self.plan.steps, StepMeter(self.step.device), self.step.ranks
         first, total, logged = Pace(), Pace(), self.done
         batches = chain.from_iterable(repeat(self.loader))
-        progress = nullcontext() if log else show_progress("training", total=steps - self.done, unit="step")
-        with _defer_interrupt() as interrupts, progress as bar:
-            images = 0
+        progress = nullcontext() if quiet else show_progress("training", total=steps - self.done, unit="step")
+        with _defer_interrupt(insistent=ranks.count == 1) as interrupts, progress as bar:
+            images, judged = 0, list[Judgement]()
             while self.done < steps:
                 meter.mark()
+                epoch = self.loader.epoch
                 try:
+                    torch.manual_seed(self._draw_seed(1))  # of transforms that run on the device
                     batch = next(batches)
                 except BaseException:  # whatever it is: between two steps the state is whole, so keep it
                     self.save(patiently=True)
                     raise
                 meter.mark()
-                rate = self._train_batch(batch)
+                images += self.loader.total
+                rate = self._train_batch(batch, stop=bool(interrupts))
                 meter.mark()
-                images += len(batch)
                 if not first.images or self.done % log_steps == 0 or self.done == steps:
                     self._fetch_losses()
                     pace, images = meter.collect(images=images), 0
                     first, total = (first, total + pace) if first.images else (pace, total)
-                    if log:
-                        mean = fmean(self.losses[logged:])
-                        log(LogLine(self.done, steps, mean, rate, pace.images_per_second, pace.wait_share))
-                    logged = self.done
+                    line = LogLine(self.done, steps, fmean(self.losses[logged:]), rate, pace.images_per_second,
+                                   pace.wait_share, self._read_memory())  # fmt: skip
+                    log(replace(line, ap=judged[-1].ap, ap_step=judged[-1].step) if judged else line)
+                    logged, judged = self.done, []
                 if bar is not None:
                     bar.update(1)
                 if self._writing and self._writing.done():
                     self._finish_writing()  # an error ends the run now, not a minute later
-                minute = perf_counter() - self._saved_s >= _CHECKPOINT_INTERVAL_S and not self._writing
-                due = self.done % checkpoint_steps == 0 if checkpoint_steps else minute
-                if due or interrupts or self.done == steps:
-                    self.save(wait=bool(interrupts) or self.done == steps, patiently=self.done == steps)
-                if interrupts:
+                late = perf_counter() - self._saved_s >= 60 * checkpoint_minutes and not self._writing
+                due = self.done % checkpoint_steps == 0 if checkpoint_steps else late
+                stop = self._ask_whether_to_stop(interrupts)
+                if due or stop or self.done == steps:
+                    self.save(wait=stop or self.done == steps, patiently=self.done == steps)
+                if stop:
                     self.save()  # again, if it was asked for meanwhile
                     raise KeyboardInterrupt
+                if self.judge:
+                    judged += self._judge(self.judge, ended=self.loader.epoch != epoch and self.done < steps)
+            if self.judge and (late_one := self.judge.advance(to_end=True)):
+                self.keep_best(late_one)
         return total if total.images else first
 
     def save(self, *, wait: bool = True, patiently: bool = False) -> None:
@@ -109,21 +136,60 @@ class TrainingSession:
         """
         if self.done != self._saved_step:
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
-            state = {
-                "plan": asdict(self.plan),
-                "model": self.step.model.state_dict(),
-                "optimizer": self.step.optimizer.state_dict(),
-                "scaler": self.step.scaler.state_dict(),
-                "loader": self._position,
-                "losses": torch.tensor(self.losses, dtype=torch.float64),
-            }
-            self._finish_writing()
-            self._writing = self._writer.submit(
-                self.folder.save, _copy_to_cpu(state), step=self.done, patiently=patiently
-            )
+            if self.step.ranks.is_first:
+                state = {
+                    **self._describe_model(self.step.model.state_dict()),
+                    "average": self.average.state_dict() if self.average else None,
+                    "optimizer": self.step.optimizer.state_dict(),
+                    "scaler": self.step.scaler.state_dict(),
+                    "loader": self._position,
+                    "losses": torch.tensor(self.losses, dtype=torch.float64),
+                    "best": asdict(self.best) if self.best else None,
+                }
+                self._finish_writing()
+                self._writing = self._writer.submit(
+                    self.folder.save, _copy_to_cpu(state), step=self.done, patiently=patiently
+                )
             self._saved_step, self._saved_s = self.done, perf_counter()
         if wait:
             self._finish_writing()
+
+    def keep_best(self, judgement: Judgement) -> None:
+        """Write the weights that were judged, if none were better so far."""
+        if self.step.ranks.is_first and (self.best is None or judgement.ap.segm > self.best.segm):
+            state = self._describe_model(_copy_to_cpu(judgement.weights))
+            path = self.folder.save_best(state, step=judgement.step)
+            if path:
+                self.best = BestCheckpoint(judgement.step, judgement.ap.bbox, judgement.ap.segm, str(path))
+
+    def _describe_model(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return {"plan": asdict(self.plan), "model": weights}
+
+    def _judge(self, judge: Judge, *, ended: bool) -> list[Judgement]:
+        """Go on with an evaluation, and begin one where an epoch has ended."""
+        found = [judge.advance(to_end=ended)]
+        if ended:
+            self.step.ranks.copy_buffers(self.network)
+            judge.begin(self.network, self.done)
+        ready = [judgement for judgement in found if judgement]
+        for judgement in ready:
+            self.keep_best(judgement)
+        return ready
+
+    def _ask_whether_to_stop(self, interrupts: list[int]) -> bool:
+        """Whether this or another rank was interrupted: all of them stop after the same step."""
+        if self.step.ranks.count == 1:
+            return bool(interrupts)
+        if self.step.device.type == "cuda" and self.done % _STOP_STEPS and self.done < self.plan.steps:
+            return False  # to look at a GPU's number is to wait for it
+        return bool(self.step.stops > 0)
+
+    def _read_memory(self) -> int | None:
+        if self.step.device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_allocated(self.step.device)
+        torch.cuda.reset_peak_memory_stats(self.step.device)
+        return peak
 
     def _finish_writing(self) -> None:
         writing, self._writing = self._writing, None
@@ -134,21 +200,37 @@ class TrainingSession:
             self._saved_step = -1
             raise
 
-    def _train_batch(self, batch: PackedBatch) -> float:
-        # All chance in a step comes from (seed, step), so that no random state has to be saved.
+    def _draw_seed(self, *more: int) -> int:
+        """All chance comes from (seed, step), so that no random state has to be saved."""
+        return int(np.random.SeedSequence([self.plan.seed, self.done, *more]).generate_state(1, np.uint64)[0])
+
+    def _train_batch(self, batch: PackedBatch | tuple[list[Tensor], list[Any]] | None, *, stop: bool) -> float:
+        ranks, total = self.step.ranks, self.loader.total
         entropy = np.random.SeedSequence([self.plan.seed, self.done]).generate_state(2, np.uint64).tolist()
-        torch.manual_seed(entropy[0])
+        torch.manual_seed(self._draw_seed(2, ranks.rank) if ranks.rank else entropy[0])
         generator = torch.Generator().manual_seed(entropy[1])
-        rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
+        rate = compute_rate(
+            self.done, steps=self.plan.steps, highest=self.plan.learning_rate, schedule=self.plan.schedule
+        )
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
-        flips = (torch.rand(len(batch), generator=generator) < 0.5).tolist()
+        flips = ranks.share((torch.rand(total, generator=generator) < 0.5).tolist())
         try:
-            loss = self.step(batch.to(self.step.device), flips=flips)
-            self._pending.append((loss, batch.image_ids.tolist()))
+            if isinstance(batch, tuple):
+                images, targets = batch
+                ids = [int(target["image_id"]) for target in targets]
+                loss = self.step(images, targets, total=total, stop=stop)
+            else:
+                ids = [] if batch is None else batch.image_ids.tolist()
+                packed = None if batch is None else batch.to(self.step.device)
+                mirrored = None if self.plan.augment == "none" else flips
+                loss = self.step(packed, flips=mirrored, total=total, stop=stop)
+            self._pending.append((loss, ids))
         except Exception:
             self._fetch_losses()  # weights that are no numbers any more make torchvision fail in odd places
             raise
+        if self.average:
+            self.average.update()
         self.done += 1
         self._position = self.loader.state_dict()
         return rate
@@ -162,10 +244,25 @@ class TrainingSession:
                 last = self.folder.newest or "the start"
                 raise ColabUtilsError(
                     f"expected a finite loss, found {loss} at step {step}, of the images with the ids "
-                    f"{', '.join(map(str, ids))}. Look at these, and start again from {last} with a learning_rate "
-                    f"lower than {self.plan.learning_rate:g}."
+                    f"{', '.join(map(str, ids))}{self._keep_batch(ids, step)}. Look at these, and start again from "
+                    f"{last} with a learning_rate lower than {self.plan.learning_rate:g}."
                 )
         self.losses += fresh
+
+    def _keep_batch(self, ids: list[int], step: int) -> str:
+        """Save the images of a batch for a look at them, as they lie in the shards; returns where, in words."""
+        dataset: Any = self.loader.dataset
+        rows = {int(image_id): row for row, image_id in enumerate(dataset.dataset.image_ids.tolist())}
+        path = self.folder.run / f"nonfinite-{step:08d}.pt"
+        with suppress(ColabUtilsError, OSError):  # it is only for a look
+            batch = collate_packed([dataset.dataset.read_packed(rows[image_id]) for image_id in ids])
+            data = io.BytesIO()
+            tables = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
+            torch.save({**tables, "masks": tuple(part.clone() for part in batch.masks)}, data)
+            with guard_drive(path):
+                write_file(path, data.getvalue())
+            return f" (saved in {path})"
+        return ""
 
 
 def _copy_to_cpu(value: Any) -> Any:
@@ -180,12 +277,14 @@ def _copy_to_cpu(value: Any) -> Any:
 
 
 @contextmanager
-def _defer_interrupt() -> Iterator[list[int]]:
-    """Put the first Ctrl-C into a list, so that the step in progress is finished; a second interrupts at once."""
+def _defer_interrupt(*, insistent: bool) -> Iterator[list[int]]:
+    """Put the first Ctrl-C into a list, so that the step in progress is finished; a second interrupts at once, where
+    that is ``insistent``: ``torchrun`` sends several for one.
+    """
     asked: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if asked:
+        if asked and insistent:
             raise KeyboardInterrupt
         asked.append(number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 from collections.abc import Sequence
@@ -11,14 +12,26 @@ from torch import Tensor, nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.runtime import format_bytes
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL
+from colab_utils.training.ranks import Ranks
+from colab_utils.training.views import Size
 
-__all__ = ["TrainingStep", "choose_precision", "choose_rate", "compute_rate", "make_optimizer"]
+__all__ = [
+    "MOST_PARTS",
+    "TrainingStep",
+    "choose_precision",
+    "choose_rate",
+    "compute_rate",
+    "free_memory",
+    "make_optimizer",
+]
 
 _MAX_GRADIENT_NORM = 10.0
 _WARMUP_STEPS = 500
-_MOST_PARTS = 8  # of a batch: it is halved three times
+_STEP_SHARES = (2 / 3, 8 / 9)
+MOST_PARTS = 8  # of a batch: it is halved three times
 
 
 def choose_precision(device: str | torch.device) -> torch.dtype:
@@ -43,6 +56,9 @@ class TrainingStep:
         model: In training mode it returns a dict of losses.
         device: Where the model is moved to and trained.
         optimizer: Default: SGD with a learning rate of 0.001, safe for any model and batch size.
+        jitter_side: Side of the square of large-scale jitter for packed batches, in pixels; None leaves it out.
+        shapes: Heights and widths that packed batches are padded to, see ``compute_losses``.
+        ranks: The processes that train together; gradients are added up over them. Default: this one alone.
 
     Raises:
         ColabUtilsError: When not even one image at a time, or an eighth of a batch, fits into the GPU's memory.
@@ -58,80 +74,128 @@ class TrainingStep:
     """
 
     def __init__(
-        self, model: nn.Module, device: str | torch.device, *, optimizer: torch.optim.Optimizer | None = None
+        self,
+        model: nn.Module,
+        device: str | torch.device,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        jitter_side: int | None = None,
+        shapes: Sequence[Size] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.model = model.to(self.device).train()
+        try:
+            self.model = model.to(self.device).train()
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise ColabUtilsError(
+                f"expected room for the model on the GPU, found {format_bytes(free)} of {format_bytes(total)} free: "
+                "something else holds the rest. Restart the session (Runtime > Restart session), or end the other "
+                "process that nvidia-smi lists."
+            ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
         # Only float16 underflows; a disabled scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
-        self.parts = 1
+        self.parts, self.stops = 1, torch.zeros(())
+        self.jitter_side, self.shapes, self.ranks = jitter_side, tuple(shapes), ranks or Ranks()
 
     def __call__(
         self,
-        images: PackedBatch | list[Tensor],
+        images: PackedBatch | list[Tensor] | None,
         targets: list[dict[str, Tensor]] | None = None,
         *,
         flips: Sequence[bool] | None = None,
+        total: int | None = None,
+        stop: bool = False,
     ) -> Tensor:
         """Train on one batch: ``images`` and ``targets`` as torchvision takes them, or a packed batch on the device.
 
-        ``flips``, bool [B], mirrors images of a packed batch. Returns the total loss, a detached float32 scalar still
-        on the device.
+        ``flips``, bool [B], mirrors images of a packed batch. ``total`` is the number of images over all ranks (this
+        one may have None of them); ``stop`` asks the other ranks to stop too: ``stops`` then counts who does. Returns
+        the total loss, a detached float32 scalar still on the device.
         """
         try:
-            while (loss := self._try_batch(images, targets, flips)) is None:  # and what it took is free again
-                torch.cuda.empty_cache()
+            while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
+                free_memory(self)
                 self.parts *= 2
                 warnings.warn(
-                    f"a batch of {len(images)} images does not fit into the GPU's memory: from now on each is trained "
-                    f"in {self.parts} parts whose gradients are added up. The batch stays the same; the steps take "
-                    "longer.",
+                    f"a batch of {_count(images)} images does not fit into the GPU's memory: from now on each is "
+                    f"trained in {self.parts} parts whose gradients are added up. The batch stays the same; the steps "
+                    "take longer.",
                     ColabUtilsWarning,
                     stacklevel=2,
                 )
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            self.scaler.unscale_(self.optimizer)
-            # Far above the usual norm: it only tames the first steps from random weights.
-            nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            asked = torch.tensor(float(stop), device=self.device)
+            loss, self.stops = self.ranks.add_gradients(parameters, loss, asked)
+            self.apply_gradients()
         except torch.cuda.OutOfMemoryError as error:
             counts = images.counts if isinstance(images, PackedBatch) else [len(t["labels"]) for t in targets or ()]
             raise ColabUtilsError(
-                f"expected {self._find_part(images)} of the {len(images)} images of a batch, with {int(sum(counts))} "
-                "objects in all, to fit into the GPU's memory, found that they do not. Train with a smaller min_size "
-                "or a lighter model."
+                f"expected {self._find_part(images)} of the {_count(images)} images of a batch, with "
+                f"{int(sum(counts))} objects in all, to fit into the GPU's memory, found that they do not. Train with "
+                "a smaller min_size or a lighter model."
             ) from error
         return loss
 
-    def _find_part(self, images: PackedBatch | list[Tensor]) -> int:
-        """How many images are trained at a time."""
-        return -(-len(images) // self.parts)
+    def apply_gradients(self) -> None:
+        """Move the weights: what follows `add_gradients`."""
+        self.scaler.unscale_(self.optimizer)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # Far above the usual norm: it only tames the first steps from random weights.
+        nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
-    def _try_batch(
-        self, images: PackedBatch | list[Tensor], targets: list[dict[str, Tensor]] | None, flips: Sequence[bool] | None
+    def _find_part(self, images: PackedBatch | list[Tensor] | None) -> int:
+        """How many images are trained at a time."""
+        return -(-_count(images) // self.parts)
+
+    def add_gradients(
+        self,
+        images: PackedBatch | list[Tensor] | None,
+        targets: list[dict[str, Tensor]] | None = None,
+        *,
+        flips: Sequence[bool] | None = None,
+        total: int | None = None,
     ) -> Tensor | None:
         """The gradients of a batch, and its loss; None where memory ran out and smaller parts may help."""
-        count, size, total = len(images), self._find_part(images), torch.zeros((), device=self.device)
+        count, size, whole = _count(images), self._find_part(images), torch.zeros((), device=self.device)
         self.optimizer.zero_grad()
         try:
-            for part in (slice(first, first + size) for first in range(0, count, size)):
+            for part in (slice(first, first + size) for first in range(0, count, max(1, size))):
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
                     if isinstance(images, PackedBatch):
-                        losses = compute_losses(self.model, images[part], flips=flips and flips[part])
+                        mirrored = None if flips is None else flips[part]
+                        losses = compute_losses(
+                            self.model, images[part], flips=mirrored, jitter_side=self.jitter_side, shapes=self.shapes
+                        )
                     else:
-                        losses = self.model(images[part], targets and targets[part])
-                    share = len(images[part]) / count
+                        losses = self.model(images[part], targets and targets[part])  # type: ignore[index]
+                    share = min(size, count - part.start) / (total or count)
                     loss = torch.stack([one.float() for one in losses.values()]).sum() * share
                 self.scaler.scale(loss).backward()
-                total += loss.detach()
+                whole += loss.detach()
         except torch.cuda.OutOfMemoryError:
-            if self.parts < _MOST_PARTS and size > 1:
+            if self.parts < MOST_PARTS and size > 1:
                 return None
             raise
-        return total
+        return whole
+
+
+def free_memory(step: TrainingStep) -> None:
+    """Free what a try took that ran out of memory: gradients, the graph, torch's own reserve."""
+    step.optimizer.zero_grad()
+    # autograd keeps the graph of a backward pass that failed until the next one (seen with torch 2.15 on a CPU)
+    torch.zeros((), device=step.device, requires_grad=True).backward()
+    gc.collect()
+    if step.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _count(images: PackedBatch | list[Tensor] | None) -> int:
+    return 0 if images is None else len(images)
 
 
 def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:
@@ -142,9 +206,10 @@ def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: fl
         0.9
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fused = bool(trainable) and trainable[0].is_cuda  # all of them in a few kernels
     if name == LIGHT_MODEL:
-        return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01)
-    return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9, weight_decay=1e-4)
+        return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=fused)
+    return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9, weight_decay=1e-4, fused=fused)
 
 
 def choose_rate(name: str, batch_size: int) -> float:
@@ -157,15 +222,22 @@ def choose_rate(name: str, batch_size: int) -> float:
     return 0.001 * math.sqrt(batch_size / 2) if name == LIGHT_MODEL else min(0.02, 0.02 * batch_size / 16)
 
 
-def compute_rate(step: int, *, steps: int, highest: float) -> float:
+def compute_rate(step: int, *, steps: int, highest: float, schedule: str = "cosine") -> float:
     """The rate after ``step`` of ``steps`` steps: a tenth of them (500 at most) up to ``highest``, then half a cosine.
+
+    ``schedule="step"``: a tenth of it after two thirds of the steps, and a hundredth after eight ninths (Detectron2's
+    1x schedule).
 
     Example:
         >>> [round(compute_rate(step, steps=100, highest=1.0), 2) for step in (0, 9, 99)]
         [0.1, 1.0, 0.01]
+        >>> [round(compute_rate(step, steps=90, highest=1.0, schedule="step"), 2) for step in (0, 59, 60, 80)]
+        [0.11, 1.0, 0.1, 0.01]
     """
     warmup = max(1, min(_WARMUP_STEPS, steps // 10))
     if step < warmup:
         return highest * (step + 1) / warmup
+    if schedule == "step":
+        return highest * 0.1 ** sum(step >= share * steps for share in _STEP_SHARES)
     progress = (step - warmup) / max(1, steps - warmup)
     return highest * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -183,13 +184,37 @@ def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resu
 def test_a_state_of_another_order_is_refused(make):
     state = make(Numbers(8), batch_size=2, workers=0).state_dict()
     for size, options in (
-        (8, {"batch_size": 3}),
         (8, {"batch_size": 2, "seed": 1}),
         (8, {"batch_size": 2, "shuffle": False}),
         (9, {"batch_size": 2}),  # the dataset has changed
     ):
         with pytest.raises(ColabUtilsError, match="the same order"):
             make(Numbers(size), workers=0, **options).load_state_dict(state)
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 6])  # batches of 2 of 11 images; the fourth is in the second epoch
+@pytest.mark.parametrize("sizes", [(3,), (1, 4), (4, 4, 2)])
+def test_another_batch_size_goes_on_with_what_the_epoch_has_left(make, done, sizes):
+    loader, state, seen = make(Numbers(11), batch_size=2, workers=0, deliver="packed"), None, []
+    batches = chain.from_iterable(repeat(loader))
+    for _ in range(done):
+        seen += next(batches).image_ids.tolist()
+    state = loader.state_dict()
+    for number, size in enumerate(sizes):
+        loader = make(Numbers(11), batch_size=size, workers=0, deliver="packed")
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        assert loader.state_dict()["epoch"] == state["epoch"]
+        if number < len(sizes) - 1 and loader.left:
+            before = loader.left
+            seen += next(iter(loader)).image_ids.tolist()
+            assert loader.left == before - 1 or loader.epoch > state["epoch"]
+        state = loader.state_dict()
+    while len(seen) % 11:
+        for batch in loader:
+            seen += batch.image_ids.tolist()
+    every = sorted(seen[:11])
+    assert len(set(every)) == min(11, len(every))
+    assert all(sorted(seen[n : n + 11]) == every for n in range(0, len(seen), 11))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

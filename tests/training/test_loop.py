@@ -19,6 +19,7 @@ import torch
 from colab_utils.data.builtin import BuiltinDataset, make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.training import session
 from colab_utils.training.checkpoint import CheckpointFolder
@@ -258,12 +259,36 @@ def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, tmp_path
     assert report.losses[:5] == undisturbed.losses
 
 
-def test_another_batch_size_begins_the_next_epoch_and_is_said(undisturbed, tiny_shards, tmp_path):
+def test_another_batch_size_goes_on_with_the_images_that_are_left(undisturbed, tiny_shards, tmp_path, monkeypatch):
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
-    report = train(tiny_shards, run, steps=7, **{**TINY, "batch_size": 1})
-    assert "resumed after step 5 in a new epoch (1 images a batch, before 2)" in str(report.plan)
+    seen, real = [], session.TrainingSession._train_batch
     position = CheckpointFolder(run).load_newest()["loader"]
-    assert (position["epoch"], position["batch"], position["batch_size"]) == (2, 2, 1)
+    assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)  # two of six images are left
+
+    def note(self, batch, **more):
+        seen.append(batch.image_ids.tolist())
+        return real(self, batch, **more)
+
+    monkeypatch.setattr(session.TrainingSession, "_train_batch", note)
+    report = train(tiny_shards, run, steps=8, **{**TINY, "batch_size": 1})
+    assert "resumed after step 5 (1 images a batch, before 2)" in str(report.plan)
+    position = CheckpointFolder(run).load_newest()["loader"]
+    assert (position["epoch"], position["batch"], position["batch_size"]) == (2, 1, 1)
+    monkeypatch.undo()
+    loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0, deliver="packed")
+    loader.epoch = 1
+    every = [batch.image_ids.tolist() for batch in loader]
+    assert sorted(seen[0] + seen[1]) == sorted(every[2])
+    # and again from a state in such an epoch
+    train(tiny_shards, run, steps=9, **{**TINY, "batch_size": 3})
+
+
+def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path):
+    train(tiny_shards, tmp_path, steps=2, **TINY)
+    report = train(tiny_shards, tmp_path, epochs=2, **{**TINY, "batch_size": 1})
+    assert report.steps == 2 + 2 + 6  # two batches of two, then two images and six
+    again = train(tiny_shards, tmp_path, epochs=2, workers=0, device="cpu")
+    assert again.steps == report.steps
 
 
 def test_fewer_images_of_the_same_dataset_are_said(undisturbed, tiny_shards, dataset, tmp_path):
@@ -272,7 +297,7 @@ def test_fewer_images_of_the_same_dataset_are_said(undisturbed, tiny_shards, dat
     write_shards(images, dataset.annotations, shards=tmp_path / "shards", workers=1, max_bad=0.5)
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
     report = train(tmp_path / "shards", run, steps=6, workers=0, device="cpu")
-    assert "resumed after step 5 in a new epoch (5 images, before 6)" in str(report.plan)
+    assert "resumed after step 5 (in a new epoch, 5 images, before 6)" in str(report.plan)
     assert report.losses[:5] == undisturbed.losses
 
 
@@ -300,10 +325,10 @@ def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monke
 
     monkeypatch.setattr(TrainingStep, "__call__", break_third)
     with pytest.raises(
-        ColabUtilsError, match=r"found nan at step 3, of the images with the ids \d+, \d+\. .*00002.pt.*learning_rate"
+        ColabUtilsError, match=r"found nan at step 3, of the images with the ids \d+, \d+ .*00002.pt.*learning_rate"
     ):
         train(tiny_shards, tmp_path, steps=5, checkpoint_steps=2, **TINY)
-    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
+    assert list_names(tmp_path) == ["checkpoint-00000002.pt", "nonfinite-00000003.pt"]
 
 
 def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkeypatch):
@@ -393,6 +418,7 @@ def other_shards(tmp_path_factory) -> dict[str, Path]:
     return shards
 
 
+@pytest.mark.filterwarnings("ignore:.*have no object in the training images")
 def test_checkpoint_of_another_dataset_is_refused(undisturbed, other_shards):
     with pytest.raises(ColabUtilsError, match=r"checkpoint with dataset .* resume='never'"):
         train(other_shards["other"], Path(undisturbed.checkpoint).parent, steps=6, **TINY)
@@ -425,10 +451,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(undisturbed, tiny_shards
             later_steps.set()
         return real_step(self, batch, **options)
 
-    monkeypatch.setattr(session, "_CHECKPOINT_INTERVAL_S", 0.0)
     monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
     monkeypatch.setattr(TrainingStep, "__call__", count)
-    report = train(tiny_shards, tmp_path, steps=5, **TINY)
+    report = train(tiny_shards, tmp_path, steps=5, checkpoint_minutes=0, **TINY)
     assert report.losses == undisturbed.losses
     first = saved[1]  # as it was when it was asked for
     assert (len(first["losses"]), first["loader"]["batch"]) == (1, 1)
@@ -447,11 +472,10 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, t
         time.sleep(0.05)
         return real(self, batch, **options)
 
-    monkeypatch.setattr(session, "_CHECKPOINT_INTERVAL_S", 0.0)
     monkeypatch.setattr(CheckpointFolder, "save", fail)
     monkeypatch.setattr(TrainingStep, "__call__", count)
     with pytest.raises(ColabUtilsError, match="No space left"):
-        train(tiny_shards, tmp_path, steps=50, **TINY)
+        train(tiny_shards, tmp_path, steps=50, checkpoint_minutes=0, **TINY)
     assert len(steps) < 10
 
 

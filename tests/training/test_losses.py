@@ -14,6 +14,7 @@ from colab_utils.training import losses as losses_module
 from colab_utils.training.losses import compute_losses, make_input
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.step import TrainingStep
+from colab_utils.training.views import choose_views
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 FLIPS = [True, False, False, True]
@@ -116,7 +117,8 @@ def test_input_is_that_of_torchvisions_transform(real_samples):
     packed, images, targets = make_batch(real_samples, FLIPS)
     transform = build(real_samples, min_size=224, max_size=300).transform
     expected, expected_targets = transform(images, targets)
-    found, found_targets = make_input(transform, packed, flips=FLIPS)
+    given = make_input(transform, packed, choose_views(transform, packed.sizes.tolist(), flips=FLIPS))
+    found, found_targets = given.images, given.targets
     assert found.image_sizes == expected.image_sizes
     assert found.tensors.shape == expected.tensors.shape
     assert torch.allclose(found.tensors, expected.tensors, atol=1e-5)
