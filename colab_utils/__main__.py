@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_json(options.json)
             with redirect_stdout(sys.stderr):  # torch announces a download there; standard output is the result's
                 report = options.run(options)
-            return _finish(report, options)
+            return 0 if report is None else _finish(report, options)
         except ColabUtilsError as error:
             return _fail(str(error))
         except KeyboardInterrupt:
@@ -209,12 +209,13 @@ def _run_train(options: argparse.Namespace) -> Any:
         "learning_rate", "schedule", "augment", "ema", "tensorboard", "resume", "seed", "checkpoint_steps",
         "checkpoint_minutes",
     )  # fmt: skip
-    return train(
+    report = train(
         options.shards,
         options.run_folder,
         **{name: getattr(options, name) for name in names},
         log=None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr),
     )
+    return None if os.environ.get("RANK", "0") != "0" else report  # of several processes one speaks
 
 
 def _run_compare(options: argparse.Namespace) -> Any:

@@ -221,8 +221,7 @@ class DriveFile:
         retries.run(self._open) if retries else self._open()
         self.size = os.fstat(self._descriptors[-1]).st_size
         self._next: int | None = None  # where a contiguous read would start
-        if profile is not None:
-            _wait(profile.open_s, started)
+        self._late_s = 0.0 if profile is None else _wait(profile.open_s, started)
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -249,7 +248,7 @@ class DriveFile:
         self.retries.run(fill) if self.retries else fill()
         if self.profile is not None:
             jump_s = 0.0 if self._next in (None, offset) else self.profile.open_s
-            _wait(jump_s + got / self.profile.bytes_per_s, started)
+            self._late_s = _wait(jump_s + got / self.profile.bytes_per_s - self._late_s, started)
         self._next = offset + got
         return got
 
@@ -302,8 +301,12 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _wait(asked_s: float, started: float) -> None:
-    """Sleep for what the real work, begun at ``started``, did not take of the time the profile asks."""
+def _wait(asked_s: float, started: float) -> float:
+    """Sleep for what the real work, begun at ``started``, did not take of the time the profile asks; returns by how
+    much a busy machine woke up too late, in seconds, so that the next wait can be as much shorter.
+    """
     rest_s = asked_s - (perf_counter() - started)
-    if rest_s > 0:
-        sleep(rest_s)
+    if rest_s <= 0:
+        return 0.0
+    sleep(rest_s)
+    return perf_counter() - started - asked_s
