@@ -121,6 +121,10 @@ def _open_webdataset(setting: Setting) -> Peer:
     return Peer(setting, make)
 
 
+def _take_only(samples: list[Any]) -> Any:
+    return samples[0]
+
+
 def _open_litdata(setting: Setting) -> Peer:
     from litdata import StreamingDataLoader, StreamingDataset
     from litdata.streaming.writer import BinaryWriter
@@ -134,11 +138,11 @@ def _open_litdata(setting: Setting) -> Peer:
 
     class Samples(StreamingDataset):
         def __getitem__(self, index: Any) -> Any:
-            return unpack_record(super().__getitem__(index))
+            return unpack_record(bytes(super().__getitem__(index)))
 
     folder = _write_once(setting, "litdata", write)
     return Peer(setting, lambda: StreamingDataLoader(
-        Samples(str(folder), shuffle=True), batch_size=None, num_workers=setting.workers
+        Samples(str(folder), shuffle=True), batch_size=1, num_workers=setting.workers, collate_fn=_take_only,
     ))  # fmt: skip
 
 

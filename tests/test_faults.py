@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,18 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training import loop
 from tests.drive_mount import DriveMount, mount_or_skip
 
-TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 2}
+TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 4}
 SHARD_MB = 0.02
+STEPS = 3  # one epoch
 COMMANDS = {
     "preprocess": ["preprocess", "--images", "{drive}/images", "--annotations", "{drive}/annotations.json", "--shards",
                    "{drive}/new", "--shard-mb", SHARD_MB, "--form", "keep", "--workers", 2],
     "verify": ["verify", "--shards", "{drive}/shards"],
     "copy": ["copy", "--shards", "{drive}/shards", "--to", "{ssd}/shards"],
-    "train": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run", "--steps", 6,
-              "--checkpoint-steps", 2],
-    "resume": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run", "--steps", 6,
-              "--checkpoint-steps", 2],
+    "train": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run", "--steps", STEPS,
+              "--checkpoint-steps", 1],
+    "resume": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run", "--steps", STEPS,
+              "--checkpoint-steps", 1],
 }  # fmt: skip
 
 
@@ -66,7 +66,8 @@ def made(tmp_path_factory, tiny_dataset) -> Path:
 @pytest.fixture
 def world(request, made, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.05, 0.1, 0.3, 1.0))
-    monkeypatch.setattr(loop, "train", partial(loop.train, **TINY))
+    train = loop.train
+    monkeypatch.setattr(loop, "train", lambda *arguments, **options: train(*arguments, **{**options, **TINY}))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     shutil.copytree(made, tmp_path / "backing")
@@ -79,7 +80,7 @@ def world(request, made, tmp_path, capsys, monkeypatch):
 def prepare(world: World, command: str) -> None:
     """A run that is to be resumed was begun before."""
     if command == "resume":
-        loop.train(world.backing / "shards", world.backing / "run", steps=6, checkpoint_steps=2)
+        loop.train(world.backing / "shards", world.backing / "run", steps=STEPS, checkpoint_steps=1)
         newest = max((world.backing / "run").glob("*.pt"))
         newest.unlink()
 
@@ -94,8 +95,8 @@ def check_result(world: World, command: str, result: dict) -> None:
     elif command == "verify":
         assert result["bad"] == []
     else:
-        assert result["steps"] == 6
-        assert max((world.backing / "run").glob("*.pt")).name == "checkpoint-00000006.pt"
+        assert result["steps"] == STEPS
+        assert max((world.backing / "run").glob("*.pt")).name == f"checkpoint-{STEPS:08}.pt"
     assert not list(world.backing.rglob("*.part"))
     world.output.readouterr()
 
@@ -175,7 +176,7 @@ def test_a_full_drive(world, command):
 @pytest.mark.parametrize("world", [True], indirect=True, ids=["direct"])
 def test_short_reads(world, command):
     prepare(world, command)
-    world.mount.fail(short_read=1000)
+    world.mount.fail(short_read=10_000)
     run_whole(world, command)
 
 
@@ -257,7 +258,7 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
 
     def train(*arguments, **options):
         def look(line):
-            if getattr(line, "step", 0) == 3 and not lost:
+            if getattr(line, "step", 0) == 1 and not lost:
                 lost.append(world.mount.fail(lost=True))
 
         return loop_train(*arguments, **{**options, "log": look, "log_steps": 1})
@@ -271,10 +272,10 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
         loop.train = loop_train
     assert lost
     assert status == 0, shown
-    assert result["steps"] == 6
-    assert "note: Drive does not answer: checkpoint checkpoint-00000004.pt waits in" in shown
+    assert result["steps"] == STEPS
+    assert "note: Drive does not answer: checkpoint checkpoint-00000002.pt waits in" in shown
     world.mount.fail()
-    assert not (world.backing / "run" / "checkpoint-00000006.pt").exists()
+    assert not (world.backing / "run" / f"checkpoint-{STEPS:08}.pt").exists()
     run_whole(world, "resume")
 
 

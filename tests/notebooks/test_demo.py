@@ -26,6 +26,7 @@ TINY = {
     "PRETRAINED": False,
     "BATCHES": 3,
     "REPEATS": 1,
+    "STRATEGIES": "sequential, dataloader, shards_on_ssd, packed, train_while_copying",
     "TIMELINE_SECONDS": 0.3,
     "FORECAST_SECONDS": 1,
 }
@@ -109,10 +110,10 @@ def test_04_trains_resumes_and_measures(results):
     assert all(-1 <= found[key] <= 1 for key in ("ap_bbox", "ap_segm"))
 
 
-def test_05_times_every_strategy_on_equal_samples(results):
+def test_05_times_strategies_on_equal_samples(results):
     found = results["05"]
     assert found["comparable"]
-    assert len(found["images_per_second"]) == 13
+    assert list(found["images_per_second"]) == TINY["STRATEGIES"].split(", ")
     # nothing passes an emulated step of 20 ms for 4 images, and Drive's 15 ms a file cost what they cost
     assert all(0 < rate <= 1.05 * 4 / 0.020 for rate in found["images_per_second"].values())
     assert found["images_per_second"]["sequential"] < 1 / 0.015

@@ -106,7 +106,7 @@ def test_savings_come_in_the_order_of_least_harm(dataset):
     """The less memory, the more is saved; every object is still trained on."""
     whole = plan(make_step(dataset), dataset, FakeGpu(GENEROUS), batch_size=4)
     seen = []
-    for share in (0.9, 0.7, 0.5):
+    for share in (0.8, 0.5):
         found = plan(make_step(dataset), dataset, FakeGpu(int(whole.peak * share)), batch_size=4)
         assert list(found.savings) == [saving.name for saving in SAVINGS if saving.name in found.savings]
         assert found.peak < whole.peak
@@ -220,8 +220,8 @@ def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(dense_sha
 
 def test_a_resumed_run_saves_as_it_did_before(dense_shards, tmp_path, monkeypatch):
     """On a machine with more memory, too: what the model sees must not change in the middle of a run."""
-    step = make_step(ShardDataset(dense_shards, contiguous_labels=True), min_size=320, max_size=480)
-    whole = plan(step, ShardDataset(dense_shards, contiguous_labels=True), FakeGpu(GENEROUS), batch_size=2)
+    dataset = ShardDataset(dense_shards, contiguous_labels=True)
+    whole = plan(make_step(dataset, min_size=320, max_size=480), dataset, FakeGpu(GENEROUS), batch_size=2)
     monkeypatch.setattr(loop, "find_gauge", lambda device: FakeGpu(int(whole.peak * 0.5)))
     sizes = {"weights": None, "min_size": 320, "max_size": 480, "device": "cpu", "workers": 0, "batch_size": 2}
     first = train(dense_shards, tmp_path, steps=1, **sizes)

@@ -158,7 +158,7 @@ with join_ranks(torch.device("cpu")) as ranks:
 
 def test_the_command_under_torchrun_speaks_once(shards, tmp_path):
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "colab_utils",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "colab_utils",
         "train", "--shards", shards, "--run", tmp_path / "run", "--steps", 1, "--batch-size", 2, "--min-size", 64,
         "--json", tmp_path / "out.json",
     ]  # fmt: skip
