@@ -30,10 +30,10 @@ COMMANDS = {
                    "{drive}/new", "--shard-mb", SHARD_MB, "--form", "keep", "--workers", 2],
     "verify": ["verify", "--shards", "{drive}/shards"],
     "copy": ["copy", "--shards", "{drive}/shards", "--to", "{ssd}/shards"],
-    "train": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run", "--steps", STEPS,
-              "--checkpoint-steps", 1],
-    "resume": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run", "--steps", STEPS,
-              "--checkpoint-steps", 1],
+    "train": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run",
+              "--steps", STEPS, "--checkpoint-steps", 1],
+    "resume": ["train", "--shards", "{drive}/shards", "--local", "{ssd}/shards", "--run", "{drive}/run",
+              "--steps", STEPS, "--checkpoint-steps", 1],
 }  # fmt: skip
 
 
