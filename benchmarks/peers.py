@@ -19,7 +19,8 @@ import torch
 from benchmarks.systems.pipelines import import_tensorflow, make_record_parser
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks, pack_masks, unpack_masks
-from colab_utils.diagnosis.strategies import EpochLoader, Setting, Strategy
+from colab_utils.diagnosis.strategies import Strategy
+from colab_utils.diagnosis.ways import EpochLoader, Setting
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.arrays import convert_boxes, decode_counts
 

@@ -22,7 +22,7 @@ from benchmarks.environments import list_versions
 from benchmarks.systems import get_system
 from benchmarks.systems.base import Crew, Sample, System
 from colab_utils.diagnosis.clocks import EmulatedStep, describe_error, time_batches
-from colab_utils.diagnosis.comparison import describe_difference
+from colab_utils.diagnosis.likeness import describe_difference
 
 __all__ = ["Job", "run_job"]
 

@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
-from torch.utils.data import DataLoader
 
 from colab_utils.data.coco import read_coco
-from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep, describe_error, time_batches
+from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep
 from colab_utils.diagnosis.forms import Forms
-from colab_utils.diagnosis.layers import diagnose
-from colab_utils.diagnosis.parts import drop_cached
-from colab_utils.diagnosis.resources import measure_memory
-from colab_utils.diagnosis.strategies import (
-    DEFAULT_STRATEGIES,
-    STRATEGIES,
-    PillowFolder,
-    Setting,
-    Strategy,
-    find_strategy,
-)
+from colab_utils.diagnosis.strategies import DEFAULT_STRATEGIES, STRATEGIES, Strategy, find_strategy
+from colab_utils.diagnosis.trials import FORECASTS, Trial, TrialRunner, forecast_fixes
+from colab_utils.diagnosis.ways import Setting
 from colab_utils.drive import DriveProfile, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.folder import CocoFolder
-from colab_utils.runtime import Machine, describe_machine, quiet_fork, show_progress
+from colab_utils.runtime import Machine, describe_machine, show_progress
 
-__all__ = ["CheckedForecast", "Comparison", "StrategyTiming", "compare", "describe_difference"]
+__all__ = ["CheckedForecast", "Comparison", "StrategyTiming", "compare", "find_pay_back"]
 
-_CHECKED_IMAGES = 8
-_MAX_RUN_S = 30.0  # for one repeat of one strategy
-_KEPT_LEVELS = (1.0, 16.0)  # of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes
-_SHRUNK_LEVELS = (3.0, 48.0)  # the same after one resize and JPEG at quality 95
 _BASELINES = ("dataloader", "sequential")  # what the others are compared with: the first that was timed
 _HELPS = 1.1  # times as fast as the baseline
-_FORECASTS = {
-    "image files on the local SSD": "dataloader_on_ssd", "shards on the local SSD": "shards_on_ssd",
-    "packed masks": "packed", "samples in memory": "in_memory",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,20 +118,6 @@ class Comparison:
         return "\n  ".join([head, *map(str, self.strategies), *([self.note] if self.note else [])])
 
 
-@dataclass
-class _Row:
-    """A strategy while it is being measured."""
-
-    strategy: Strategy
-    place: str
-    note: str = ""
-    difference: str = "not checked"
-    failed: bool = False
-    cold: BatchTimes | None = None
-    ram_bytes: int = 0
-    times: list[BatchTimes] = field(default_factory=list)
-
-
 def compare(
     images: str | Path, annotations: str | Path, *, folder: str | Path,
     strategies: Sequence[str | Strategy] | None = None, drive_profile: str | DriveProfile | None = "typical",
@@ -208,8 +172,8 @@ def compare(
     forms = Forms(images, coco, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fast, slow = (Setting(forms, speed, batch_size, workers, device) for speed in (None, profile))
-    runner = _Runner(fast, slow, step, batches=batches, timeline_s=timeline_s)
-    rows = [_Row(strategy, _name_place(strategy, forms, profile)) for strategy in chosen]
+    runner = TrialRunner(fast, slow, step, batches=batches, timeline_s=timeline_s)
+    rows = [Trial(strategy, _name_place(strategy, forms, profile)) for strategy in chosen]
     note, found_forecasts = "", dict[str, float]()
     try:
         with show_progress("comparing", total=(repeats + 2) * len(rows), unit="run") as bar:
@@ -217,7 +181,7 @@ def compare(
                 runner.try_to(runner.check, row)
                 bar.update(1)
             if forecast_s and any(row.strategy.name == _BASELINES[0] for row in rows):
-                found_forecasts = _forecast(slow, step, seconds=forecast_s)
+                found_forecasts = forecast_fixes(slow, step, seconds=forecast_s)
             for row in rows:
                 runner.try_to(runner.run_cold, row)
                 bar.update(1)
@@ -254,54 +218,11 @@ def compare(
             if timing.comparable and timing.ratio is not None and timing.ratio < _HELPS and timing.name != baseline
         ),
         forecasts=tuple(
-            CheckedForecast(fix, _FORECASTS[fix], forecast, rate)
+            CheckedForecast(fix, FORECASTS[fix], forecast, rate)
             for fix, forecast in found_forecasts.items()
-            if (rate := rates.get(_FORECASTS[fix])) is not None
+            if (rate := rates.get(FORECASTS[fix])) is not None
         ),
     )  # fmt: skip
-
-
-class _Runner:
-    """Runs one strategy at a time: to check it, cold, or warm."""
-
-    def __init__(self, fast: Setting, slow: Setting, step: Any, *, batches: int, timeline_s: float) -> None:
-        self._fast, self._slow, self._step, self._batches, self._timeline_s = fast, slow, step, batches, timeline_s
-        self._reference = CocoFolder(fast.forms.images, fast.forms.annotations)
-        self._epoch = -(-len(self._reference) // fast.batch_size)
-
-    def try_to(self, run: Callable[[_Row], None], row: _Row) -> None:
-        """Where a strategy fails, a note says why, and it is not run again."""
-        try:
-            if not row.failed:
-                run(row)
-        except Exception as error:
-            row.note, row.failed = describe_error(error), True
-
-    def check(self, row: _Row) -> None:
-        """Hold an epoch against the reference."""
-        with closing(row.strategy.open(self._fast)) as loader:
-            row.difference = _find_difference(islice(loader, self._epoch), self._reference)
-
-    def run_cold(self, row: _Row) -> None:
-        """The first batches, with nothing of the files in the system's memory, from the first one on."""
-        path = self._slow.forms.get(row.strategy.form).path
-        for file in path.rglob("*") if path.is_dir() else (path,):
-            drop_cached(file)
-        began_s = perf_counter()
-        with closing(row.strategy.open(self._slow)) as loader:
-            opened_s = perf_counter() - began_s  # who reads everything at the start waits here
-            cold = time_batches(loader, self._step, batches=10_000, warmup=0, max_s=self._timeline_s)
-        waits = (cold.wait_s[0] + opened_s, *cold.wait_s[1:])
-        row.cold = replace(cold, wait_s=waits, first_batch_s=cold.first_batch_s + opened_s)
-
-    def run_warm(self, row: _Row) -> None:
-        """Timed batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
-        before = measure_memory()
-        with closing(row.strategy.open(self._slow)) as loader:
-            warmup = self._epoch if row.strategy.keeps else 2
-            times = time_batches(loader, self._step, batches=self._batches, warmup=warmup, max_s=_MAX_RUN_S)
-            row.ram_bytes = max(row.ram_bytes, measure_memory() - before)
-        row.times.append(times)
 
 
 def _name_place(strategy: Strategy, forms: Forms, profile: DriveProfile | None) -> str:
@@ -312,90 +233,6 @@ def _name_place(strategy: Strategy, forms: Forms, profile: DriveProfile | None) 
     return "Google Drive" if is_on_drive(forms.images) else "local disk"
 
 
-def _forecast(setting: Setting, step: Any, *, seconds: float) -> dict[str, float]:
-    """What `diagnose` forecasts of a plain ``DataLoader`` over the files on Drive; images a second, by fix."""
-    dataset = PillowFolder(setting.forms.images, setting.forms.annotations, profile=setting.profile)
-
-    def take(images: Any, targets: Any) -> None:
-        step([image.to(setting.device).float().div_(255) for image in images], targets)
-
-    taken = step if getattr(step, "emulated", False) else take
-    with quiet_fork():
-        loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=setting.batch_size, shuffle=True, num_workers=setting.workers, collate_fn=_collate,
-            persistent_workers=setting.workers > 0,
-        )  # fmt: skip
-    try:
-        found = diagnose(loader, taken, seconds=seconds)
-    except ColabUtilsError:
-        return {}  # its row says why
-    finally:
-        iterator: Any = loader._iterator
-        if iterator is not None:
-            iterator._shutdown_workers()
-    return {fix.name: fix.forecast_images_per_second for fix in found.fixes if fix.name in _FORECASTS}
-
-
-def _collate(samples: list[Any]) -> tuple[Any, ...]:
-    return tuple(zip(*samples, strict=True))
-
-
-def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:
-    """How a sample differs from the reference sample of the same image; empty where it does not.
-
-    Samples are ``(image, target)``, images uint8 or float32 in 0 to 1, [3, h, w]. Boxes may differ by 1 pixel, masks
-    must overlap by an IoU of 0.99, pixels may differ by what a JPEG codec changes. A sample stored smaller is compared
-    at its own size.
-
-    Example:
-        >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 8, 8)}
-        >>> grey, white = torch.full((3, 8, 8), 128, dtype=torch.uint8), torch.ones(3, 8, 8)
-        >>> describe_difference((white, target), (grey, target))
-        'pixels differ by 127.0 of 255 on average'
-    """
-    (image, target), (wanted_image, wanted) = sample, reference
-    size, full = tuple(image.shape[-2:]), tuple(wanted_image.shape[-2:])
-    mean, peak = _KEPT_LEVELS if size == full else _SHRUNK_LEVELS
-    pixels, wanted_pixels = (i.cpu().float() * (255 if i.is_floating_point() else 1) for i in (image, wanted_image))
-    if size != full:
-        wanted_pixels = functional.interpolate(wanted_pixels[None], size=size, mode="bilinear", antialias=True)[0]
-    difference = (pixels - wanted_pixels).abs()
-    if float(difference.mean()) > mean:
-        return f"pixels differ by {float(difference.mean()):.1f} of 255 on average"
-    if float(np.percentile(difference.numpy(), 99.9)) > peak:
-        return f"some pixels differ by {float(difference.max()):.0f} of 255"
-    if target["labels"].tolist() != wanted["labels"].tolist():
-        return f"labels are {target['labels'].tolist()}, not {wanted['labels'].tolist()}"
-    boxes = target["boxes"].cpu() - wanted["boxes"] * torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)
-    if boxes.numel() and float(boxes.abs().max()) > 1:
-        return f"a box differs by {float(boxes.abs().max()):.1f} pixels"
-    for mask, wanted_mask in zip(target["masks"].cpu() > 0, wanted["masks"], strict=True):
-        # a smaller mask is its nearest neighbours, as in torchvision's own transform
-        there = functional.interpolate(wanted_mask[None, None].float(), size=size)[0, 0] > 0
-        iou = int((mask & there).sum()) / max(int((mask | there).sum()), 1)
-        if iou < 0.99 and (mask | there).any():
-            return f"a mask overlaps the reference by an IoU of {iou:.2f}"
-    return ""
-
-
-def _find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:
-    """How an epoch differs from the reference: every image once, and the first ones equal; empty where it does not."""
-    row_of = {int(image_id): row for row, image_id in enumerate(reference.image_ids)}
-    checked = 0
-    for images, targets in batches:
-        for image, target in zip(images, targets, strict=True):
-            image_id = int(target["image_id"])
-            if image_id not in row_of:
-                return f"image {image_id} came unasked, or twice"
-            row = row_of.pop(image_id)
-            if checked < _CHECKED_IMAGES:
-                checked += 1
-                difference = describe_difference((image, target), reference[row])
-                if difference:
-                    return f"image {image_id}: {difference}"
-    return f"{len(row_of)} images did not come, such as {min(row_of)}" if row_of else ""
-
-
 def _find_baseline(timings: Sequence[StrategyTiming]) -> str:
     """What people run today, else the first strategy that was timed."""
     timed = [timing.name for timing in timings if timing.images_per_second and timing.comparable]
@@ -403,7 +240,7 @@ def _find_baseline(timings: Sequence[StrategyTiming]) -> str:
     return next((name for name in _BASELINES if name in timed), timed[0])
 
 
-def _summarise(rows: Sequence[_Row], forms: Forms, *, total: int) -> tuple[StrategyTiming, ...]:
+def _summarise(rows: Sequence[Trial], forms: Forms, *, total: int) -> tuple[StrategyTiming, ...]:
     bare = [_describe_row(row, forms, total=total) for row in rows]
     base = next(timing for timing in bare if timing.name == _find_baseline(bare))
     timings = []
@@ -419,7 +256,7 @@ def _summarise(rows: Sequence[_Row], forms: Forms, *, total: int) -> tuple[Strat
     return tuple(timings)
 
 
-def _describe_row(row: _Row, forms: Forms, *, total: int) -> StrategyTiming:
+def _describe_row(row: Trial, forms: Forms, *, total: int) -> StrategyTiming:
     names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "cpu_ms_per_image")
     runs, way, cold = row.times, row.strategy, row.cold
     figures: Any = {name: median(getattr(run, name) for run in runs) if runs else None for name in names}

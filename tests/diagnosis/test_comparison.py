@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from colab_utils.data.coco import read_coco
-from colab_utils.diagnosis import comparison, strategies
-from colab_utils.diagnosis.comparison import StrategyTiming, compare, describe_difference, find_pay_back
+from colab_utils.diagnosis import stores, trials, ways
+from colab_utils.diagnosis.comparison import StrategyTiming, compare, find_pay_back
+from colab_utils.diagnosis.likeness import describe_difference
 from colab_utils.diagnosis.strategies import DEFAULT_STRATEGIES, STRATEGIES, Strategy
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
@@ -80,12 +81,12 @@ def test_the_default_is_every_way_that_people_are_told_to_use():
 
 @pytest.mark.parametrize("name", ["thread_queue", "process_queue", "autotuned", "dataloader"])
 def test_a_pass_that_is_broken_off_leaves_nothing_behind(tiny_dataset, tmp_path, name):
-    forms = strategies.Forms(
+    forms = ways.Forms(
         tiny_dataset.images, read_coco(tiny_dataset.annotations), tmp_path, profile=None, count=12, min_size=800,
         max_size=1333,
     )  # fmt: skip
     before = threading.active_count()
-    loader = STRATEGIES[name].open(strategies.Setting(forms, None, 1, 1, "cpu"))
+    loader = STRATEGIES[name].open(ways.Setting(forms, None, 1, 1, "cpu"))
     batches = iter(loader)
     next(batches)
     batches.close()
@@ -96,7 +97,7 @@ def test_a_pass_that_is_broken_off_leaves_nothing_behind(tiny_dataset, tmp_path,
 
 def test_an_error_in_a_producer_reaches_the_loop(tiny_dataset, tmp_path):
     for name in ("thread_queue", "process_queue"):
-        load = getattr(strategies, f"load_by_{name.split('_')[0]}")
+        load = getattr(ways, f"load_by_{name.split('_')[0]}")
 
         class Failing(list):
             def __getitem__(self, index):
@@ -107,7 +108,7 @@ def test_an_error_in_a_producer_reaches_the_loop(tiny_dataset, tmp_path):
 
 
 def test_more_memory_than_there_is_is_refused(tiny_dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(strategies, "find_free_memory", lambda: 100_000)
+    monkeypatch.setattr(stores, "find_free_memory", lambda: 100_000)
     found = compare(
         tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["in_memory", "dataloader"], **QUICK
     )
@@ -311,14 +312,14 @@ def test_without_shards_the_loose_files_are_still_compared(tiny_dataset, tmp_pat
 def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(tiny_dataset, tmp_path, monkeypatch):
     images = tmp_path / "images"
     shutil.copytree(tiny_dataset.images, images)
-    run = comparison._Runner.run_cold
+    run = trials.TrialRunner.run_cold
 
     def lose(self, row):
         if row.strategy.name == "sequential":
             shutil.rmtree(images)
         run(self, row)
 
-    monkeypatch.setattr(comparison._Runner, "run_cold", lose)
+    monkeypatch.setattr(trials.TrialRunner, "run_cold", lose)
     names = ["sequential", "dataloader", "packed"]
     found = compare(images, tiny_dataset.annotations, folder=tmp_path / "work", strategies=names, **QUICK)
     rows = _rows(found)
@@ -330,13 +331,13 @@ def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(tiny_dataset, tm
 
 def _watch_timing(monkeypatch, watch):
     """Call ``watch(name)`` each time that a strategy is about to be timed warm."""
-    run = comparison._Runner.run_warm
+    run = trials.TrialRunner.run_warm
 
     def run_warm(self, row):
         watch(row.strategy.name)
         run(self, row)
 
-    monkeypatch.setattr(comparison._Runner, "run_warm", run_warm)
+    monkeypatch.setattr(trials.TrialRunner, "run_warm", run_warm)
 
 
 def test_interrupting_keeps_what_is_measured(tiny_dataset, tmp_path, monkeypatch):
