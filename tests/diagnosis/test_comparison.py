@@ -138,12 +138,6 @@ def test_a_library_that_is_not_installed_is_named_in_its_row(tiny_dataset, tmp_p
     assert _rows(found)["dataloader"].images_per_second > 0
 
 
-def test_webdataset_reads_the_shards_as_they_are(tiny_dataset, tmp_path):
-    pytest.importorskip("webdataset")
-    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["webdataset"], **QUICK)
-    assert [(row.comparable, row.difference, row.note) for row in found.strategies] == [(True, "", "")]
-
-
 def test_forecasts_are_held_against_what_was_measured(tiny_dataset, tmp_path):
     slow = DriveProfile("slow", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
     found = compare(

@@ -1,0 +1,82 @@
+"""Average precision after the same training by torchvision's own path and by ours: `python -m benchmarks.quality ...`.
+
+Both train the same model from the same random weights on the built-in dataset, in the same order, for several seeds:
+once from dense targets, through ``model(images, targets)`` with torchvision's transform, and once from packed batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import mean, stdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torchvision.transforms import v2
+
+from benchmarks.command import Run, measure_in_turns, run_to_end
+from colab_utils.data.builtin import make_dataset
+from colab_utils.shards.write import write_shards
+from colab_utils.show.table import make_table
+from colab_utils.training.loop import train
+
+__all__ = ["main", "tabulate_runs", "train_once"]
+
+WAYS = ("torchvision", "packed")
+TRAINED, JUDGED = 160, 64  # images
+
+
+def train_once(way: str, seed: int, work: Path, steps: int) -> dict[str, float]:
+    """AP of boxes and masks on images that were not trained on, and the mean loss of the last tenth of the steps."""
+    own = {"transforms": v2.RandomHorizontalFlip(0.5)} if way == "torchvision" else {"augment": "flip"}
+    with TemporaryDirectory(dir=work) as run:
+        report = train(
+            work / "train", Path(run) / "run", steps=steps, seed=seed, weights=None, log=lambda line: None,
+            val_shards=work / "val", **own,
+        )  # fmt: skip
+    assert report.ap is not None
+    last = [point.loss for point in report.losses[-max(1, steps // 10) :]]
+    return {"box AP": report.ap.bbox, "mask AP": report.ap.segm, "loss": mean(last)}
+
+
+def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
+    """Mean ± standard deviation over the seeds of each way."""
+    table = []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        found: dict[str, Any] = {"path": way}
+        for name in ("box AP", "mask AP", "loss"):
+            values = [row[name] for row in rows if row["way"] == way]
+            found[name] = f"{mean(values):.3f} ± {stdev(values) if len(values) > 1 else 0:.3f}"
+        table.append({**found, "seeds": sum(row["way"] == way for row in rows)})
+    return str(make_table(table)) if table else "nothing was measured"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each path (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks/quality"), help="for the data")
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="all that is measured")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+
+    def measure() -> None:
+        for name, count, first in (("train", TRAINED, 0), ("val", JUDGED, 1)):
+            made = make_dataset(options.work / f"{name}-images", n=count, seed=first)
+            write_shards(made.images, made.annotations, shards=options.work / name)
+        runs: list[Run] = [
+            ({"way": way, "seed": str(seed)}, partial(train_once, way, seed, options.work, options.steps))
+            for seed, way in product(range(options.seeds), WAYS)
+        ]
+        measure_in_turns(runs, rows, repeats=1, about={"steps": options.steps}, path=options.json)
+
+    return run_to_end(measure, lambda: tabulate_runs(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
