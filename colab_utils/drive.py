@@ -309,4 +309,4 @@ def _wait(asked_s: float, started: float) -> float:
     if rest_s <= 0:
         return 0.0
     sleep(rest_s)
-    return perf_counter() - started - asked_s
+    return max(0.0, perf_counter() - started - asked_s)
