@@ -7,6 +7,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_STEP_BYTES = 300_000
+
 
 class FakeGpu(TorchDispatchMode):
     """Counts the bytes of all storages that live, as CUDA's allocator does, and raises its error above ``limit``.
@@ -38,7 +40,7 @@ class FakeGpu(TorchDispatchMode):
             return
         self.held += storage.nbytes() - (self._known[key][1] if key in self._known else 0)
         self._known[key] = StorageWeakRef(storage), storage.nbytes()
-        if self.held > min(self.peak, self.limit):
+        if self.held > min(self.peak + _STEP_BYTES, self.limit):  # to look for what has gone takes long
             self._forget()
             self.peak = max(self.peak, self.held)
         if self.held > self.limit:
