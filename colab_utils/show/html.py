@@ -24,8 +24,6 @@ a { color: #0060a0; }
 img, svg { max-width: 100%; height: auto; }
 table { font-size: 15px; }
 .scroll { overflow-x: auto; }
-.side-by-side { display: flex; flex-wrap: wrap; gap: 1.5rem; align-items: center; }
-.side-by-side img { flex: 1 1 28rem; min-width: 0; }
 .quiet { color: #555; font-size: 15px; }
 .note { background: #fff6e0; border-left: 4px solid #E69F00; padding: .6em 1em; margin: 1em 0; }
 code { font-size: .92em; background: #f2f4f7; padding: .1em .3em; border-radius: 3px; }

@@ -150,13 +150,13 @@ def describe_comparison(content: Mapping[str, Any], *, brief: bool = False) -> s
 
     Args:
         content: what ``comparison.json`` holds.
-        brief: a short table beside the chart, which fits on one screen.
+        brief: a short table under a flat chart, which fits on one screen.
     """
     figure = plot_comparison(content)
     finding = figure.get_suptitle().replace("\n", " ")
     figure.suptitle("")  # the page's heading says it
     if brief:
-        figure.set_size_inches(8, 5)  # drawn smaller, its letters stay as large
+        figure.set_size_inches(12, 1.6 + 0.45 * len(content["strategies"]))
     table, chart = tabulate_comparison(content, brief=brief).to_html(), embed_figure(figure, alt=finding)
     notes = []
     if content["step"] != "real":
@@ -174,9 +174,7 @@ def describe_comparison(content: Mapping[str, Any], *, brief: bool = False) -> s
     return "\n".join(
         [
             f"<h1>{escape(finding)}</h1>",
-            f'<div class="side-by-side"><div>{table}</div>{chart}</div>'
-            if brief
-            else f'{chart}<div class="scroll">{table}</div>',
+            f'{chart}<div class="scroll">{table}</div>',
             *(f'<p class="note">{note}</p>' for note in notes),
             f'<p class="quiet">{content["dataset"]["images"]:,} images, batches of {content["batch_size"]}, '
             f"{content['workers']} workers. Each figure is the median of {content['repeats']} repeats of "
