@@ -7,6 +7,7 @@ here. WebDataset reads our shards as they are; the others write a format of thei
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ class Peer(EpochLoader):
 
     def _group(self, dataset: Any, order: Any) -> Iterator[list[Any]]:
         samples = []
+        gc.collect()  # in a library's forked workers torch would complain of loaders that are garbage by now
         for sample in self._records:
             samples.append(sample)
             if len(samples) == self._batch_size:
