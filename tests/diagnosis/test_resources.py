@@ -93,7 +93,7 @@ class Hoarder(Dataset):
 
 def test_a_worker_that_hoards_is_found_out():
     loader = DataLoader(Hoarder(), batch_size=2, num_workers=1)
-    found = diagnose(loader, lambda *batch: time.sleep(0.001), seconds=14)
+    found = diagnose(loader, lambda *batch: time.sleep(0.001), seconds=24)
     assert found.resources.growth_mb_per_batch == pytest.approx(4, rel=0.4)
     assert "Memory grows by" in found.verdict
     assert len(found.resources.worker_mb) == 1
