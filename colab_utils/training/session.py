@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import chain, repeat
@@ -241,6 +241,7 @@ class TrainingSession:
         self._pending.clear()
         for step, (loss, ids) in enumerate(zip(fresh, images, strict=True), len(self.losses) + 1):
             if not math.isfinite(loss):
+                wait([self._writing] if self._writing else [])  # the checkpoint that is being written counts
                 last = self.folder.newest or "the start"
                 raise ColabUtilsError(
                     f"expected a finite loss, found {loss} at step {step}, of the images with the ids "
