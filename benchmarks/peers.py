@@ -21,7 +21,7 @@ from benchmarks.systems.pipelines import import_tensorflow, make_record_parser
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks, pack_masks, unpack_masks
 from colab_utils.diagnosis.strategies import Strategy
-from colab_utils.diagnosis.ways import EpochLoader, Setting
+from colab_utils.diagnosis.ways import EpochLoader, Setting, end_workers
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.arrays import convert_boxes, decode_counts
 
@@ -52,9 +52,7 @@ class Peer(EpochLoader):
 
     def close(self) -> None:
         """End the library's workers, as far as it lets itself be told."""
-        iterator = getattr(self._records, "_iterator", None)
-        if iterator is not None:
-            iterator._shutdown_workers()
+        end_workers(self._records)
 
 
 def pack_record(dataset: ShardDataset, index: int) -> bytes:

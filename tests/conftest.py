@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def short_waits() -> None:
     """What is tried again where Drive fails is tried at once."""
     drive.RETRY_WAITS_S = (0.01, 0.01, 0.01, 0.01)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small models train faster so, and the same on every machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

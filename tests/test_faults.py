@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from colab_utils.__main__ import main
 from colab_utils.drive import DriveProfile
@@ -64,17 +63,14 @@ def made(tmp_path_factory, tiny_dataset) -> Path:
 
 
 @pytest.fixture
-def world(request, made, tmp_path, capsys, monkeypatch):
+def world(request, made, tmp_path, capsys, monkeypatch, one_thread):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.05, 0.1, 0.3, 1.0))
     train = loop.train
     monkeypatch.setattr(loop, "train", lambda *arguments, **options: train(*arguments, **{**options, **TINY}))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     shutil.copytree(made, tmp_path / "backing")
     direct = getattr(request, "param", False)
     with mount_or_skip(tmp_path / "backing", tmp_path / "drive", direct=direct) as mount:
         yield World(mount, tmp_path / "backing", tmp_path / "ssd", capsys)
-    torch.set_num_threads(threads)
 
 
 def prepare(world: World, command: str) -> None:

@@ -122,6 +122,10 @@ class Forms:
         """Every image file read from Drive, once in each session."""
         target, total = self.ssd / f"images-{self.name}", self._sum_files()
         pairs = [(path, target / path.relative_to(self.images)) for path in self._list_files()]
+        return Form(target, session_s=self._copy(pairs, total, "images"), drive_bytes=total, ssd_bytes=total)
+
+    def _copy(self, pairs: list[tuple[Path, Path]], total: int, what: str) -> float:
+        """Read files from Drive by as many threads as a copy has, and write those that are not there; seconds."""
         _check_room(self.ssd, total)
 
         def copy(pair: tuple[Path, Path]) -> None:
@@ -131,8 +135,11 @@ class Forms:
                 copied.parent.mkdir(parents=True, exist_ok=True)
                 copied.write_bytes(data)
 
-        seconds = _time_all(copy, pairs, "copying images")
-        return Form(target, session_s=seconds, drive_bytes=total, ssd_bytes=total)
+        began_s, label = perf_counter(), f"copying {what}"
+        with show_progress(label, total=len(pairs), unit="file") as bar, ThreadPoolExecutor(COPY_STREAMS) as pool:
+            for _ in pool.map(copy, pairs):
+                bar.update(1)
+        return perf_counter() - began_s
 
     def _convert(self, kind: str, write: Callable[[CocoFolder, dict[str, int], Path], None]) -> Form:
         """Samples at training's size, as they are told to be saved; the images are read from Drive for it."""
@@ -143,25 +150,16 @@ class Forms:
             target.mkdir(parents=True)
             began_s = perf_counter()
             write(CocoFolder(self.images, self.annotations), self.sizes, target)
-            write_file(marker, json.dumps({"seconds": perf_counter() - began_s}).encode())
-        seconds = json.loads(marker.read_bytes())["seconds"] + self.get("files_on_ssd").session_s
+            _write_seconds(marker, perf_counter() - began_s)
+        seconds = _read_seconds(marker) + self.get("files_on_ssd").session_s
         return Form(target, once_s=seconds, drive_bytes=_sum_folder(target))
 
     def _copy_converted(self, kind: str) -> Form:
         made = self.get(f"{kind}_on_drive")
         target = self.ssd / made.path.name
-        _check_room(self.ssd, made.drive_bytes)
         pairs = [(path, target / path.name) for path in sorted(made.path.iterdir())]
-        target.mkdir(parents=True, exist_ok=True)
-
-        def copy(pair: tuple[Path, Path]) -> None:
-            data = read_file(pair[0], self.profile)
-            if not pair[1].is_file() or pair[1].stat().st_size != len(data):
-                pair[1].write_bytes(data)
-
-        return replace(
-            made, path=target, session_s=_time_all(copy, pairs, f"copying {kind}"), ssd_bytes=made.drive_bytes
-        )
+        seconds = self._copy(pairs, made.drive_bytes, kind)
+        return replace(made, path=target, session_s=seconds, ssd_bytes=made.drive_bytes)
 
     def _make_shards(self) -> Form:
         target = self.drive / f"shards-{self.name}"
@@ -176,8 +174,8 @@ class Forms:
             max_size=self.sizes["max_size"],
         )
         if not marker.is_file():
-            write_file(marker, json.dumps({"seconds": report.seconds}).encode())
-        seconds = json.loads(marker.read_bytes())["seconds"] + self.get("files_on_ssd").session_s
+            _write_seconds(marker, report.seconds)
+        seconds = _read_seconds(marker) + self.get("files_on_ssd").session_s
         return Form(target, once_s=seconds, drive_bytes=read_index(target).bytes)
 
     def _copy_shards(self) -> Form:
@@ -185,9 +183,8 @@ class Forms:
         target, marker = self.ssd / made.path.name, self.ssd / f"{made.path.name}.json"
         report = copy_shards(made.path, target, profile=self.profile)
         if report.bytes or not marker.is_file():
-            write_file(marker, json.dumps({"seconds": report.seconds}).encode())
-        seconds = json.loads(marker.read_bytes())["seconds"]
-        return replace(made, path=target, session_s=seconds, ssd_bytes=made.drive_bytes)
+            _write_seconds(marker, report.seconds)
+        return replace(made, path=target, session_s=_read_seconds(marker), ssd_bytes=made.drive_bytes)
 
     def _describe_arrival(self) -> Form:
         made = self.get("shards_on_drive")
@@ -259,13 +256,13 @@ def _write_arrays(dataset: CocoFolder, sizes: dict[str, int], target: Path) -> N
     masks.flush()
 
 
-def _time_all(work: Callable[[Any], None], items: list[Any], label: str) -> float:
-    """Seconds in which as many threads as a copy has did all of it."""
-    began_s = perf_counter()
-    with show_progress(label, total=len(items), unit="file") as bar, ThreadPoolExecutor(COPY_STREAMS) as pool:
-        for _ in pool.map(work, items):
-            bar.update(1)
-    return perf_counter() - began_s
+def _write_seconds(marker: Path, seconds: float) -> None:
+    """What making a form took, for the next time, when it is only found."""
+    write_file(marker, json.dumps({"seconds": seconds}).encode())
+
+
+def _read_seconds(marker: Path) -> float:
+    return float(json.loads(marker.read_bytes())["seconds"])
 
 
 def _sum_folder(folder: Path) -> int:

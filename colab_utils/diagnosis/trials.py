@@ -18,7 +18,7 @@ from colab_utils.diagnosis.parts import drop_cached
 from colab_utils.diagnosis.resources import measure_memory
 from colab_utils.diagnosis.stores import PillowFolder
 from colab_utils.diagnosis.strategies import Strategy
-from colab_utils.diagnosis.ways import Setting
+from colab_utils.diagnosis.ways import Setting, end_workers
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.runtime import quiet_fork
@@ -108,9 +108,7 @@ def forecast_fixes(setting: Setting, step: Any, *, seconds: float) -> dict[str, 
     except ColabUtilsError:
         return {}  # its row says why
     finally:
-        iterator: Any = loader._iterator
-        if iterator is not None:
-            iterator._shutdown_workers()
+        end_workers(loader)
     return {fix.name: fix.forecast_images_per_second for fix in found.fixes if fix.name in FORECASTS}
 
 

@@ -22,7 +22,8 @@ from colab_utils.loading.order import BatchOrder
 from colab_utils.runtime import end_with_parent, find_free_memory, quiet_fork
 
 __all__ = [
-    "EpochLoader", "Setting", "TunedLoading", "WorkerLoading", "load_by_process", "load_by_thread", "load_in_loop",
+    "EpochLoader", "Setting", "TunedLoading", "WorkerLoading", "end_workers", "load_by_process", "load_by_thread",
+    "load_in_loop",
 ]  # fmt: skip
 
 Samples = list[tuple[Tensor, dict[str, Any]]]
@@ -168,10 +169,13 @@ class WorkerLoading:
 
     def close(self) -> None:
         """End the workers."""
-        iterator: Any = getattr(self._loader, "_iterator", None)
-        if iterator is not None:
-            iterator._shutdown_workers()
+        end_workers(self._loader)
         self._loader = None
+
+
+def end_workers(loader: Any) -> None:
+    """End the workers that a ``DataLoader`` keeps from epoch to epoch, if it has such."""
+    getattr(getattr(loader, "_iterator", None), "_shutdown_workers", int)()
 
 
 class TunedLoading:

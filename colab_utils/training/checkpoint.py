@@ -99,13 +99,12 @@ class CheckpointFolder:
             ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints stay whole.
         """
         path, before = self.run / f"checkpoint-{step:08d}.pt", self.newest
-        data = io.BytesIO()  # Drive wants files whole and in one go
-        torch.save({**state, "format": FORMAT_VERSION, "step": step}, data)
+        data = _pack(state, step)
         try:
-            self._write(path, data.getvalue(), patiently=patiently)
+            self._write(path, data, patiently=patiently)
         except DriveLostError:
             path = self.waiting / path.name
-            self._write(path, data.getvalue())
+            self._write(path, data)
             cure = "run the same command on this machine when Drive is back" if patiently else "training goes on"
             text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
@@ -120,15 +119,12 @@ class CheckpointFolder:
             ColabUtilsError: The disk is full or the folder cannot be written; the earlier best stays whole.
         """
         path = self.run / f"best-{step:08d}.pt"
-        data = io.BytesIO()
-        torch.save({**state, "format": FORMAT_VERSION, "step": step}, data)
         try:
             with guard_drive(path):
-                write_file(path, data.getvalue())
+                write_file(path, _pack(state, step))
                 for old in _list_checkpoints(self.run, _BEST):
                     if old != path:
-                        os.truncate(old, 0)
-                        old.unlink()
+                        _delete(old)
         except DriveLostError:
             warnings.warn(f"Drive does not answer: {path.name} is not kept", ColabUtilsWarning, stacklevel=2)
             return None
@@ -154,8 +150,7 @@ class CheckpointFolder:
         old = _list_checkpoints(path.parent)[:-_KEEP]
         for one in old if path.parent == self.waiting else [*old, *_list_checkpoints(self.waiting)]:
             with suppress(OSError):  # one file too many does no harm
-                os.truncate(one, 0)  # Drive keeps what is deleted in its bin, on your quota
-                one.unlink()
+                _delete(one)
 
     def load_newest(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, on the CPU; None when there is none.
@@ -193,6 +188,17 @@ class CheckpointFolder:
                 stacklevel=3,
             )
         return None
+
+
+def _pack(state: Mapping[str, Any], step: int) -> bytes:
+    data = io.BytesIO()  # Drive wants files whole and in one go
+    torch.save({**state, "format": FORMAT_VERSION, "step": step}, data)
+    return data.getvalue()
+
+
+def _delete(path: Path) -> None:
+    os.truncate(path, 0)  # Drive keeps what is deleted in its bin, on your quota
+    path.unlink()
 
 
 def _explain_full(path: Path, error: OSError, whole: Path | None) -> ColabUtilsError:

@@ -51,7 +51,7 @@ class Ranks:
         grads = [parameter.grad for parameter in held if parameter.grad is not None]
         flat = torch.cat([part.detach().float().reshape(-1) for part in (*grads, *numbers)])
         distributed.all_reduce(flat)
-        *sums, _ = flat.split([*(part.numel() for part in (*grads, *numbers)), 0])
+        sums = flat.split([part.numel() for part in (*grads, *numbers)])
         for grad, total in zip(grads, sums, strict=False):
             grad.copy_(total.view_as(grad))
         return [total.reshape(()) for total in sums[len(grads) :]]

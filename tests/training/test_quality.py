@@ -29,15 +29,8 @@ from colab_utils.training.settings import choose_settings
 from colab_utils.training.step import TrainingStep, compute_rate
 from colab_utils.training.trained import load_trained_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
