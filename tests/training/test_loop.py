@@ -122,10 +122,12 @@ def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_
 
 def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path):
     code = (
-        "import os, signal, sys, warnings, torch; warnings.simplefilter('ignore'); torch.set_num_threads(1)\n"
+        "import os, signal, sys, time, warnings, torch; warnings.simplefilter('ignore'); torch.set_num_threads(1)\n"
         "from colab_utils.training.loop import train; from colab_utils.training.report import LogLine\n"
         "def kill(line):\n"
-        "    if isinstance(line, LogLine) and line.step == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if isinstance(line, LogLine) and line.step == 4:\n"
+        "        while not os.path.exists(sys.argv[2] + '/checkpoint-00000002.pt'): time.sleep(0.01)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         f"train(sys.argv[1], sys.argv[2], steps=5, checkpoint_steps=2, log=kill, log_steps=1, **{TINY!r})\n"
     )
     root = str(Path(__file__).parents[2])
