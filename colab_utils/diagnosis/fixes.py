@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ _KEPT = 8
 _MEMORY_SHARE = 0.5  # of what is free
 _NO_LIMIT = 65_536  # pixels: shards that keep every image as it is
 _MOST_OFF = 0.7  # of the simulation, today, that is believed to stay the same
+_LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _TRIAL_BATCHES = 20  # or as many as three times its share of the seconds allow
 _TRIAL_SHARE, _VERIFY_SHARE = 0.15, 0.4  # of the seconds of a diagnosis, for each fix: as long as today was measured
 
@@ -71,6 +73,7 @@ class Fix:
 class Situation:
     """What was measured before any fix: ``now`` with the step (None: none), on ``cached`` batches, and the loader
     ``alone``; the ``layers`` of a worker's time for an image, and the ``indices`` of the images they were timed on.
+    ``seconds`` are those of the diagnosis; ``verify``: measure the fixes, too.
     """
 
     loader: Any
@@ -81,6 +84,16 @@ class Situation:
     layers: dict[str, Layer]
     indices: Sequence[int]
     workers: int
+    seconds: float
+    verify: bool
+
+    @cached_property
+    def stand_in(self) -> EmulatedStep | None:
+        """As long as your step takes on batches that lie ready: trials leave your weights alone."""
+        if self.step is None or isinstance(self.step, EmulatedStep):
+            return self.step
+        busy = min(max(self.cached.step_cpu_s / sum(self.cached.step_s), _LEAST_BUSY), 1.0)
+        return EmulatedStep(1000 * fmean(self.cached.step_s), busy)
 
     @cached_property
     def costs(self) -> Costs:
@@ -122,22 +135,35 @@ class Situation:
         crowding = measure_crowding(cores)
         return forecast_rate(costs, workers=workers, cores=cores, prefetch=ahead, crowding=crowding)
 
+    def choose_workers(self, costs: Costs) -> int:
+        """How many workers to try where an image costs so much."""
+        cores = count_cores()
+        return choose_workers(costs, workers=self.workers, cores=cores, crowding=measure_crowding(cores))
+
+    def find_costs(self, dataset: Any, layers: dict[str, Layer], *, packs: bool) -> Costs:
+        """What one image of other data, whose layers were timed, costs: by a trial of the loader without the step."""
+        alone = self.time(dataset, self.workers, None, max_s=_TRIAL_SHARE * self.seconds, packs=packs)
+        return replace(self, alone=alone, layers=layers).costs if alone else self.costs
+
     @cached_property
     def correction(self) -> float:
         """Today's rate over the simulated one."""
         off = self.now.images_per_second / self.simulate(self.costs, self.workers)
         return min(max(off, _MOST_OFF), 1 / _MOST_OFF)
 
+    def estimate(self, workers: int, *, prefetch: int | None = None, faster: float = 1.0) -> float:
+        """Images per second with other settings that are not tried: simulated, and corrected by today's error."""
+        step_s, step_cpu_s = self.costs.step_s / faster, self.costs.step_cpu_s / faster
+        costs = replace(self.costs, step_s=step_s, step_cpu_s=step_cpu_s)
+        rate = self.correction * self.simulate(costs, workers, prefetch)
+        return min(rate, 1 / step_s) if step_s else rate
+
     def forecast(
-        self, name: str, sentence: str, costs: Costs, workers: int, *, prefetch: int | None = None,
-        tried: bool = False, once_minutes: float = 0.0, once_gb: float = 0.0,
-    ) -> Fix:  # fmt: skip
-        """The simulated rate, cut at the step's own; with costs that were not ``tried``, corrected by how close today's
-        comes.
-        """
+        self, name: str, sentence: str, rate: float | None = None, *, once_minutes: float = 0.0, once_gb: float = 0.0
+    ) -> Fix:
+        """A fix that gives ``rate`` images per second, or as many as now."""
         rate_now = self.now.images_per_second
-        rate = self.simulate(costs, workers, prefetch) * (1.0 if tried else self.correction)
-        rate = min(rate, 1 / costs.step_s) if costs.step_s else rate
+        rate = rate or rate_now
         said, minutes = "wins nothing", None
         if hasattr(self.loader.dataset, "__len__"):
             minutes = len(self.loader.dataset) / rate / 60
@@ -150,23 +176,32 @@ class Situation:
                 said += f"; once, about {format_seconds(60 * once_minutes)} and {format_bytes(once_gb * 1e9)}"
         return Fix(name, rate, None, f"{sentence}: {said}.", minutes, once_minutes, once_gb)
 
-    def verify(
-        self, fix: Fix, dataset: Any, workers: int, *, max_s: float, packs: bool = False, prefetch: int | None = None,
-        step: Callable[..., Any] | None = None,
+    def try_out(
+        self, name: str, sentence: str, dataset: Any, workers: int, *, packs: bool = False, faster: float = 1.0,
+        once_minutes: float = 0.0, once_gb: float = 0.0,
     ) -> Fix:  # fmt: skip
-        """The fix with its measured rate."""
-        times = self.time(dataset, workers, step or self.step, max_s=max_s, packs=packs, prefetch=prefetch)
-        return replace(fix, measured_images_per_second=times.images_per_second) if times else fix
-
-    def find_costs(
-        self, dataset: Any, layers: dict[str, Layer], *, max_s: float, packs: bool = False, workers: int | None = None
-    ) -> Costs:
-        """What one image of other data, whose layers were timed, or with other workers costs: by a trial of the loader
-        without the step. Workers that there were none of before have to hand over what they load.
+        """Forecast a fix by a short trial over its data, beside a stand-in for the step (so many times ``faster``);
+        then measure it for longer with your own step, if that is wanted and can be.
         """
-        count = self.workers if workers is None else workers
-        alone = self.time(dataset, count, None, max_s=max_s, packs=packs, least=_TRIAL_BATCHES)
-        return replace(self, alone=alone, layers=layers, workers=count).costs if alone else self.costs
+        stand_in = EmulatedStep(self.stand_in.step_ms / faster, self.stand_in.busy) if self.stand_in else None
+        trial_s = _TRIAL_SHARE * self.seconds
+        trial = self.time(dataset, workers, stand_in, max_s=trial_s, packs=packs, least=_TRIAL_BATCHES)
+        rate = trial.images_per_second if trial else self.estimate(workers, faster=faster)
+        fix = self.forecast(name, sentence, rate, once_minutes=once_minutes, once_gb=once_gb)
+        if faster == 1:
+            return self.measure(fix, dataset, workers, self.step, packs=packs)
+        # your own step cannot be made faster here
+        return self.measure(fix, dataset, workers, stand_in) if self.stand_in is self.step else fix
+
+    def measure(
+        self, fix: Fix, dataset: Any, workers: int, step: Callable[..., Any] | None, *, packs: bool = False,
+        prefetch: int | None = None,
+    ) -> Fix:  # fmt: skip
+        """The fix with its measured rate, if that is wanted and can be."""
+        if not self.verify:
+            return fix
+        times = self.time(dataset, workers, step, max_s=_VERIFY_SHARE * self.seconds, packs=packs, prefetch=prefetch)
+        return replace(fix, measured_images_per_second=times.images_per_second) if times else fix
 
     def time(
         self, dataset: Any, workers: int, step: Callable[..., Any] | None, *, max_s: float, packs: bool = False,
@@ -218,23 +253,16 @@ _CURES = (
 )  # fmt: skip
 
 
-def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, max_size: int) -> list[Fix]:
-    """Every cure that applies: its forecast and, with ``verify``, its measured rate.
+def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
+    """Every cure that applies: its forecast and, where that is wanted, its measured rate.
 
-    Cures of the data are forecast on a sample of it in a temporary folder. Each trial takes 0.15 of ``seconds``, those
-    of the diagnosis, and measuring a fix 0.4 of them. ``min_size`` and ``max_size`` are the sides in pixels that
-    training needs.
+    Cures of the data are tried on a sample of it in a temporary folder. Each trial takes 0.15 of the seconds of the
+    diagnosis, and measuring a fix 0.4 of them. ``min_size`` and ``max_size`` are the sides in pixels that training
+    needs.
     """
-    dataset, costs, cores = now.loader.dataset, now.costs, count_cores()
-    crowding = measure_crowding(cores)
-    trial_s, verify_s = _TRIAL_SHARE * seconds, _VERIFY_SHARE * seconds
-    workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
-    more = workers != now.workers
-    if more:
-        costs = now.find_costs(dataset, now.layers, max_s=trial_s, workers=workers)
-    fix = now.forecast("more workers", f"Use {_count(workers)}, not {now.workers}", costs, workers, tried=more)
-    fixes = [now.verify(fix, dataset, workers, max_s=verify_s) if verify else fix]
-    fixes += _forecast_settings(now, verify=verify, trial_s=trial_s, verify_s=verify_s)
+    dataset, workers = now.loader.dataset, now.choose_workers(now.costs)
+    fixes = [now.try_out("more workers", f"Use {_count(workers)}, not {now.workers}", dataset, workers)]
+    fixes += _forecast_settings(now)
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return fixes
     sharded, packs, share = isinstance(dataset, ShardDataset), isinstance(now.loader, Loader), 1.0
@@ -245,8 +273,7 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
     local = dataset.profile is None and not is_on_drive(dataset.folder)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         if isinstance(dataset, CocoFolder) and not local:
-            place = Path(folder) / "files"
-            fixes.append(_forecast_copy(now, dataset, place, verify=verify, trial_s=trial_s, verify_s=verify_s))
+            fixes.append(_forecast_copy(now, dataset, Path(folder) / "files"))
         cures = [
             cure for cure in _CURES
             if not (cure.packs and sharded and packs) and (share <= 0.9 or not cure.shrinks)
@@ -254,18 +281,19 @@ def find_fixes(now: Situation, *, seconds: float, verify: bool, min_size: int, m
         ]  # fmt: skip
         for cure in cures:
             limits = (min_size, max_size) if cure.shrinks else (_NO_LIMIT, _NO_LIMIT)
-            sample = _make_sample(now, Path(folder), *limits, images=_SAMPLE_IMAGES if verify else 0)
+            sample = _make_sample(now, Path(folder), *limits)
             dense = not cure.packs and not (sharded and packs)
             view = _lengthen(sample) if cure.packs or packs else sample
-            fix, costs, layers = _forecast_cure(now, cure, sample, view, dense=dense, share=share, max_s=trial_s)
-            fixes.append(now.verify(fix, view, now.workers, max_s=verify_s, packs=cure.packs) if verify else fix)
-        if cures and workers != now.workers:
-            workers = choose_workers(costs, workers=now.workers, cores=cores, crowding=crowding)
-            name, packs = f"{cures[-1].name}, and {_count(workers)}", cures[-1].packs
-            costs = now.find_costs(view, layers, max_s=trial_s, packs=packs, workers=workers)
-            minutes, gb = fix.once_minutes, fix.once_gb
-            fix = now.forecast(name, "Both together", costs, workers, tried=True, once_minutes=minutes, once_gb=gb)
-            fixes.append(now.verify(fix, view, workers, max_s=verify_s, packs=packs) if verify else fix)
+            layers = _time_sample(now, sample, dense=dense)
+            fix = _forecast_cure(now, cure, sample, view, layers, share=share)
+            fixes.append(fix)
+        if cures:
+            packs = cures[-1].packs
+            workers = now.choose_workers(now.find_costs(view, layers, packs=packs))
+            if workers != now.workers:
+                name, minutes, gb = f"{cures[-1].name}, and {_count(workers)}", fix.once_minutes, fix.once_gb
+                fixes.append(now.try_out(name, "Both together", view, workers, packs=packs, once_minutes=minutes,
+                                         once_gb=gb))  # fmt: skip
     return fixes
 
 
@@ -273,41 +301,31 @@ def _count(workers: int) -> str:
     return f"{workers} worker{'s' * (workers != 1)}"
 
 
-def _forecast_settings(now: Situation, *, verify: bool, trial_s: float, verify_s: float) -> list[Fix]:
+def _forecast_settings(now: Situation) -> list[Fix]:
     """What any loader and step can have: more batches ahead, samples kept in memory, a faster step."""
-    loader, costs, fixes = now.loader, now.costs, list[Fix]()
+    loader, fixes = now.loader, list[Fix]()
     dataset: Any = loader.dataset
     if now.workers:
         ahead = 2 * now.prefetch
-        fix = now.forecast("more prefetch", f"Keep {ahead} batches ahead for each worker, not {now.prefetch}", costs,
-                           now.workers, prefetch=ahead)  # fmt: skip
-        plain = verify and isinstance(loader, DataLoader)
-        fixes.append(now.verify(fix, dataset, now.workers, max_s=verify_s, prefetch=ahead) if plain else fix)
+        said = f"Keep {ahead} batches ahead for each worker, not {now.prefetch}"
+        fix = now.forecast("more prefetch", said, now.estimate(now.workers, prefetch=ahead))
+        plain = isinstance(loader, DataLoader)
+        fixes.append(now.measure(fix, dataset, now.workers, now.step, prefetch=ahead) if plain else fix)
     if isinstance(loader, DataLoader) and now.layers:
         kept = [dataset[index] for index in now.indices[:_KEPT]]
         each = sum(len(pickle.dumps(sample)) for sample in kept) / len(kept)
         needed = each * len(dataset) * max(1, now.workers)
         free = find_free_memory()
-        has = f"it needs {format_bytes(needed)} of memory in all workers, {format_bytes(free)} are free"
+        name, has = "samples in memory", f"it needs {format_bytes(needed)} of memory in all workers"
+        has += f", {format_bytes(free)} are free"
         if needed < _MEMORY_SHARE * free:
-            read = time_calls("read", kept.__getitem__, range(len(kept)), max_s=1)
-            fix = now.forecast(
-                "samples in memory", f"Keep every sample from the first epoch on, random changes and all ({has})",
-                now.find_costs(kept, {"read": read}, max_s=trial_s), now.workers, tried=True,
-            )  # fmt: skip
-            fixes.append(now.verify(fix, kept, now.workers, max_s=verify_s) if verify else fix)
+            said = f"Keep every sample from the first epoch on, random changes and all ({has})"
+            fixes.append(now.try_out(name, said, kept, now.workers))
         else:
-            fixes.append(now.forecast("samples in memory", f"Not here: {has}", costs, now.workers))
+            fixes.append(now.forecast(name, f"Not here: {has}"))
     if now.step:
-        faster = replace(costs, step_s=costs.step_s / 2, step_cpu_s=costs.step_cpu_s / 2)
-        fix = now.forecast(
-            "a step twice as fast", "Half precision (AMP) or a smaller input, where they halve the step", faster,
-            now.workers,
-        )  # fmt: skip
-        if verify and isinstance(now.step, EmulatedStep):
-            half = EmulatedStep(now.step.step_ms / 2)
-            fix = now.verify(fix, dataset, now.workers, max_s=verify_s, step=half)
-        fixes.append(fix)
+        said = "Half precision (AMP) or a smaller input, where they halve the step"
+        fixes.append(now.try_out("a step twice as fast", said, dataset, now.workers, faster=2))
     return fixes
 
 
@@ -316,9 +334,7 @@ def _lengthen(sample: Any) -> Subset[Any]:
     return Subset(sample, [*range(len(sample))] * _EPOCHS)
 
 
-def _forecast_copy(
-    now: Situation, dataset: CocoFolder, folder: Path, *, verify: bool, trial_s: float, verify_s: float
-) -> Fix:
+def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path) -> Fix:
     """The image files as they are, on the local disk."""
     folder.mkdir()
     sizes = []
@@ -331,43 +347,40 @@ def _forecast_copy(
     local = CocoFolder(folder, annotations)
     os.sync()  # what was copied is written now, and not during the trial
     read, was = time_calls("read", local.read, range(len(local)), max_s=1), now.layers["read"]
-    view = _lengthen(local) if isinstance(now.loader, Loader) else local
-    costs = now.find_costs(view, {**now.layers, "read": read}, max_s=trial_s)
     images = len(dataset)
-    fix = now.forecast(
+    return now.try_out(
         "image files on the local SSD",
-        f"Copy the files: reading takes {read.mean_ms:.1f} ms an image, not {was.mean_ms:.1f}", costs, now.workers,
-        tried=True, once_minutes=images * was.mean_ms / 60_000 / COPY_STREAMS,
-        once_gb=images * sum(sizes) / len(sizes) / 1e9,
+        f"Copy the files: reading takes {read.mean_ms:.1f} ms an image, not {was.mean_ms:.1f}",
+        _lengthen(local) if isinstance(now.loader, Loader) else local, now.workers,
+        once_minutes=images * was.mean_ms / 60_000 / COPY_STREAMS, once_gb=images * sum(sizes) / len(sizes) / 1e9,
     )  # fmt: skip
-    return now.verify(fix, view, now.workers, max_s=verify_s) if verify else fix
+
+
+def _time_sample(now: Situation, sample: ShardDataset, *, dense: bool) -> dict[str, Layer]:
+    images, seconds = range(min(len(sample), _SAMPLE_IMAGES)), _TRIAL_SHARE * now.seconds / 3
+    return time_layers(sample, images, dense=dense, packs=isinstance(now.loader, Loader), seconds=seconds)
 
 
 def _forecast_cure(
-    now: Situation, cure: _Cure, sample: ShardDataset, view: Any, *, dense: bool, share: float, max_s: float
-) -> tuple[Fix, Costs, dict[str, Layer]]:
-    """By the layers of loading the sample, and by a trial of the loader alone over it."""
-    packs, images = isinstance(now.loader, Loader), range(min(len(sample), _SAMPLE_IMAGES))
-    layers = time_layers(sample, images, dense=dense, packs=packs, seconds=max_s / 3)
-    costs = now.find_costs(view, layers, max_s=max_s, packs=cure.packs)
+    now: Situation, cure: _Cure, sample: ShardDataset, view: Any, layers: dict[str, Layer], *, share: float
+) -> Fix:
     figures = {name: layer.mean_ms for name, layer in layers.items()}
     figures |= {f"{name}_now": layer.mean_ms for name, layer in now.layers.items()}
     index, total = sample.index, len(now.loader.dataset)
     stored = sum(shard.bytes + shard.arrays_bytes for shard in index.shards) / max(len(sample), 1)
     # reading every image once, decoding it and encoding it again or drawing its masks, on all cores
     once_s = total * max(now.costs.io_s / COPY_STREAMS, 2 * now.costs.cpu_s / count_cores())
-    fix = now.forecast(
-        cure.name, cure.sentence.format(share=share, **figures), costs, now.workers, tried=True,
+    return now.try_out(
+        cure.name, cure.sentence.format(share=share, **figures), view, now.workers, packs=cure.packs,
         once_minutes=once_s / 60, once_gb=total * stored / 1e9,
     )  # fmt: skip
-    return fix, costs, layers
 
 
-def _make_sample(now: Situation, folder: Path, *limits: int, images: int) -> ShardDataset:
+def _make_sample(now: Situation, folder: Path, *limits: int) -> ShardDataset:
     """Shards of some images on the local disk: of those timed, which a slow Drive has cached, and more of them."""
     dataset, indices, shards = now.loader.dataset, now.indices, folder / f"shards-{limits[0]}"
     each_s = now.costs.io_s + 2 * now.costs.cpu_s
-    images = min(images, int(_SAMPLE_S / max(each_s, 1e-3)))
+    images = min(_SAMPLE_IMAGES, int(_SAMPLE_S / max(each_s, 1e-3))) if now.verify else 0
     if isinstance(dataset, CocoFolder):
         chosen = list(dict.fromkeys([*indices, *range(min(images, len(dataset)))]))[: max(images, len(indices))]
         annotations = write_subset(dataset.coco, chosen, folder / "annotations.json")

@@ -141,8 +141,9 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     workers = count_workers(loader)
     headspace, fixes = cached.images_per_second / now.images_per_second, []
     if isinstance(loader, Loader | DataLoader) and (step is None or headspace >= _FINE_HEADSPACE):
-        situation = Situation(loader, step, now, cached, alone, parts.sample, parts.indices[:_SAMPLED], workers)
-        fixes = find_fixes(situation, seconds=seconds, verify=verify, **sizes)
+        indices = parts.indices[:_SAMPLED]
+        situation = Situation(loader, step, now, cached, alone, parts.sample, indices, workers, seconds, verify)
+        fixes = find_fixes(situation, **sizes)
     images = now.images / len(now.wait_s)
     layers = [*parts.sample.values(), *parts.batch]
     if isinstance(loader, Loader) and parts.sample:

@@ -17,8 +17,8 @@ _BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock
 class EmulatedStep:
     """A stand-in for a training step on a machine without a GPU; label its figures *emulated*.
 
-    It uses 0.9 of a core for ``step_ms`` milliseconds (more than 0), and longer where others take the core away:
-    a step that only sleeps flatters every loader. Raises ColabUtilsError for a step that takes no time.
+    It uses ``busy`` of a core for ``step_ms`` milliseconds (both more than 0), and longer where others take the core
+    away: a step that only sleeps flatters every loader. Raises ColabUtilsError for a step that takes no time.
 
     Example:
         >>> step = EmulatedStep(5)
@@ -29,10 +29,10 @@ class EmulatedStep:
 
     emulated = True
 
-    def __init__(self, step_ms: float) -> None:
+    def __init__(self, step_ms: float, busy: float = _BUSY) -> None:
         if not 0 < step_ms < float("inf"):
             raise ColabUtilsError(f"expected step_ms over 0, found {step_ms!r}: give milliseconds, like 100")
-        self.step_ms = float(step_ms)
+        self.step_ms, self.busy = float(step_ms), busy
 
     def __call__(self, images: Any, targets: Any = None) -> None:
         """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at neither."""
@@ -40,12 +40,13 @@ class EmulatedStep:
         began_s, cpu_began_s = perf_counter(), thread_time()
         while True:
             cpu_s = thread_time() - cpu_began_s
-            rest_s = min(cpu_s / _BUSY, length_s) - (perf_counter() - began_s)
+            rest_s = min(cpu_s / self.busy, length_s) - (perf_counter() - began_s)
             if rest_s > 0:
                 sleep(rest_s)
-            elif cpu_s >= _BUSY * length_s:
+            elif cpu_s >= self.busy * length_s:
                 return
-            slice_end_s = cpu_began_s + min(cpu_s + 0.002, _BUSY * length_s)  # work and rest alternate in 2 ms slices
+            # work and rest alternate in 2 ms slices
+            slice_end_s = cpu_began_s + min(cpu_s + 0.002, self.busy * length_s)
             while thread_time() < slice_end_s:
                 zlib.crc32(_BLOCK)
 
