@@ -17,16 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from colab_utils.data.builtin import make_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.sample import Target
 from colab_utils.runtime import write_file
+from colab_utils.shards.write import write_shards
 
-__all__ = ["DATA", "Data", "link_copies", "make_data", "resize_sample"]
+__all__ = ["DATA", "Data", "link_copies", "make_data", "make_judged_data", "resize_sample"]
 
 PHOTOS = 24
 PHOTO_PIXELS = 12e6
 OBJECTS = 300
+TRAINED, JUDGED = 160, 64  # images
 JPEG_QUALITY = 95
 
 
@@ -123,6 +126,13 @@ def make_data(
     description = {"made": made, "records": records, "copies": copies}
     write_file(folder / "made.json", json.dumps(description).encode())
     return Data(folder, name, records, copies)
+
+
+def make_judged_data(work: Path) -> None:
+    """Shards of the built-in dataset in ``work``: ``train``, and other images in ``val``."""
+    for name, count, seed in (("train", TRAINED, 0), ("val", JUDGED, 1)):
+        made = make_dataset(work / f"{name}-images", n=count, seed=seed)
+        write_shards(made.images, made.annotations, shards=work / name)
 
 
 def link_copies(path: Path, others: Sequence[Path]) -> None:

@@ -19,15 +19,13 @@ from typing import Any
 from torchvision.transforms import v2
 
 from benchmarks.command import Run, measure_in_turns, run_to_end
-from colab_utils.data.builtin import make_dataset
-from colab_utils.shards.write import write_shards
+from benchmarks.data import make_judged_data
 from colab_utils.show.table import make_table
 from colab_utils.training.loop import train
 
 __all__ = ["main", "tabulate_runs", "train_once"]
 
 WAYS = ("torchvision", "packed")
-TRAINED, JUDGED = 160, 64  # images
 
 
 def train_once(way: str, seed: int, work: Path, steps: int) -> dict[str, float]:
@@ -66,9 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
 
     def measure() -> None:
-        for name, count, first in (("train", TRAINED, 0), ("val", JUDGED, 1)):
-            made = make_dataset(options.work / f"{name}-images", n=count, seed=first)
-            write_shards(made.images, made.annotations, shards=options.work / name)
+        make_judged_data(options.work)
         runs: list[Run] = [
             ({"way": way, "seed": str(seed)}, partial(train_once, way, seed, options.work, options.steps))
             for seed, way in product(range(options.seeds), WAYS)

@@ -7,7 +7,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -177,30 +177,20 @@ class Situation:
         return Fix(name, rate, None, f"{sentence}: {said}.", minutes, once_minutes, once_gb)
 
     def try_out(
-        self, name: str, sentence: str, dataset: Any, workers: int, *, packs: bool = False, faster: float = 1.0,
-        once_minutes: float = 0.0, once_gb: float = 0.0,
+        self, name: str, sentence: str, dataset: Any, workers: int, *, packs: bool = False, prefetch: int | None = None,
+        faster: float = 1.0, once_minutes: float = 0.0, once_gb: float = 0.0,
     ) -> Fix:  # fmt: skip
         """Forecast a fix by a short trial over its data, beside a stand-in for the step (so many times ``faster``);
         then measure it for longer with your own step, if that is wanted and can be.
         """
         stand_in = EmulatedStep(self.stand_in.step_ms / faster, self.stand_in.busy) if self.stand_in else None
-        trial_s = _TRIAL_SHARE * self.seconds
-        trial = self.time(dataset, workers, stand_in, max_s=trial_s, packs=packs, least=_TRIAL_BATCHES)
-        rate = trial.images_per_second if trial else self.estimate(workers, faster=faster)
+        run = partial(self.time, dataset, workers, packs=packs, prefetch=prefetch)
+        trial = run(stand_in, max_s=_TRIAL_SHARE * self.seconds, least=_TRIAL_BATCHES)
+        rate = trial.images_per_second if trial else self.estimate(workers, prefetch=prefetch, faster=faster)
         fix = self.forecast(name, sentence, rate, once_minutes=once_minutes, once_gb=once_gb)
-        if faster == 1:
-            return self.measure(fix, dataset, workers, self.step, packs=packs)
-        # your own step cannot be made faster here
-        return self.measure(fix, dataset, workers, stand_in) if self.stand_in is self.step else fix
-
-    def measure(
-        self, fix: Fix, dataset: Any, workers: int, step: Callable[..., Any] | None, *, packs: bool = False,
-        prefetch: int | None = None,
-    ) -> Fix:  # fmt: skip
-        """The fix with its measured rate, if that is wanted and can be."""
-        if not self.verify:
-            return fix
-        times = self.time(dataset, workers, step, max_s=_VERIFY_SHARE * self.seconds, packs=packs, prefetch=prefetch)
+        can_be = faster == 1 or self.step is self.stand_in  # your own step cannot be made faster here
+        step = self.step if faster == 1 else stand_in
+        times = run(step, max_s=_VERIFY_SHARE * self.seconds) if self.verify and can_be else None
         return replace(fix, measured_images_per_second=times.images_per_second) if times else fix
 
     def time(
@@ -211,6 +201,7 @@ class Situation:
         loader, batch_size = self.loader, round(self.now.images / len(self.now.wait_s))
         if packs or isinstance(loader, Loader):
             settings = {name: getattr(loader, name) for name in ("device", "deliver") if hasattr(loader, name)}
+            settings |= {"prefetch": prefetch} if prefetch else {}
             rebuilt: Any = make_loader(dataset, batch_size=batch_size, workers=workers, **settings)
         elif not hasattr(dataset, "__getitem__"):
             return None  # an iterable dataset deals its work to the workers itself
@@ -308,9 +299,7 @@ def _forecast_settings(now: Situation) -> list[Fix]:
     if now.workers:
         ahead = 2 * now.prefetch
         said = f"Keep {ahead} batches ahead for each worker, not {now.prefetch}"
-        fix = now.forecast("more prefetch", said, now.estimate(now.workers, prefetch=ahead))
-        plain = isinstance(loader, DataLoader)
-        fixes.append(now.measure(fix, dataset, now.workers, now.step, prefetch=ahead) if plain else fix)
+        fixes.append(now.try_out("more prefetch", said, dataset, now.workers, prefetch=ahead))
     if isinstance(loader, DataLoader) and now.layers:
         kept = [dataset[index] for index in now.indices[:_KEPT]]
         each = sum(len(pickle.dumps(sample)) for sample in kept) / len(kept)
