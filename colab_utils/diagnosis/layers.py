@@ -75,17 +75,18 @@ def diagnose(
     It times your loader with your step, then the step on batches kept in memory: less than 1.1 times as fast, and your
     loader is fine. It times the loader alone and each layer alone: *read*, *decode* and *masks* of a `CocoFolder` or a
     `ShardDataset`, *sample* and *transform* of any other map-style dataset, and what happens to whole batches. Where
-    there is something to win, it forecasts what each fix would bring. Method: headspace analysis
-    (facebookresearch/spdl, optimization guide) and the simulation of `forecast_rate`. A `Loader`'s order is put back to
-    where it stood.
+    there is something to win, it forecasts what each fix would bring: by short trials, on a sample of the images where
+    the fix changes these, beside a stand-in that takes as long and as much of a core as your step, so that your weights
+    stay as they are. Method: headspace analysis (facebookresearch/spdl, optimization guide); `forecast_rate` simulates
+    how many workers are worth a trial. A `Loader`'s order is put back to where it stood.
 
     Args:
         loader: a ``DataLoader``, a `Loader`, or anything iterable again and again over batches.
         step: your training step, called as ``step(images, targets)``, or an `EmulatedStep`; None times the loader
             alone, and a copy of each batch in memory: then ``headspace`` says nothing about training.
-        seconds: about how long to measure; forecasts, where there is something to win, take as long again, and
-            ``verify`` 0.4 of it for each fix.
-        verify: also try the fixes, those for the data on a sample of the images.
+        seconds: about how long to measure; each forecast, where there is something to win, takes 0.15 of it (up to
+            three times that with a slow loader), and ``verify`` 0.4 of it for each fix.
+        verify: also measure the fixes for longer with your own step, those for the data on a sample of the images.
         min_size: the shorter side that training needs, pixels.
         max_size: the longer side that training needs, pixels.
 

@@ -122,14 +122,14 @@ class CheckpointFolder:
         try:
             with guard_drive(path):
                 write_file(path, _pack(state, step))
-                for old in _list_checkpoints(self.run, _BEST):
-                    if old != path:
-                        _delete(old)
         except DriveLostError:
             warnings.warn(f"Drive does not answer: {path.name} is not kept", ColabUtilsWarning, stacklevel=2)
             return None
         except OSError as error:
             raise _explain_full(path, error, self.newest) from error
+        with suppress(OSError):  # one file too many does no harm: the later one is taken
+            for old in set(_list_checkpoints(self.run, _BEST)) - {path}:
+                _delete(old)
         return path
 
     def load_best(self) -> dict[str, Any] | None:

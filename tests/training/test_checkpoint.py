@@ -187,3 +187,25 @@ def test_anew_moves_and_never_deletes(tmp_path: Path):
         folder.prepare(anew=True)
         assert list_names(tmp_path / f"previous-{number}") == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
     assert folder.load_newest() is None
+
+
+def test_an_older_best_that_drive_does_not_give_up_harms_nothing(tmp_path: Path, monkeypatch):
+    folder = CheckpointFolder(tmp_path)
+    folder.save_best(make_state(1.0), step=5)
+
+    real = os.truncate
+
+    def refuse(path, length):
+        if Path(path).name == "best-00000005.pt":
+            raise OSError(107, "Transport endpoint is not connected")
+        real(path, length)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "truncate", refuse)
+        assert folder.save_best(make_state(2.0), step=9) == tmp_path / "best-00000009.pt"
+    assert list_names(tmp_path) == ["best-00000005.pt", "best-00000009.pt"]
+    best = folder.load_best()
+    assert best is not None
+    assert best["step"] == 9
+    folder.save_best(make_state(3.0), step=12)
+    assert list_names(tmp_path) == ["best-00000012.pt"]

@@ -1,0 +1,92 @@
+"""What a checkpoint costs a run: `python -m benchmarks.checkpoints --json FILE`.
+
+The same training with a checkpoint after every step and with the last one alone, in turns. The difference holds all
+that a checkpoint takes from the steps: copying the state, and the thread that writes it, reads it back and compares it.
+Steps are short here, so that a checkpoint is often waited for: in a run with minutes between two it costs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+from benchmarks.command import Run, measure_in_turns, run_to_end
+from colab_utils.data.builtin import make_dataset
+from colab_utils.shards.write import write_shards
+from colab_utils.show.table import make_table
+from colab_utils.training.loop import train
+
+__all__ = ["main", "tabulate_runs", "time_run"]
+
+WAYS = ("last alone", "every step")
+MODELS = ("maskrcnn_resnet50_fpn", "maskrcnn_mobilenet_v3_large_fpn")
+INTERVAL_S = 300  # between two, by default
+
+
+def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict[str, float]:
+    """Seconds from the first step's end to the end of the run, and the checkpoints written in them."""
+    with TemporaryDirectory(dir=folder) as run:
+        marks_s: list[float] = []
+        train(
+            work / "shards", Path(run) / "run", steps=steps + 1, model=model, weights=None, min_size=64, batch_size=2,
+            checkpoint_steps=1 if way == "every step" else None, log_steps=1,
+            log=lambda line: marks_s.append(perf_counter()),
+        )  # fmt: skip
+        seconds = perf_counter() - marks_s[1]  # the plan was logged first
+        size = max(path.stat().st_size for path in (Path(run) / "run").glob("*.pt"))
+    return {"seconds": seconds, "checkpoints": steps + 1 if way == "every step" else 1, "bytes": size}
+
+
+def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
+    """Seconds that one more checkpoint adds, medians [lowest-highest], and their share of the time between two."""
+    table = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        last, every = ([row for row in rows if (row["model"], row["way"]) == (model, way)] for way in WAYS)
+        costs = [
+            (more["seconds"] - less["seconds"]) / (more["checkpoints"] - less["checkpoints"])
+            for less, more in zip(last, every, strict=False)
+        ]
+        if costs:
+            table.append({
+                "model": model, "checkpoint, MB": f"{every[0]['bytes'] / 1e6:.0f}",
+                "costs, s": f"{median(costs):.2f} [{min(costs):.2f}-{max(costs):.2f}]",
+                f"of {INTERVAL_S} s": f"{max(costs) / INTERVAL_S:.2%} at most",
+            })  # fmt: skip
+    return str(make_table(table)) if table else "nothing was measured"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
+    parser.add_argument("--steps", type=int, default=6, help="of each run (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks/checkpoints"), help="for the data")
+    parser.add_argument("--run", type=Path, help="where the checkpoints are written, a folder on Drive say (--work)")
+    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="all that is measured")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+
+    def measure() -> None:
+        made = make_dataset(options.work / "images", n=2 * (options.steps + 1), width=320, height=240)
+        write_shards(made.images, made.annotations, shards=options.work / "shards")
+        folder = options.run or options.work
+        runs: list[Run] = [
+            ({"model": model, "way": way}, partial(time_run, model, way, options.work, folder, options.steps))
+            for model in MODELS
+            for way in WAYS
+        ]
+        about = {"steps": options.steps, "interval_s": INTERVAL_S}
+        measure_in_turns(runs, rows, repeats=options.repeats, about=about, path=options.json)
+
+    return run_to_end(measure, lambda: tabulate_runs(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
