@@ -24,9 +24,9 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.folder import CocoFolder
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.runtime import count_cores, find_free_memory, format_bytes, format_seconds, quiet_fork
-from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.copy import COPY_STREAMS, copy_shards
 from colab_utils.shards.images import plan_size
-from colab_utils.shards.plan import COPY_STREAMS
+from colab_utils.shards.jobs import READ_STREAMS
 from colab_utils.shards.write import write_shards
 
 __all__ = ["Fix", "Situation", "find_fixes"]
@@ -358,7 +358,7 @@ def _forecast_cure(
     index, total = sample.index, len(now.loader.dataset)
     stored = sum(shard.bytes + shard.arrays_bytes for shard in index.shards) / max(len(sample), 1)
     # reading every image once, decoding it and encoding it again or drawing its masks, on all cores
-    once_s = total * max(now.costs.io_s / COPY_STREAMS, 2 * now.costs.cpu_s / count_cores())
+    once_s = total * max(now.costs.io_s / READ_STREAMS, 2 * now.costs.cpu_s) / count_cores()
     return now.try_out(
         cure.name, cure.sentence.format(share=share, **figures), view, now.workers, packs=cure.packs,
         once_minutes=once_s / 60, once_gb=total * stored / 1e9,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +27,11 @@ from colab_utils.shards.format import (
 )
 from colab_utils.shards.images import StoredImage, make_record, store_image
 
-__all__ = ["ShardJob", "ShardResult", "has_mended", "read_image", "read_sample", "store_sample", "write_shard"]
+__all__ = [
+    "READ_STREAMS", "ShardJob", "ShardResult", "has_mended", "read_image", "read_sample", "store_sample", "write_shard",
+]  # fmt: skip
+
+READ_STREAMS = 4  # files that a process reads at the same time
 
 
 class ShardResult(NamedTuple):
@@ -55,8 +62,12 @@ def read_sample(
         ColabUtilsError: if the image or one of its annotations is bad.
         DriveLostError: if Drive went away, which says nothing about the image.
     """
-    stored = store_sample(read_image(images, dataset, i, retries), dataset, i, recipe)
-    image = dataset.image(i)
+    return _make_sample(read_image(images, dataset, i, retries), dataset, i, recipe)
+
+
+def _make_sample(data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, Any]) -> tuple[str, str, bytes, bytes]:
+    """The same of an image that was read."""
+    stored, image = store_sample(data, dataset, i, recipe), dataset.image(i)
     record = make_record(image, dataset.annotations(i), stored)
     return f"{image['id']:012d}", stored.extension, stored.data, json.dumps(record, separators=(",", ":")).encode()
 
@@ -83,10 +94,13 @@ def store_sample(data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, An
     )
 
 
-def write_shard(job: ShardJob, count: Callable[[int], None]) -> ShardResult:
+def write_shard(
+    job: ShardJob, count: Callable[[int], None], turn: AbstractContextManager[Any] | None = None
+) -> ShardResult:
     """Write one shard, or find it finished: the tar first, then the arrays, whose head vouches for the tar.
 
     A shard whose images are all bad has no files. ``count`` is called with the number of images about to be done.
+    ``turn`` is held while the images are worked on, and not while a disk is waited for.
 
     Raises:
         ColabUtilsError: if it cannot be written.
@@ -98,40 +112,66 @@ def write_shard(job: ShardJob, count: Callable[[int], None]) -> ShardResult:
     if found is not None:
         count(len(job.dataset))
         return found
+    with turn or nullcontext():
+        tar, arrays, head = _build_shard(job, count, retries)
+    if head["images"]:
+        retries.run(partial(_write, tar_path, tar))
+        retries.run(partial(_write, arrays_path, arrays))
+    skipped = tuple(SkippedImage(**image) for image in head["skipped"])
+    return ShardResult(_describe_shard(head, arrays_path.name, arrays), skipped, retries.count)
+
+
+def _build_shard(
+    job: ShardJob, count: Callable[[int], None], retries: Retries
+) -> tuple[bytearray, bytes, dict[str, Any]]:
+    """A tar, its arrays, and their head, in memory."""
     tar, builder, annotations = bytearray(), ArraysBuilder(), 0
     skipped: list[SkippedImage] = []
-    for i in range(len(job.dataset)):
-        count(1)
-        try:
-            key, extension, data, record = read_sample(job.images, job.dataset, i, job.recipe, retries)
-        except DriveLostError:
-            raise
-        except ColabUtilsError as error:
-            skipped.append(SkippedImage(job.dataset.file_name(i), str(error)))
-            continue
-        spans = []
-        for end, part in ((extension, data), ("json", record)):
-            spans.append((len(tar) + BLOCK_BYTES, len(part)))
-            tar += pad_member(f"{key}.{end}", part)
-        parsed = json.loads(record)
-        builder.add(parsed, data, *spans)
-        annotations += len(parsed["annotations"])
+    with closing(_read_ahead(job, retries)) as files:
+        for i, reading in enumerate(files):
+            count(1)
+            try:
+                key, extension, data, record = _make_sample(reading.result(), job.dataset, i, job.recipe)
+            except DriveLostError:
+                raise
+            except ColabUtilsError as error:
+                skipped.append(SkippedImage(job.dataset.file_name(i), str(error)))
+                continue
+            spans = []
+            for end, part in ((extension, data), ("json", record)):
+                spans.append((len(tar) + BLOCK_BYTES, len(part)))
+                tar += pad_member(f"{key}.{end}", part)
+            parsed = json.loads(record)
+            builder.add(parsed, data, *spans)
+            annotations += len(parsed["annotations"])
     tar += bytes(2 * BLOCK_BYTES)
     head = {
         "fingerprint": job.dataset.fingerprint,
         "recipe": job.recipe,
-        "name": tar_path.name,
+        "name": f"{job.name}.tar",
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
         "bytes": len(tar),
         "xxh3_64": hash_bytes(tar),
         "skipped": [asdict(image) for image in skipped],
     }
-    arrays = dump_arrays(head, builder.build())
-    if head["images"]:
-        retries.run(partial(_write, tar_path, tar))
-        retries.run(partial(_write, arrays_path, arrays))
-    return ShardResult(_describe_shard(head, arrays_path.name, arrays), tuple(skipped), retries.count)
+    return tar, dump_arrays(head, builder.build()), head
+
+
+def _read_ahead(job: ShardJob, retries: Retries) -> Generator[Future[bytes], None, None]:
+    """The images' files in their order, each asked for before it is needed: on Drive, reading is waiting."""
+    pending, pool = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read")
+    try:
+        for i in range(len(job.dataset)):
+            pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
+            if len(pending) > 2 * READ_STREAMS:
+                yield pending.popleft()
+        while pending:
+            yield pending.popleft()
+    finally:
+        if pending:  # it ends early: nobody tries again
+            retries.stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _write(path: Path, data: bytes | bytearray) -> None:

@@ -20,6 +20,7 @@ from colab_utils.runtime import count_cores, find_free_memory, format_bytes, is_
 from colab_utils.shards.copy import COPY_STREAMS
 from colab_utils.shards.format import explain_write
 from colab_utils.shards.images import JPEG_QUALITY, Form, plan_size
+from colab_utils.shards.jobs import READ_STREAMS
 from colab_utils.shards.trial import MASK_FORMS, FormCost, ImageTrial, time_writing, try_forms
 from colab_utils.shards.write import SAMPLE_IMAGES, check_numbers, find_recipe, open_dataset
 from colab_utils.workspace import COLAB_ROOT
@@ -200,7 +201,7 @@ def plan_shards(
         member_bytes = cost.image_bytes * pixels.mean() / pixels[chosen].mean() + cost.json_bytes
         size = count * (member_bytes + cost.table_bytes)
         per_shard = min(count, max(1, round(shard_mb * 1e6 / member_bytes)))
-        wait_s = float(np.mean([one.read_s for one in tried])) + size / count / written
+        wait_s = float(np.mean([one.read_s for one in tried])) / READ_STREAMS
         work_s = cost.write_s * original.mean() / original[chosen].mean()
         make_s = _estimate_making(count, per_shard, processes, wait_s=wait_s, work_s=work_s, slowdown=trial.slowdown)
         options.append(
@@ -300,11 +301,11 @@ def _estimate_making(
 ) -> float:
     """Seconds until the last shard is whole: rounds of one shard for each process; the last may leave some idle.
 
-    An image waits ``wait_s`` for disks, and takes ``work_s`` of work with every process busy.
+    An image takes ``work_s`` of work with every process busy; meanwhile others are read, one every ``wait_s``.
     """
 
     def cost_s(busy: int) -> float:
-        return wait_s + work_s * (1 + (slowdown - 1) * (busy - 1) / max(processes - 1, 1)) / slowdown
+        return max(wait_s, work_s * (1 + (slowdown - 1) * (busy - 1) / max(processes - 1, 1)) / slowdown)
 
     jobs = math.ceil(count / per_shard)
     busy = min(processes, jobs)

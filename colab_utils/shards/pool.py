@@ -22,7 +22,7 @@ def run_jobs(
 
     Args:
         jobs: one or more, of one folder.
-        workers: processes; "auto" is one for each core.
+        workers: processes that work at a time; "auto" is one for each core.
         executor: used in place of processes, if there is one.
         max_bad: the share of bad images above which it stops.
 
@@ -42,8 +42,9 @@ def run_jobs(
                 _check_bad([image for result in results for image in result.skipped], total, allowed)
             return results
         context = multiprocessing.get_context("fork")
-        done, stop = context.Value("q", 0), context.Event()
-        with fork_pool(count, _start_worker, done, stop) as pool:
+        done, stop, turns = context.Value("q", 0), context.Event(), context.Semaphore(count)
+        # one more than work at a time: it waits for the disk meanwhile
+        with fork_pool(min(count + 1, len(jobs)), _start_worker, done, stop, turns) as pool:
             try:
                 return _collect([pool.submit(_work, job) for job in jobs], total, allowed, bar, done)
             except BaseException:
@@ -93,15 +94,16 @@ def _check_bad(bad: list[SkippedImage], total: int, allowed: int) -> None:
 
 _done: Any = None
 _stop: Any = None
+_turns: Any = None
 
 
-def _start_worker(done: Any, stop: Any) -> None:
-    global _done, _stop
-    _done, _stop = done, stop
+def _start_worker(done: Any, stop: Any, turns: Any) -> None:
+    global _done, _stop, _turns
+    _done, _stop, _turns = done, stop, turns
 
 
 def _work(job: ShardJob) -> ShardResult:
-    return write_shard(job, _count_done)
+    return write_shard(job, _count_done, _turns)
 
 
 def _count_done(images: int) -> None:

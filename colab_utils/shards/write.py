@@ -98,7 +98,8 @@ def write_shards(
         form: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels (``KEY.npy``, uint8
             [H, W, 3]), which cost no decoding and many times the space.
         jpeg_quality: of images that are shrunk to JPEG, 1 to 100.
-        workers: processes; "auto" is one for each core.
+        workers: processes that work at a time, each with a shard in memory; "auto" is one for each core. One more waits
+            for the disk meanwhile. Each reads four files at a time, ahead of what it works on.
         executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of processes here.
         max_bad: the share of bad images above which it stops, 0 to 1.
 

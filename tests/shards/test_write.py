@@ -24,7 +24,7 @@ from PIL import Image
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards import jobs, write
+from colab_utils.shards import jobs, pool, write
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.verify import verify_shards
@@ -59,6 +59,36 @@ def run(dataset, folder, **options: Any):
 
 def snapshot(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_files_are_read_ahead_and_nothing_is_held_while_a_shard_is_written(dataset, folder, undisturbed, monkeypatch):
+    real_read, real_write = jobs.read_image, jobs._write
+    reading, most, turns = [], [], []
+
+    def read(*arguments):
+        reading.append(1)
+        most.append(len(reading))
+        time.sleep(0.02)
+        reading.pop()
+        return real_read(*arguments)
+
+    def write_without_turn(path, data):
+        assert not turns
+        real_write(path, data)
+
+    class Turn:
+        def __enter__(self):
+            turns.append(1)
+
+        def __exit__(self, *error):
+            turns.pop()
+
+    monkeypatch.setattr(jobs, "read_image", read)
+    monkeypatch.setattr(jobs, "_write", write_without_turn)
+    monkeypatch.setattr(pool, "write_shard", lambda job, count: jobs.write_shard(job, count, Turn()))
+    run(dataset, folder)
+    assert snapshot(folder) == snapshot(undisturbed)
+    assert 2 <= max(most) <= jobs.READ_STREAMS
 
 
 def names(annotations) -> list[str]:
@@ -163,7 +193,7 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(tiny_dataset, un
     children = psutil.Process(process.pid).children()
     process.kill()
     process.communicate()
-    assert len(children) == (workers if workers > 1 else 0)
+    assert len(children) == (workers + 1 if workers > 1 else 0)  # one waits for the disk while the others work
     _, alive = psutil.wait_procs(children, timeout=20)
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
     left = snapshot(folder)
