@@ -1,8 +1,9 @@
 """Preprocess and copy against bare calls, and the plan's minutes: `python -m benchmarks.preparing --images DIR ...`.
 
 Preprocess is compared with decoding, resizing and encoding alone, on as many processes: of the images (Pillow), and of
-images and masks (pycocotools, and torch's nearest neighbour, as torchvision's references resize them). The copy, on a
-mounted Drive (FUSE), is compared with as many streams that read the same files from start to end and keep nothing.
+images and masks (pycocotools, and torch's nearest neighbour, as torchvision's references resize them). From a mounted
+Drive (FUSE) the bare calls read a file at a time in each process. The copy from such a mount is compared with as many
+streams that read the same files from start to end and keep nothing.
 """
 
 from __future__ import annotations
@@ -116,6 +117,19 @@ def time_copy(shards: Path, profile: str, folder: Path) -> dict[str, float]:
     return times
 
 
+def time_preprocess_from_drive(data: Any, profile: str, workers: int, folder: Path) -> dict[str, float]:
+    """Seconds of `write_shards` from images on a mount, and of the bare calls on another mount of the same folder."""
+    from tests.drive_mount import mount_drive  # it needs libfuse
+
+    settings: dict[str, Any] = {"shards": folder / "shards", "form": "keep", "workers": workers, "shard_mb": 8}
+    with mount_drive(data.images, folder / "made", profile=profile) as mount:
+        made = write_shards(mount.folder, data.annotations, **settings)
+    recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
+    with mount_drive(data.images, folder / "bare", profile=profile) as mount:
+        bare_s = make_bare(mount.folder, dataset, recipe, workers, masks=False)
+    return {"made": made.seconds, "bare": bare_s}
+
+
 def _run_in_folder(work: Path, run: Callable[[Path], dict[str, float]]) -> dict[str, float]:
     with TemporaryDirectory(dir=work) as folder:
         return run(Path(folder))
@@ -123,7 +137,7 @@ def _run_in_folder(work: Path, run: Callable[[Path], dict[str, float]]) -> dict[
 
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     """Medians [lowest-highest]: for preprocess and copy, each as a ratio to the bare calls of the same repeat."""
-    table: dict[str, list[dict[str, Any]]] = {"making": [], "copying": []}
+    table: dict[str, list[dict[str, Any]]] = {"making": [], "reading": [], "copying": []}
     for name in dict.fromkeys(row["name"] for row in rows):
         runs = [row for row in rows if row["name"] == name]
         if "planned" in runs[0]:
@@ -133,6 +147,11 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
                 "planned / made, bytes": _spread([run["planned bytes"] / run["bytes"] for run in runs]),
                 "made / bare calls": _spread([run["made"] / run["bare"] for run in runs]),
                 "made / bare calls with masks": _spread([run["made"] / run["bare with masks"] for run in runs]),
+            })  # fmt: skip
+        elif "made" in runs[0]:
+            table["reading"].append({
+                "preprocess from": name, "made in, s": _spread([run["made"] for run in runs]),
+                "bare calls / made": _spread([run["bare"] / run["made"] for run in runs]),
             })  # fmt: skip
         else:
             table["copying"].append({
@@ -163,6 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         things = {
             f"{form}, {workers} processes": partial(time_preprocess, data, form, workers)
             for form, workers in product(SIZES, cores)
+        }
+        things |= {
+            f"Drive, typical, {workers} processes": partial(time_preprocess_from_drive, data, "typical", workers)
+            for workers in cores
         }
         things |= {f"Drive, {name}": partial(time_copy, shards, name) for name in DRIVE_PROFILES}
         runs: list[Run] = [({"name": name}, partial(_run_in_folder, options.work, run)) for name, run in things.items()]
