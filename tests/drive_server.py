@@ -21,13 +21,12 @@ from colab_utils.drive import DriveProfile, get_profile
 
 @dataclass
 class _Open:
-    """A file that is open: its descriptor, and until when the bytes that were asked for so far are under way."""
+    """A file that is open: its descriptor, and where the last read ended."""
 
     descriptor: int
     cached: bool
     read_bytes: int = 0
     written: bool = False
-    busy_until_s: float = 0.0
 
 
 class Drive:
@@ -43,7 +42,7 @@ class Drive:
         self._cached: set[str] = set()
         self._known: set[str] = set()
         self._ours: set[str] = set()
-        self._lock, self._busy_until_s = threading.Lock(), 0.0
+        self._lock, self._pipe = threading.Lock(), threading.Lock()
 
     def check(self, *, writes: bool = False, reads: bool = False) -> None:
         """Raise what is to go wrong now."""
@@ -110,25 +109,20 @@ class Drive:
         file = self._files[fh]
         if self._faults["short_read"]:
             size = min(size, self._faults["short_read"])
-        began_s = time.perf_counter()
         data = os.pread(fh, size, offset)
         if self.profile and not file.cached:
-            self._spend(file, len(data), began_s)
+            self._spend(len(data))
             file.read_bytes += len(data)
         return data
 
-    def _spend(self, file: _Open, count: int, began_s: float) -> None:
-        """The time of so many bytes: in this stream, however many reads the kernel has under way in it, and in the pipe
-        that all streams share. What wakes up late on a busy machine loses nothing: the network went on.
-        """
+    def _spend(self, count: int) -> None:
+        """The time of so many bytes: in this stream, and in the pipe that all streams share."""
         assert self.profile is not None
-        with self._lock:
-            file.busy_until_s = max(file.busy_until_s, began_s) + count / self.profile.bytes_per_s
-            ready_s = file.busy_until_s
-            if self.profile.total_bytes_per_s:
-                self._busy_until_s = max(self._busy_until_s, began_s) + count / self.profile.total_bytes_per_s
-                ready_s = max(ready_s, self._busy_until_s)
-        time.sleep(max(0.0, ready_s - time.perf_counter()))
+        began_s = time.perf_counter()
+        if self.profile.total_bytes_per_s:
+            with self._pipe:
+                time.sleep(count / self.profile.total_bytes_per_s)
+        time.sleep(max(0.0, count / self.profile.bytes_per_s - (time.perf_counter() - began_s)))
 
     # --- calls that write
 

@@ -82,7 +82,7 @@ def time_batches(
     ``step`` is called as ``step(images, targets)`` where a batch is such a pair, else as ``step(batch)``. ``warmup``
     batches come first, untimed, or fewer in ``max_s`` seconds, after which it stops with the batches there are. Slow
     workers deliver in bursts, a batch from each: one such round is untimed, and three are timed, with ``least`` batches
-    in all, or as many whole rounds as three times ``max_s`` allow, one at least.
+    in all, or as many whole rounds as three times ``max_s`` allow from the first timed batch on, one at least.
 
     Raises:
         ColabUtilsError: the loader yields nothing, too little, or raises; the message says at which batch.
@@ -97,7 +97,7 @@ def time_batches(
     images, first_batch_s, wait_cpu_s, step_cpu_s, cpu_began_s = 0, 0.0, 0.0, 0.0, measure_tree_cpu()
     source, lanes = _fetch_batches(loader), max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
-    began_s = asked_s = perf_counter()
+    began_s = timed_s = asked_s = perf_counter()
     asked_cpu_s = thread_time()
     for seen, batch in enumerate(source, start=1):
         synchronize()  # what the loader queued on the device belongs to the wait
@@ -110,7 +110,8 @@ def time_batches(
         if seen <= untimed:
             late = ended_s - began_s > max_s and seen % lanes == 0
             untimed = seen if late else untimed
-            cpu_began_s = measure_tree_cpu() if seen == untimed else cpu_began_s
+            if seen == untimed:
+                cpu_began_s, timed_s = measure_tree_cpu(), ended_s
         else:
             waits.append(got_s - asked_s)
             steps.append(ended_s - got_s)
@@ -118,8 +119,8 @@ def time_batches(
             step_cpu_s += ended_cpu_s - got_cpu_s
             images += _count_images(batch)
             rounds, rest = divmod(len(waits), lanes)
-            most_s = max_s if rounds >= _ROUNDS and len(waits) >= least else _ROUNDS * max_s
-            if len(waits) >= batches or (not rest and ended_s - began_s > most_s):
+            enough = rounds >= _ROUNDS and len(waits) >= least and ended_s - began_s > max_s
+            if len(waits) >= batches or (not rest and (enough or ended_s - timed_s > _ROUNDS * max_s)):
                 break
         asked_s, asked_cpu_s = perf_counter(), thread_time()
     cpu_s = measure_tree_cpu() - cpu_began_s

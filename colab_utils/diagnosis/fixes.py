@@ -1,4 +1,4 @@
-"""What would cure a stall, and how much each cure would bring: forecast from measured layers, or tried for real."""
+"""What would cure a stall, and how much each cure would bring: forecast by a short trial, measured by a long one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -41,14 +42,15 @@ _MEMORY_SHARE = 0.5  # of what is free
 _NO_LIMIT = 65_536  # pixels: shards that keep every image as it is
 _MOST_OFF = 0.7  # of the simulation, today, that is believed to stay the same
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
+_LATE = 4  # times the seconds of a diagnosis: what can be simulated is not tried any more
 _TRIAL_BATCHES = 20  # or as many as three times its share of the seconds allow
 _TRIAL_SHARE, _VERIFY_SHARE = 0.15, 0.4  # of the seconds of a diagnosis, for each fix: as long as today was measured
 
 
 @dataclass(frozen=True)
 class Fix:
-    """One cure: images per second as forecast and, where it was tried, as measured (else None); what an epoch takes
-    then; and what the cure costs once (0 where that is nothing).
+    """One cure: images per second as forecast and, where that was asked for, as measured (else None); what an epoch
+    takes then; and what the cure costs once (0 where that is nothing).
     """
 
     name: str
@@ -73,7 +75,7 @@ class Fix:
 class Situation:
     """What was measured before any fix: ``now`` with the step (None: none), on ``cached`` batches, and the loader
     ``alone``; the ``layers`` of a worker's time for an image, and the ``indices`` of the images they were timed on.
-    ``seconds`` are those of the diagnosis; ``verify``: measure the fixes, too.
+    ``seconds`` are those of the diagnosis, which began at ``began_s``; ``verify``: measure the fixes, too.
     """
 
     loader: Any
@@ -86,6 +88,12 @@ class Situation:
     workers: int
     seconds: float
     verify: bool
+    began_s: float
+
+    @property
+    def is_late(self) -> bool:
+        """Whether no more should be tried than must be; who verifies has time."""
+        return not self.verify and perf_counter() - self.began_s > _LATE * self.seconds
 
     @cached_property
     def stand_in(self) -> EmulatedStep | None:
@@ -151,10 +159,10 @@ class Situation:
         off = self.now.images_per_second / self.simulate(self.costs, self.workers)
         return min(max(off, _MOST_OFF), 1 / _MOST_OFF)
 
-    def estimate(self, workers: int, *, prefetch: int | None = None, faster: float = 1.0) -> float:
-        """Images per second with other settings that are not tried: simulated, and corrected by today's error."""
-        step_s, step_cpu_s = self.costs.step_s / faster, self.costs.step_cpu_s / faster
-        costs = replace(self.costs, step_s=step_s, step_cpu_s=step_cpu_s)
+    def estimate(self, costs: Costs, workers: int, *, prefetch: int | None = None, faster: float = 1.0) -> float:
+        """Images per second of what is not tried: simulated, and corrected by today's error."""
+        step_s, step_cpu_s = costs.step_s / faster, costs.step_cpu_s / faster
+        costs = replace(costs, step_s=step_s, step_cpu_s=step_cpu_s)
         rate = self.correction * self.simulate(costs, workers, prefetch)
         return min(rate, 1 / step_s) if step_s else rate
 
@@ -178,15 +186,20 @@ class Situation:
 
     def try_out(
         self, name: str, sentence: str, dataset: Any, workers: int, *, packs: bool = False, prefetch: int | None = None,
-        faster: float = 1.0, once_minutes: float = 0.0, once_gb: float = 0.0,
+        faster: float = 1.0, once_minutes: float = 0.0, once_gb: float = 0.0, costs: Costs | None = None,
     ) -> Fix:  # fmt: skip
-        """Forecast a fix by a short trial over its data, beside a stand-in for the step (so many times ``faster``);
-        then measure it for longer with your own step, if that is wanted and can be.
+        """Forecast a fix by a short trial over its data, beside a stand-in for the step (so many times ``faster``), or
+        by simulation where it is late and ``costs`` are known, or where it cannot be tried; then measure it for longer
+        with your own step, if that is wanted and can be.
         """
         stand_in = EmulatedStep(self.stand_in.step_ms / faster, self.stand_in.busy) if self.stand_in else None
         run = partial(self.time, dataset, workers, packs=packs, prefetch=prefetch)
-        trial = run(stand_in, max_s=_TRIAL_SHARE * self.seconds, least=_TRIAL_BATCHES)
-        rate = trial.images_per_second if trial else self.estimate(workers, prefetch=prefetch, faster=faster)
+        late = self.is_late and (costs or dataset is self.loader.dataset)
+        trial = None if late else run(stand_in, max_s=_TRIAL_SHARE * self.seconds, least=_TRIAL_BATCHES)
+        if trial:
+            rate = trial.images_per_second
+        else:
+            rate = self.estimate(costs or self.costs, workers, prefetch=prefetch, faster=faster)
         fix = self.forecast(name, sentence, rate, once_minutes=once_minutes, once_gb=once_gb)
         can_be = faster == 1 or self.step is self.stand_in  # your own step cannot be made faster here
         step = self.step if faster == 1 else stand_in
@@ -247,13 +260,16 @@ _CURES = (
 def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
     """Every cure that applies: its forecast and, where that is wanted, its measured rate.
 
-    Cures of the data are tried on a sample of it in a temporary folder. Each trial takes 0.15 of the seconds of the
-    diagnosis, and measuring a fix 0.4 of them. ``min_size`` and ``max_size`` are the sides in pixels that training
+    Cures of the data come first, tried on a sample of it in a temporary folder. Each trial takes 0.15 of the seconds of
+    the diagnosis, and measuring a fix 0.4 of them. ``min_size`` and ``max_size`` are the sides in pixels that training
     needs.
     """
-    dataset, workers = now.loader.dataset, now.choose_workers(now.costs)
-    fixes = [now.try_out("more workers", f"Use {_count(workers)}, not {now.workers}", dataset, workers)]
-    fixes += _forecast_settings(now)
+    return [*_forecast_cures(now, min_size, max_size), *_forecast_settings(now)]
+
+
+def _forecast_cures(now: Situation, min_size: int, max_size: int) -> list[Fix]:
+    """Other forms and places of the data."""
+    dataset, fixes = now.loader.dataset, list[Fix]()
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return fixes
     sharded, packs, share = isinstance(dataset, ShardDataset), isinstance(now.loader, Loader), 1.0
@@ -262,14 +278,12 @@ def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
         planned = [plan_size(*size, min_size=min_size, max_size=max_size) for size in sizes]
         share = sum(h * w for h, w in planned) / max(sum(h * w for h, w in sizes), 1)
     local = dataset.profile is None and not is_on_drive(dataset.folder)
+    cures = [
+        cure for cure in _CURES
+        if not (cure.packs and sharded and packs) and (share <= 0.9 or not cure.shrinks)
+        and not (sharded and local and not cure.packs)
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
-        if isinstance(dataset, CocoFolder) and not local:
-            fixes.append(_forecast_copy(now, dataset, Path(folder) / "files"))
-        cures = [
-            cure for cure in _CURES
-            if not (cure.packs and sharded and packs) and (share <= 0.9 or not cure.shrinks)
-            and not (sharded and local and not cure.packs)
-        ]  # fmt: skip
         for cure in cures:
             limits = (min_size, max_size) if cure.shrinks else (_NO_LIMIT, _NO_LIMIT)
             sample = _make_sample(now, Path(folder), *limits)
@@ -285,6 +299,8 @@ def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
                 name, minutes, gb = f"{cures[-1].name}, and {_count(workers)}", fix.once_minutes, fix.once_gb
                 fixes.append(now.try_out(name, "Both together", view, workers, packs=packs, once_minutes=minutes,
                                          once_gb=gb))  # fmt: skip
+        if isinstance(dataset, CocoFolder) and not local:
+            fixes.append(_forecast_copy(now, dataset, Path(folder) / "files"))
     return fixes
 
 
@@ -293,15 +309,11 @@ def _count(workers: int) -> str:
 
 
 def _forecast_settings(now: Situation) -> list[Fix]:
-    """What any loader and step can have: more batches ahead, samples kept in memory, a faster step."""
+    """What any loader and step can have: samples kept in memory, more workers, more batches ahead, a faster step."""
     loader, fixes = now.loader, list[Fix]()
     dataset: Any = loader.dataset
-    if now.workers:
-        ahead = 2 * now.prefetch
-        said = f"Keep {ahead} batches ahead for each worker, not {now.prefetch}"
-        fixes.append(now.try_out("more prefetch", said, dataset, now.workers, prefetch=ahead))
     if isinstance(loader, DataLoader) and now.layers:
-        kept = [dataset[index] for index in now.indices[:_KEPT]]
+        kept = [dataset[index] for index in now.indices[: 1 if now.is_late else _KEPT]]
         each = sum(len(pickle.dumps(sample)) for sample in kept) / len(kept)
         needed = each * len(dataset) * max(1, now.workers)
         free = find_free_memory()
@@ -309,9 +321,16 @@ def _forecast_settings(now: Situation) -> list[Fix]:
         has += f", {format_bytes(free)} are free"
         if needed < _MEMORY_SHARE * free:
             said = f"Keep every sample from the first epoch on, random changes and all ({has})"
-            fixes.append(now.try_out(name, said, kept, now.workers))
+            left_s = max(now.costs.cpu_s - sum(layer.cpu_ms for layer in now.layers.values()) / 1000, 0.0)
+            fixes.append(now.try_out(name, said, kept, now.workers, costs=replace(now.costs, io_s=0.0, cpu_s=left_s)))
         else:
             fixes.append(now.forecast(name, f"Not here: {has}"))
+    workers = now.choose_workers(now.costs)
+    fixes.append(now.try_out("more workers", f"Use {_count(workers)}, not {now.workers}", dataset, workers))
+    if now.workers:
+        ahead = 2 * now.prefetch
+        said = f"Keep {ahead} batches ahead for each worker, not {now.prefetch}"
+        fixes.append(now.try_out("more prefetch", said, dataset, now.workers, prefetch=ahead))
     if now.step:
         said = "Half precision (AMP) or a smaller input, where they halve the step"
         fixes.append(now.try_out("a step twice as fast", said, dataset, now.workers, faster=2))
@@ -342,6 +361,7 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path) -> Fix:
         f"Copy the files: reading takes {read.mean_ms:.1f} ms an image, not {was.mean_ms:.1f}",
         _lengthen(local) if isinstance(now.loader, Loader) else local, now.workers,
         once_minutes=images * was.mean_ms / 60_000 / COPY_STREAMS, once_gb=images * sum(sizes) / len(sizes) / 1e9,
+        costs=replace(now.costs, io_s=max(read.mean_ms - read.cpu_ms, 0.0) / 1000),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,8 @@ def diagnose(
         step: your training step, called as ``step(images, targets)``, or an `EmulatedStep`; None times the loader
             alone, and a copy of each batch in memory: then ``headspace`` says nothing about training.
         seconds: about how long to measure; each forecast, where there is something to win, takes 0.15 of it (up to
-            three times that with a slow loader), and ``verify`` 0.4 of it for each fix.
+            three times that with a slow loader), and ``verify`` 0.4 of it for each fix. Without ``verify``, what can be
+            simulated is not tried any more after four times these seconds: the default takes three minutes at most.
         verify: also measure the fixes for longer with your own step, those for the data on a sample of the images.
         min_size: the shorter side that training needs, pixels.
         max_size: the longer side that training needs, pixels.
@@ -115,6 +117,7 @@ def diagnose(
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:
+    began_s = perf_counter()
     kept: list[Any] = []
     count = 0
 
@@ -143,7 +146,9 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     headspace, fixes = cached.images_per_second / now.images_per_second, []
     if isinstance(loader, Loader | DataLoader) and (step is None or headspace >= _FINE_HEADSPACE):
         indices = parts.indices[:_SAMPLED]
-        situation = Situation(loader, step, now, cached, alone, parts.sample, indices, workers, seconds, verify)
+        situation = Situation(
+            loader, step, now, cached, alone, parts.sample, indices, workers, seconds, verify, began_s
+        )  # fmt: skip
         fixes = find_fixes(situation, **sizes)
     images = now.images / len(now.wait_s)
     layers = [*parts.sample.values(), *parts.batch]

@@ -102,7 +102,7 @@ class TestTimeBatches:
         assert times.images == 2 + 1 + 2 + 1 + 2
 
     def test_stops_at_the_time_cap_with_one_batch_at_least(self):
-        times = time_batches(DataLoader(_Samples(50, sleep_s=0.02)), batches=50, warmup=1, max_s=0.01)
+        times = time_batches(DataLoader(_Samples(50, sleep_s=0.02)), batches=50, warmup=1, max_s=0.005)
         assert len(times.wait_s) == 1
 
     def test_counts_cpu_of_workers_but_not_of_the_step(self):

@@ -295,3 +295,23 @@ def test_a_broken_image_is_named(tiny_dataset, tmp_path):
     loader = make_loader(CocoFolder(tmp_path, annotations), batch_size=2, workers=0)
     with pytest.raises(ColabUtilsError, match=r"batch 1 .*tmp|batch 1 .*\.jpg"):
         diagnose(loader, seconds=1)
+
+
+def test_late_what_can_be_simulated_is_not_tried(monkeypatch, tiny_dataset):
+    tried = []
+    real = fixes.Situation.time
+
+    def note(self, dataset, *arguments, **options):
+        tried.append(dataset)
+        return real(self, dataset, *arguments, **options)
+
+    monkeypatch.setattr(fixes.Situation, "time", note)
+    monkeypatch.setattr(fixes, "_LATE", 0)
+    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+    loader = DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=_collate)
+    found = _by_name(diagnose(loader, EmulatedStep(5), seconds=2).fixes)
+    assert {"more workers", "more prefetch", "a step twice as fast", "samples in memory"} <= set(found)
+    assert not any(isinstance(one, CocoFolder | list) for one in tried)
+    assert tried  # shards are made and tried all the same
+    local = found["image files on the local SSD"].forecast_images_per_second
+    assert local > 1.5 * found["more prefetch"].forecast_images_per_second
