@@ -7,17 +7,15 @@ Steps are short here, so that a checkpoint is often waited for: in a run with mi
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from benchmarks.command import Run, measure_in_turns, run_to_end
+from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from colab_utils.data.builtin import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
@@ -56,7 +54,7 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
         if costs:
             table.append({
                 "model": model, "checkpoint, MB": f"{every[0]['bytes'] / 1e6:.0f}",
-                "costs, s": f"{median(costs):.2f} [{min(costs):.2f}-{max(costs):.2f}]",
+                "costs, s": format_spread(costs),
                 f"of {INTERVAL_S} s": f"{max(costs) / INTERVAL_S:.2%} at most",
             })  # fmt: skip
     return str(make_table(table)) if table else "nothing was measured"
@@ -64,12 +62,10 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
+    parser = make_parser("checkpoints", __doc__, builtin="checkpoints")
     parser.add_argument("--steps", type=int, default=6, help="of each run (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks/checkpoints"), help="for the data")
     parser.add_argument("--run", type=Path, help="where the checkpoints are written, a folder on Drive say (--work)")
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="all that is measured")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
 

@@ -9,23 +9,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import describe_machine, write_file
 
-__all__ = ["make_parser", "measure_in_turns", "run_to_end"]
+__all__ = ["format_spread", "make_parser", "measure_in_turns", "run_to_end"]
 
 Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
 """What names a run, and the run itself."""
 
 
-def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    """A parser that asks for COCO data, a folder to work in, and where the result goes."""
+def make_parser(name: str, text: str | None, *, builtin: str | None = None) -> argparse.ArgumentParser:
+    """A parser that asks for COCO data, a folder to work in, and where the result goes; with ``builtin`` not for data,
+    and that is the subfolder in which the built-in dataset is made.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
-    parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders")
-    parser.add_argument("--annotations", type=Path, nargs="+", metavar="FILE", required=True, help="COCO JSON of each")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks"), help="for the data")
+    if builtin is None:
+        parser.add_argument("--images", type=Path, nargs="+", metavar="DIR", required=True, help="image folders")
+        parser.add_argument(
+            "--annotations", type=Path, nargs="+", metavar="FILE", required=True, help="COCO JSON of each"
+        )
+    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks", builtin or ""), help="for the data")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="all that is measured")
     return parser
 
@@ -39,6 +45,16 @@ def measure_in_turns(
         rows.append({**names, "repeat": repeat, **run()})
         content = {"machine": asdict(describe_machine()), **about, "rows": rows}
         write_file(path, json.dumps(content, indent=1, default=str).encode())
+
+
+def format_spread(values: Sequence[float], how: str = ".2f") -> str:
+    """Median [lowest-highest].
+
+    Example:
+        >>> format_spread([3, 1, 2], ".0f")
+        '2 [1-3]'
+    """
+    return f"{median(values):{how}} [{min(values):{how}}-{max(values):{how}}]"
 
 
 def run_to_end(measure: Callable[[], None], tabulate: Callable[[], str]) -> int:

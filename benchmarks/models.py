@@ -8,7 +8,6 @@ only with ``--all``: on a CPU that takes an hour.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -25,7 +24,7 @@ from torch.nn.utils import prune
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 
-from benchmarks.command import Run, measure_in_turns, run_to_end
+from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_judged_data
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -156,13 +155,11 @@ def _spread(values: Sequence[float | None]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description=__doc__)
+    parser = make_parser("models", __doc__, builtin="quality")
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each model (%(default)s)")
     parser.add_argument("--min-size", type=int, default=800 if device == "cuda" else 192)
     parser.add_argument("--all", action="store_true", help="train the large models too; always on a GPU")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks/quality"), help="for the data")
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="all that is measured")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
 

@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 from pycocotools import mask as coco_mask
 
-from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
+from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import DRIVE_PROFILES
@@ -142,27 +141,23 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
         runs = [row for row in rows if row["name"] == name]
         if "planned" in runs[0]:
             table["making"].append({
-                "preprocess": name, "made in, s": _spread([run["made"] for run in runs]),
-                "planned / made": _spread([run["planned"] / run["made"] for run in runs]),
-                "planned / made, bytes": _spread([run["planned bytes"] / run["bytes"] for run in runs]),
-                "made / bare calls": _spread([run["made"] / run["bare"] for run in runs]),
-                "made / bare calls with masks": _spread([run["made"] / run["bare with masks"] for run in runs]),
+                "preprocess": name, "made in, s": format_spread([run["made"] for run in runs]),
+                "planned / made": format_spread([run["planned"] / run["made"] for run in runs]),
+                "planned / made, bytes": format_spread([run["planned bytes"] / run["bytes"] for run in runs]),
+                "made / bare calls": format_spread([run["made"] / run["bare"] for run in runs]),
+                "made / bare calls with masks": format_spread([run["made"] / run["bare with masks"] for run in runs]),
             })  # fmt: skip
         elif "made" in runs[0]:
             table["reading"].append({
-                "preprocess from": name, "made in, s": _spread([run["made"] for run in runs]),
-                "bare calls / made": _spread([run["bare"] / run["made"] for run in runs]),
+                "preprocess from": name, "made in, s": format_spread([run["made"] for run in runs]),
+                "bare calls / made": format_spread([run["bare"] / run["made"] for run in runs]),
             })  # fmt: skip
         else:
             table["copying"].append({
-                "copy from": name, "copied in, s": _spread([run["copy"] for run in runs]),
-                "bare reads / copy": _spread([run["bare"] / run["copy"] for run in runs]),
+                "copy from": name, "copied in, s": format_spread([run["copy"] for run in runs]),
+                "bare reads / copy": format_spread([run["bare"] / run["copy"] for run in runs]),
             })  # fmt: skip
     return "\n\n".join(str(make_table(part)) for part in table.values() if part) or "nothing was measured"
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

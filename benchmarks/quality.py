@@ -6,7 +6,6 @@ once from dense targets, through ``model(images, targets)`` with torchvision's t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from typing import Any
 
 from torchvision.transforms import v2
 
-from benchmarks.command import Run, measure_in_turns, run_to_end
+from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_judged_data
 from colab_utils.show.table import make_table
 from colab_utils.training.loop import train
@@ -55,11 +54,9 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
+    parser = make_parser("quality", __doc__, builtin="quality")
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each path (%(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmarks/quality"), help="for the data")
-    parser.add_argument("--json", type=Path, metavar="FILE", required=True, help="all that is measured")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
 

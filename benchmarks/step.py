@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
+from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed
@@ -196,18 +196,14 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
         of = {way: [row for row in rows if (row["data"], row["step"]) == (name, way)] for way in ways}
         for before, way in zip([ways[0], *ways], ways, strict=False):
             runs = of[way]
-            found = {"data": name, "step": way, "ms a step": _spread([run["step_ms"] for run in runs], ".0f")}
+            found = {"data": name, "step": way, "ms a step": format_spread([run["step_ms"] for run in runs], ".0f")}
             for label, rival in (("over the row before", before), ("over the references", ways[0])):
                 pairs = zip(of[rival], runs, strict=False)
-                found[label] = _spread([theirs["step_ms"] / ours["step_ms"] for theirs, ours in pairs], ".2f")
+                found[label] = format_spread([theirs["step_ms"] / ours["step_ms"] for theirs, ours in pairs])
             if "memory_mb" in runs[0]:
                 found["MB"] = f"{median(run['memory_mb'] for run in runs):.0f}"
             table.append(found)
     return str(make_table(table)) if table else "nothing was measured"
-
-
-def _spread(values: Sequence[float], how: str) -> str:
-    return f"{median(values):{how}} [{min(values):{how}}-{max(values):{how}}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

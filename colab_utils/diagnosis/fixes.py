@@ -295,10 +295,9 @@ def _forecast_cures(now: Situation, min_size: int, max_size: int) -> list[Fix]:
         if cures:
             packs = cures[-1].packs
             workers = now.choose_workers(now.find_costs(view, layers, packs=packs))
-            if workers != now.workers:
-                name, minutes, gb = f"{cures[-1].name}, and {_count(workers)}", fix.once_minutes, fix.once_gb
-                fixes.append(now.try_out(name, "Both together", view, workers, packs=packs, once_minutes=minutes,
-                                         once_gb=gb))  # fmt: skip
+            name, minutes, gb = f"{cures[-1].name}, and {_count(workers)}", fix.once_minutes, fix.once_gb
+            fixes.append(now.try_out(name, "Both together", view, workers, packs=packs, once_minutes=minutes,
+                                     once_gb=gb))  # fmt: skip
         if isinstance(dataset, CocoFolder) and not local:
             fixes.append(_forecast_copy(now, dataset, Path(folder) / "files"))
     return fixes
