@@ -29,6 +29,7 @@ from benchmarks.command import Run, format_spread, make_parser, measure_in_turns
 from benchmarks.data import make_data
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import DRIVE_PROFILES
+from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, copy_shards
 from colab_utils.shards.format import PIECE_BYTES, read_index
@@ -169,6 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
 
     def measure() -> None:
+        from tests.drive_mount import can_mount
+
+        if reason := can_mount():
+            raise ColabUtilsError(f"expected that a Drive can be mounted here, found {reason}: run make fuse as root")
         data = make_data("kept", options.work, options.images, options.annotations, samples=options.samples)
         shards = options.work / "preparing"
         shutil.rmtree(shards, ignore_errors=True)

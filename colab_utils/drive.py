@@ -116,7 +116,7 @@ class Retries:
     Attributes:
         count: how many times a call was tried again.
         failing: whether the last try of the latest call failed.
-        stop: an event; once it is set, nothing is waited for or tried again.
+        stop: an event, yours if you give one; once it is set, nothing is waited for or tried again.
 
     Example:
         >>> retries = Retries()
@@ -124,8 +124,8 @@ class Retries:
         ('read', 0)
     """
 
-    def __init__(self) -> None:
-        self.count, self.failing, self.stop = 0, False, threading.Event()
+    def __init__(self, stop: Any = None) -> None:
+        self.count, self.failing, self.stop = 0, False, stop or threading.Event()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """What ``call`` returns.

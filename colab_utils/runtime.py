@@ -37,7 +37,7 @@ __all__ = [
     "write_file",
 ]
 
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 20
 
 
 def count_cores() -> int:
@@ -216,6 +216,8 @@ def write_file(path: Path, data: bytes | bytearray) -> None:
     Raises:
         OSError: what Python raised, or EIO where the file reads back differently.
     """
+    import xxhash
+
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:
@@ -224,10 +226,12 @@ def write_file(path: Path, data: bytes | bytearray) -> None:
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # or it would be read from memory, which proves nothing
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        with open(temporary, "rb") as file:
-            for start in range(0, len(data), _PIECE_BYTES):
-                if file.read(_PIECE_BYTES) != data[start : start + _PIECE_BYTES]:
-                    raise OSError(errno.EIO, "what was written reads back differently")
+        found, piece = xxhash.xxh3_64(), memoryview(bytearray(_PIECE_BYTES))
+        with open(temporary, "rb", buffering=0) as file:
+            while count := file.readinto(piece):
+                found.update(piece[:count])
+        if found.digest() != xxhash.xxh3_64_digest(data):
+            raise OSError(errno.EIO, "what was written reads back differently")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -43,6 +44,8 @@ def can_mount() -> str:
     """Why no file system can be mounted here; "" if one can."""
     if not os.path.exists("/dev/fuse") or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         return "no /dev/fuse that may be opened"
+    if shutil.which("fusermount3") is None:
+        return "no fusermount3, of the package fuse3"
     try:
         import mfusepy  # noqa: F401
     except (ImportError, OSError) as error:

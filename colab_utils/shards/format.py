@@ -258,4 +258,4 @@ def pad_member(name: str, data: bytes) -> bytes:
     """
     header = tarfile.TarInfo(name)
     header.size = len(data)
-    return header.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % BLOCK_BYTES)
+    return b"".join((header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK_BYTES)))

@@ -188,7 +188,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # straight to RGB would warn
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _encode(image: Image.Image, extension: str, jpeg_quality: int) -> bytes:

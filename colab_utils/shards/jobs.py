@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -95,19 +95,20 @@ def store_sample(data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, An
 
 
 def write_shard(
-    job: ShardJob, count: Callable[[int], None], turn: AbstractContextManager[Any] | None = None
+    job: ShardJob, count: Callable[[int], object], turn: AbstractContextManager[Any] | None = None, stop: Any = None
 ) -> ShardResult:
     """Write one shard, or find it finished: the tar first, then the arrays, whose head vouches for the tar.
 
-    A shard whose images are all bad has no files. ``count`` is called with the number of images about to be done.
-    ``turn`` is held while the images are worked on, and not while a disk is waited for.
+    A shard whose images are all bad has no files. ``count`` is called with the number of images about to be done, and
+    with 0 while Drive is waited for; it may raise. ``turn`` is held while the images are worked on, and not while a
+    disk is waited for. Once ``stop``, an event, is set, Drive is not tried again.
 
     Raises:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
     tar_path, arrays_path = job.folder / f"{job.name}.tar", job.folder / f"{job.name}.arrays"
-    retries = Retries()
+    retries = Retries(stop)
     found = retries.run(partial(_find_shard, job, tar_path, arrays_path))
     if found is not None:
         count(len(job.dataset))
@@ -122,7 +123,7 @@ def write_shard(
 
 
 def _build_shard(
-    job: ShardJob, count: Callable[[int], None], retries: Retries
+    job: ShardJob, count: Callable[[int], object], retries: Retries
 ) -> tuple[bytearray, bytes, dict[str, Any]]:
     """A tar, its arrays, and their head, in memory."""
     tar, builder, annotations = bytearray(), ArraysBuilder(), 0
@@ -130,6 +131,9 @@ def _build_shard(
     with closing(_read_ahead(job, retries)) as files:
         for i, reading in enumerate(files):
             count(1)
+            while not reading.done():
+                count(0)
+                wait([reading], timeout=0.5)
             try:
                 key, extension, data, record = _make_sample(reading.result(), job.dataset, i, job.recipe)
             except DriveLostError:
@@ -160,17 +164,17 @@ def _build_shard(
 
 def _read_ahead(job: ShardJob, retries: Retries) -> Generator[Future[bytes], None, None]:
     """The images' files in their order, each asked for before it is needed: on Drive, reading is waiting."""
-    pending, pool = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read")
+    pending, pool, ahead = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read"), Retries()
     try:
         for i in range(len(job.dataset)):
-            pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
+            pending.append(pool.submit(read_image, job.images, job.dataset, i, ahead))
             if len(pending) > 2 * READ_STREAMS:
                 yield pending.popleft()
         while pending:
             yield pending.popleft()
     finally:
-        if pending:  # it ends early: nobody tries again
-            retries.stop.set()
+        ahead.stop.set()  # it may end early: nobody tries again
+        retries.count += ahead.count
         pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Literal
 
 from colab_utils.drive import describe_retries
@@ -35,18 +37,15 @@ def run_jobs(
     with show_progress("preprocess", total=total, unit="image") as bar:
         if executor is not None:
             return _collect([executor.submit(_work, job) for job in jobs], total, allowed, bar)
-        if count <= 1:
-            results: list[ShardResult] = []
-            for job in jobs:
-                results.append(write_shard(job, bar.update))
-                _check_bad([image for result in results for image in result.skipped], total, allowed)
-            return results
         context = multiprocessing.get_context("fork")
         done, stop, turns = context.Value("q", 0), context.Event(), context.Semaphore(count)
+        work = partial(write_shard, count=partial(_count_done, done, stop), turn=turns, stop=stop)
         # one more than work at a time: it waits for the disk meanwhile
-        with fork_pool(min(count + 1, len(jobs)), _start_worker, done, stop, turns) as pool:
+        pool = fork_pool(count + 1, _start_worker, work) if count > 1 else ThreadPoolExecutor(count + 1)
+        with pool:
             try:
-                return _collect([pool.submit(_work, job) for job in jobs], total, allowed, bar, done)
+                run = work if count == 1 else _work
+                return _collect([pool.submit(run, job) for job in jobs], total, allowed, bar, done)
             except BaseException:
                 stop.set()  # each worker gives up at its next image: no half shard is ever renamed
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -92,23 +91,20 @@ def _check_bad(bad: list[SkippedImage], total: int, allowed: int) -> None:
         )
 
 
-_done: Any = None
-_stop: Any = None
-_turns: Any = None
+_run: Callable[[ShardJob], ShardResult] = partial(write_shard, count=int)
 
 
-def _start_worker(done: Any, stop: Any, turns: Any) -> None:
-    global _done, _stop, _turns
-    _done, _stop, _turns = done, stop, turns
+def _start_worker(run: Callable[[ShardJob], ShardResult]) -> None:
+    global _run
+    _run = run
 
 
 def _work(job: ShardJob) -> ShardResult:
-    return write_shard(job, _count_done, _turns)
+    return _run(job)
 
 
-def _count_done(images: int) -> None:
-    if _stop is not None and _stop.is_set():
+def _count_done(done: Any, stop: Any, images: int) -> None:
+    if stop.is_set():
         raise ColabUtilsError("stopped")
-    if _done is not None:
-        with _done.get_lock():
-            _done.value += images
+    with done.get_lock():
+        done.value += images

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -73,19 +74,23 @@ def test_files_are_read_ahead_and_nothing_is_held_while_a_shard_is_written(datas
         return real_read(*arguments)
 
     def write_without_turn(path, data):
-        assert not turns
+        assert threading.get_ident() not in turns
         real_write(path, data)
 
     class Turn:
+        lock = threading.Lock()
+
         def __enter__(self):
-            turns.append(1)
+            self.lock.acquire()
+            turns.append(threading.get_ident())
 
         def __exit__(self, *error):
             turns.pop()
+            self.lock.release()
 
     monkeypatch.setattr(jobs, "read_image", read)
     monkeypatch.setattr(jobs, "_write", write_without_turn)
-    monkeypatch.setattr(pool, "write_shard", lambda job, count: jobs.write_shard(job, count, Turn()))
+    monkeypatch.setattr(pool, "write_shard", lambda job, **own: jobs.write_shard(job, **{**own, "turn": Turn()}))
     run(dataset, folder)
     assert snapshot(folder) == snapshot(undisturbed)
     assert 2 <= max(most) <= jobs.READ_STREAMS
@@ -237,11 +242,13 @@ def test_ctrl_c_leaves_finished_shards_only(tiny_dataset, undisturbed, folder, t
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk_leaves_finished_shards_and_continues(tiny_dataset, undisturbed, folder, monkeypatch, workers):
-    """The third shard does not fit."""
+    """The third shard does not fit, and the first two are there when it is written."""
     data, fsync = (tiny_dataset.images, tiny_dataset.annotations), os.fsync
 
     def fill(descriptor):
         if "shard-000002" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            while not all((folder / f"shard-00000{number}.arrays").exists() for number in range(2)):
+                time.sleep(0.01)
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(descriptor)
 
@@ -255,6 +262,29 @@ def test_a_full_disk_leaves_finished_shards_and_continues(tiny_dataset, undistur
     assert all(expected[name] == content for name, content in left.items() if name != "unfinished.json")
     run(data, folder)
     assert snapshot(folder) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(tiny_dataset, folder, monkeypatch, workers):
+    real = jobs.read_image
+
+    def fail(images, dataset, i, retries=None):
+        return retries.run(lose) if retries else real(images, dataset, i)
+
+    def lose():
+        raise DriveLostError("lost")
+
+    def interrupt(futures, *, timeout, return_when):
+        time.sleep(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "read_image", fail)
+    monkeypatch.setattr(pool, "wait", interrupt)
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (600.0,))
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run((tiny_dataset.images, tiny_dataset.annotations), folder, workers=workers)
+    assert time.monotonic() - began_s < 300  # and not 600
 
 
 def test_a_really_full_disk(coco_mini, tmp_path, monkeypatch):
