@@ -41,6 +41,7 @@ from colab_utils.show.table import make_table
 
 __all__ = ["main"]
 
+COPIED = 6000  # images, about
 SIZES: dict[str, dict[str, Any]] = {"keep": {}, "shrink": {"min_size": 400, "max_size": 667}, "pixels": {}}
 
 
@@ -175,9 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if reason := can_mount():
             raise ColabUtilsError(f"expected that a Drive can be mounted here, found {reason}: run make fuse as root")
         data = make_data("kept", options.work, options.images, options.annotations, samples=options.samples)
+        copied = make_data("kept", options.work / "copied", options.images, options.annotations, samples=COPIED)
         shards = options.work / "preparing"
         shutil.rmtree(shards, ignore_errors=True)
-        write_shards(data.images, data.annotations, shards=shards, shard_mb=16, form="keep")
+        write_shards(copied.images, copied.annotations, shards=shards, shard_mb=32, form="keep")
         cores = sorted({1, count_cores()}, reverse=True)
         things = {
             f"{form}, {workers} processes": partial(time_preprocess, data, form, workers)

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
@@ -252,10 +252,10 @@ class DriveFile:
         self._next = offset + got
         return got
 
-    def forget(self) -> None:
-        """Give back the memory in which the system keeps what was read, for files that are read once."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptors[-1], 0, 0, os.POSIX_FADV_DONTNEED)
+    def forget(self, n: int, offset: int) -> None:
+        """Give back the memory in which the system keeps ``n`` bytes from ``offset``, of files that are read once."""
+        with suppress(AttributeError, OSError):  # not on every system, and not from a mount that was lost meanwhile
+            os.posix_fadvise(self._descriptors[-1], offset, n, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""

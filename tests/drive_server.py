@@ -18,13 +18,28 @@ from typing import Any
 
 from colab_utils.drive import DriveProfile, get_profile
 
+BUFFERED_S = 0.01  # a stream goes on for so long while nobody reads it, into the buffers of its connection
+
+
+class _Stream:
+    """Bytes that come at a rate, however many ask for them."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s, self._last_s = bytes_per_s, time.perf_counter()
+
+    def plan(self, count: int) -> float:
+        """When so many more bytes are there, by `time.perf_counter`."""
+        self._last_s = max(self._last_s, time.perf_counter() - BUFFERED_S) + count / self.bytes_per_s
+        return self._last_s
+
 
 @dataclass
 class _Open:
-    """A file that is open: its descriptor, and where the last read ended."""
+    """A file that is open: its descriptor, and the stream that it is read from."""
 
     descriptor: int
     cached: bool
+    stream: _Stream | None = None
     read_bytes: int = 0
     written: bool = False
 
@@ -42,7 +57,8 @@ class Drive:
         self._cached: set[str] = set()
         self._known: set[str] = set()
         self._ours: set[str] = set()
-        self._lock, self._pipe = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._pipe = _Stream(profile.total_bytes_per_s) if profile and profile.total_bytes_per_s else None
 
     def check(self, *, writes: bool = False, reads: bool = False) -> None:
         """Raise what is to go wrong now."""
@@ -101,7 +117,8 @@ class Drive:
         cached = path in self._cached
         if self.profile and not cached and not writes:
             time.sleep(self.profile.open_s)
-        self._files[descriptor] = _Open(descriptor, cached, written=writes)
+        stream = _Stream(self.profile.bytes_per_s) if self.profile and not cached else None
+        self._files[descriptor] = _Open(descriptor, cached, stream, written=writes)
         return descriptor
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
@@ -110,19 +127,12 @@ class Drive:
         if self._faults["short_read"]:
             size = min(size, self._faults["short_read"])
         data = os.pread(fh, size, offset)
-        if self.profile and not file.cached:
-            self._spend(len(data))
-            file.read_bytes += len(data)
+        if file.stream:
+            with self._lock:  # the time of so many bytes: in this stream, and in the pipe that all streams share
+                ready_s = max(stream.plan(len(data)) for stream in (file.stream, self._pipe) if stream)
+                file.read_bytes += len(data)
+            time.sleep(max(0.0, ready_s - time.perf_counter()))
         return data
-
-    def _spend(self, count: int) -> None:
-        """The time of so many bytes: in this stream, and in the pipe that all streams share."""
-        assert self.profile is not None
-        began_s = time.perf_counter()
-        if self.profile.total_bytes_per_s:
-            with self._pipe:
-                time.sleep(count / self.profile.total_bytes_per_s)
-        time.sleep(max(0.0, count / self.profile.bytes_per_s - (time.perf_counter() - began_s)))
 
     # --- calls that write
 

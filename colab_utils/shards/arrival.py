@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -134,19 +135,19 @@ class Arrival:
 
     def _copy_all(self) -> None:
         first, *rest = self._order
-        self._fetch(first)
         with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
+            self._fetch(first, pool.map)
             for _ in pool.map(self._fetch, rest):
                 pass
         write_index(self.target, self.index)
 
-    def _fetch(self, number: int) -> None:
+    def _fetch(self, number: int, do_each: Callable[..., Iterable[Any]] = map) -> None:
         began_s = perf_counter()
         if self._job.stop.is_set():
             raise CancelledError  # or the index would be written without this shard
         try:
-            for file in self.index.shards[number].files():
-                self._job.copy_file(*file)
+            for _ in do_each(lambda file: self._job.copy_file(*file), self.index.shards[number].files()):
+                pass
         except DriveLostError as error:
             raise DriveLostError(
                 f"{error}; {len(self.spans_s)} of {len(self.index.shards)} shards are safe in {self.target}, "

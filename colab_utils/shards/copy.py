@@ -206,6 +206,7 @@ class Copying:
                     piece = piece[out.write(piece) :]
                 if hasattr(os, "posix_fadvise"):  # start to flush it, or the index would wait for the whole copy
                     os.posix_fadvise(out.fileno(), offset, count, os.POSIX_FADV_DONTNEED)
+                file.forget(count, offset)
 
             written: Future[None] | None = None
             while count := file.readinto(buffers[0], offset):
@@ -219,7 +220,6 @@ class Copying:
                 self._progress.put(count)
             if written:
                 written.result()
-            file.forget()
         return offset, state.hexdigest()
 
     def _open(self, name: str) -> DriveFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +17,7 @@ from colab_utils.errors import ColabUtilsError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["JPEG_QUALITY", "Form", "StoredImage", "fit_size", "make_record", "plan_size", "store_image"]
+__all__ = ["JPEG_QUALITY", "Form", "StoredImage", "dump_record", "fit_size", "make_record", "plan_size", "store_image"]
 
 Form = Literal["shrink", "keep", "pixels"]
 """How images lie in a shard: the larger ones shrunk once, all bytes kept, or shrunk and as raw pixels."""
@@ -161,6 +162,11 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
     }
 
 
+def dump_record(record: dict[str, Any]) -> bytes:
+    """The bytes of ``KEY.json``."""
+    return json.dumps(record, separators=(",", ":")).encode()
+
+
 def _turn_upright(image: Image.Image, size: tuple[int, int], *, turned: bool) -> Image.Image:
     """The image at the size the annotations give, turned by its EXIF orientation only where that explains it."""
     from PIL import ImageOps
@@ -193,9 +199,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _encode(image: Image.Image, extension: str, jpeg_quality: int) -> bytes:
     file = io.BytesIO()
-    if extension == "npy":
-        np.save(file, np.asarray(image), allow_pickle=False)
-    elif extension == "jpg":
+    if extension == "npy":  # as np.save does, with fewer copies
+        header = {"descr": "|u1", "fortran_order": False, "shape": (image.height, image.width, 3)}
+        np.lib.format.write_array_header_1_0(file, header)
+        return file.getvalue() + image.tobytes()
+    if extension == "jpg":
         image.save(file, "JPEG", quality=jpeg_quality)
     else:
         image.save(file, "PNG", compress_level=1)

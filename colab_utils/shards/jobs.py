@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,7 +24,7 @@ from colab_utils.shards.format import (
     hash_bytes,
     pad_member,
 )
-from colab_utils.shards.images import StoredImage, make_record, store_image
+from colab_utils.shards.images import StoredImage, dump_record, make_record, store_image
 
 __all__ = [
     "READ_STREAMS", "ShardJob", "ShardResult", "has_mended", "read_image", "read_sample", "store_sample", "write_shard",
@@ -55,8 +54,8 @@ class ShardJob:
 
 def read_sample(
     images: Path, dataset: CocoDataset, i: int, recipe: dict[str, Any], retries: Retries | None = None
-) -> tuple[str, str, bytes, bytes]:
-    """Key, extension, image bytes and record JSON of one image.
+) -> tuple[str, str, bytes, dict[str, Any]]:
+    """Key, extension, image bytes and record of one image.
 
     Raises:
         ColabUtilsError: if the image or one of its annotations is bad.
@@ -65,11 +64,12 @@ def read_sample(
     return _make_sample(read_image(images, dataset, i, retries), dataset, i, recipe)
 
 
-def _make_sample(data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, Any]) -> tuple[str, str, bytes, bytes]:
+def _make_sample(
+    data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, Any]
+) -> tuple[str, str, bytes, dict[str, Any]]:
     """The same of an image that was read."""
     stored, image = store_sample(data, dataset, i, recipe), dataset.image(i)
-    record = make_record(image, dataset.annotations(i), stored)
-    return f"{image['id']:012d}", stored.extension, stored.data, json.dumps(record, separators=(",", ":")).encode()
+    return f"{image['id']:012d}", stored.extension, stored.data, make_record(image, dataset.annotations(i), stored)
 
 
 def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
@@ -142,12 +142,11 @@ def _build_shard(
                 skipped.append(SkippedImage(job.dataset.file_name(i), str(error)))
                 continue
             spans = []
-            for end, part in ((extension, data), ("json", record)):
+            for end, part in ((extension, data), ("json", dump_record(record))):
                 spans.append((len(tar) + BLOCK_BYTES, len(part)))
                 tar += pad_member(f"{key}.{end}", part)
-            parsed = json.loads(record)
-            builder.add(parsed, data, *spans)
-            annotations += len(parsed["annotations"])
+            builder.add(record, data, *spans)
+            annotations += len(record["annotations"])
     tar += bytes(2 * BLOCK_BYTES)
     head = {
         "fingerprint": job.dataset.fingerprint,

@@ -213,7 +213,7 @@ def plan_shards(
                 bytes=round(size),
                 write_cpu_ms=cost.write_cpu_s * 1000,
                 read_cpu_ms=cost.read_cpu_s * 1000,
-                make_s=open_s + max(make_s, size / written),
+                make_s=open_s + make_s + size / written,  # beside the work, but it takes cores and memory from it
                 copy_s=_estimate_copying(size, math.ceil(count / per_shard), speed, written),
                 images_per_second=max(cores - BUSY_CORES, 0.1) / cost.read_cpu_s,
                 lacking=tuple(name for name in room if size > room[name] and (name != "RAM" or kind == "pixels")),

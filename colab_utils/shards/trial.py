@@ -24,7 +24,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import fork_pool, show_progress, write_file
 from colab_utils.shards.arrays import ArraysBuilder, ShardArrays, decode_counts
 from colab_utils.shards.format import hash_bytes, pad_member
-from colab_utils.shards.images import StoredImage, make_record
+from colab_utils.shards.images import StoredImage, dump_record, make_record
 from colab_utils.shards.jobs import read_image, store_sample
 
 __all__ = ["MASK_FORMS", "FormCost", "ImageTrial", "Trial", "time_writing", "try_forms"]
@@ -187,8 +187,8 @@ def _pad_image(data: bytes) -> bytearray:
 
 def _make_table(part: CocoDataset, stored: StoredImage) -> tuple[bytes, ShardArrays]:
     record = make_record(part.image(0), part.annotations(0), stored)
-    text, builder = json.dumps(record, separators=(",", ":")).encode(), ArraysBuilder()
-    builder.add(json.loads(text), stored.data, (0, 0), (0, 0))
+    text, builder = dump_record(record), ArraysBuilder()
+    builder.add(record, stored.data, (0, 0), (0, 0))
     return text, builder.build()
 
 

@@ -33,7 +33,7 @@ from colab_utils.shards.format import (
     remove_leftovers,
     write_index,
 )
-from colab_utils.shards.images import JPEG_QUALITY, Form
+from colab_utils.shards.images import JPEG_QUALITY, Form, dump_record
 from colab_utils.shards.jobs import ShardJob, has_mended, read_sample
 from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.pool import run_jobs
@@ -331,7 +331,8 @@ def _measure_sample(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) 
         except ColabUtilsError as error:
             reason = f"{dataset.file_name(i)}: {error}"  # reported with all others when its shard is written
             continue
-        sizes.append(sum(len(pad_member(f"{key}.{end}", part)) for end, part in ((extension, data), ("json", record))))
+        parts = ((extension, data), ("json", dump_record(record)))
+        sizes.append(sum(len(pad_member(f"{key}.{end}", part)) for end, part in parts))
     if not sizes:
         raise ColabUtilsError(
             f"expected usable images in {images}, found every one that was looked at bad, such as {reason}. Name the "
