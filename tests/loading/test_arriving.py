@@ -15,7 +15,7 @@ import torch
 from colab_utils.data.decoding import find_operator
 from colab_utils.drive import DriveLostError, DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import make_loader
+from colab_utils.loading import arriving, make_loader
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.copy import Copying, copy_shards
@@ -179,6 +179,37 @@ def train_two_epochs(dataset):
     epochs = [sorted(flatten(list_ids(loader))) for _ in range(2)]
     loader.close()
     return epochs
+
+
+def test_the_copy_does_not_wait_for_the_tables(drive, tmp_path, monkeypatch):
+    copied = threading.Event()
+    real_copy, real_load = Copying.copy_file, arriving.load_shard
+
+    def copy(self, *file):
+        real_copy(self, *file)
+        copied.set()
+
+    def load(*arguments, **options):
+        assert copied.wait(60)
+        return real_load(*arguments, **options)
+
+    monkeypatch.setattr(Copying, "copy_file", copy)
+    monkeypatch.setattr(arriving, "load_shard", load)
+    dataset = ArrivingShards(drive, tmp_path / "ssd")
+    assert dataset.image_ids.tolist() == ShardDataset(drive).image_ids.tolist()
+    dataset.stop()
+
+
+def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkeypatch):
+    def load(*arguments, **options):
+        raise ColabUtilsError("expected tables, found none")
+
+    monkeypatch.setattr(arriving, "load_shard", load)
+    with pytest.raises(ColabUtilsError, match="expected tables"):
+        ArrivingShards(drive, tmp_path / "ssd", profile=SLOW)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("arrival")]
+    copy_shards(drive, tmp_path / "ssd")
+    assert verify_shards(tmp_path / "ssd").bad == ()
 
 
 @pytest.mark.parametrize(
