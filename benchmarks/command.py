@@ -12,11 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import describe_machine, write_file
 
 __all__ = ["format_spread", "make_parser", "measure_in_turns", "run_to_end"]
 
+NOTED_SHARE = 0.02
 Run = tuple[dict[str, Any], Callable[[], dict[str, float]]]
 """What names a run, and the run itself."""
 
@@ -39,10 +42,19 @@ def make_parser(name: str, text: str | None, *, builtin: str | None = None) -> a
 def measure_in_turns(
     runs: Sequence[Run], rows: list[dict[str, Any]], *, repeats: int, about: dict[str, Any], path: Path
 ) -> None:
-    """Do every run once, then each again; the JSON at ``path`` holds ``about`` and the ``rows`` so far."""
+    """Do every run once, then each again; the JSON at ``path`` holds ``about`` and the ``rows`` so far.
+
+    Each has the share of this machine's CPU time that its host gave to others meanwhile (steal), where it is told.
+    """
     for repeat, (names, run) in product(range(repeats), runs):
         print(f"{', '.join(names.values())}: {repeat + 1} of {repeats}", file=sys.stderr, flush=True)
-        rows.append({**names, "repeat": repeat, **run()})
+        before = psutil.cpu_times()
+        row = {**names, "repeat": repeat, **run()}
+        spent = [after - earlier for after, earlier in zip(psutil.cpu_times(), before, strict=True)]
+        stolen = dict(zip(before._fields, spent, strict=True)).get("steal", 0.0) / max(sum(spent), 1e-9)
+        if stolen > NOTED_SHARE:
+            print(f"note: {stolen:.0%} of the CPU time went to other machines of this host", file=sys.stderr)
+        rows.append({**row, "stolen_share": stolen})
         content = {"machine": asdict(describe_machine()), **about, "rows": rows}
         write_file(path, json.dumps(content, indent=1, default=str).encode())
 

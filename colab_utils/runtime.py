@@ -210,8 +210,10 @@ def quiet_fork() -> Iterator[None]:
         yield
 
 
-def write_file(path: Path, data: bytes | bytearray) -> None:
+def write_file(path: Path, *parts: bytes) -> None:
     """Write a whole file under a temporary name, read it back, then rename it; a failure leaves nothing behind.
+
+    The file is the parts, one after the other.
 
     Raises:
         OSError: what Python raised, or EIO where the file reads back differently.
@@ -221,16 +223,18 @@ def write_file(path: Path, data: bytes | bytearray) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):  # or it would be read from memory, which proves nothing
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found, piece = xxhash.xxh3_64(), memoryview(bytearray(_PIECE_BYTES))
+        expected, found, piece = xxhash.xxh3_64(), xxhash.xxh3_64(), memoryview(bytearray(_PIECE_BYTES))
+        for part in parts:
+            expected.update(part)
         with open(temporary, "rb", buffering=0) as file:
             while count := file.readinto(piece):
                 found.update(piece[:count])
-        if found.digest() != xxhash.xxh3_64_digest(data):
+        if found.digest() != expected.digest():
             raise OSError(errno.EIO, "what was written reads back differently")
         os.replace(temporary, path)
     finally:

@@ -34,6 +34,7 @@ __all__ = [
     "pad_member",
     "read_index",
     "remove_leftovers",
+    "split_member",
     "write_index",
 ]
 
@@ -225,8 +226,8 @@ def explain_write(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def hash_bytes(data: bytes | bytearray) -> str:
-    """XXH3-64 in hexadecimal.
+def hash_bytes(*parts: bytes) -> str:
+    """XXH3-64 of all parts, one after the other, in hexadecimal.
 
     Example:
         >>> hash_bytes(b"")
@@ -234,7 +235,10 @@ def hash_bytes(data: bytes | bytearray) -> str:
     """
     import xxhash
 
-    return str(xxhash.xxh3_64_hexdigest(data))
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
 
 
 def hash_file(path: str | Path) -> str:
@@ -256,6 +260,11 @@ def pad_member(name: str, data: bytes) -> bytes:
         >>> len(pad_member("000000000001.json", b"{}"))
         1024
     """
+    return b"".join(split_member(name, data))
+
+
+def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
+    """The same as header, data and padding."""
     header = tarfile.TarInfo(name)
     header.size = len(data)
-    return b"".join((header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK_BYTES)))
+    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK_BYTES)

@@ -22,7 +22,7 @@ from colab_utils.shards.format import (
     SkippedImage,
     explain_write,
     hash_bytes,
-    pad_member,
+    split_member,
 )
 from colab_utils.shards.images import StoredImage, dump_record, make_record, store_image
 
@@ -116,7 +116,7 @@ def write_shard(
     with turn or nullcontext():
         tar, arrays, head = _build_shard(job, count, retries)
     if head["images"]:
-        retries.run(partial(_write, tar_path, tar))
+        retries.run(partial(_write, tar_path, *tar))
         retries.run(partial(_write, arrays_path, arrays))
     skipped = tuple(SkippedImage(**image) for image in head["skipped"])
     return ShardResult(_describe_shard(head, arrays_path.name, arrays), skipped, retries.count)
@@ -124,9 +124,9 @@ def write_shard(
 
 def _build_shard(
     job: ShardJob, count: Callable[[int], object], retries: Retries
-) -> tuple[bytearray, bytes, dict[str, Any]]:
-    """A tar, its arrays, and their head, in memory."""
-    tar, builder, annotations = bytearray(), ArraysBuilder(), 0
+) -> tuple[list[bytes], bytes, dict[str, Any]]:
+    """The parts of a tar, its arrays, and their head, in memory."""
+    tar, size, builder, annotations = list[bytes](), 0, ArraysBuilder(), 0
     skipped: list[SkippedImage] = []
     with closing(_read_ahead(job, retries)) as files:
         for i, reading in enumerate(files):
@@ -143,19 +143,21 @@ def _build_shard(
                 continue
             spans = []
             for end, part in ((extension, data), ("json", dump_record(record))):
-                spans.append((len(tar) + BLOCK_BYTES, len(part)))
-                tar += pad_member(f"{key}.{end}", part)
+                spans.append((size + BLOCK_BYTES, len(part)))
+                member = split_member(f"{key}.{end}", part)
+                size += sum(map(len, member))
+                tar += member  # pieces as they are: images that lie as pixels are megabytes to copy
             builder.add(record, data, *spans)
             annotations += len(record["annotations"])
-    tar += bytes(2 * BLOCK_BYTES)
+    tar.append(bytes(2 * BLOCK_BYTES))
     head = {
         "fingerprint": job.dataset.fingerprint,
         "recipe": job.recipe,
         "name": f"{job.name}.tar",
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
-        "bytes": len(tar),
-        "xxh3_64": hash_bytes(tar),
+        "bytes": size + 2 * BLOCK_BYTES,
+        "xxh3_64": hash_bytes(*tar),
         "skipped": [asdict(image) for image in skipped],
     }
     return tar, dump_arrays(head, builder.build()), head
@@ -177,9 +179,9 @@ def _read_ahead(job: ShardJob, retries: Retries) -> Generator[Future[bytes], Non
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _write(path: Path, data: bytes | bytearray) -> None:
+def _write(path: Path, *parts: bytes) -> None:
     with explain_write(path.parent):
-        write_file(path, data)
+        write_file(path, *parts)
 
 
 def has_mended(images: Path, dataset: CocoDataset, recipe: dict[str, Any], skipped: tuple[SkippedImage, ...]) -> bool:

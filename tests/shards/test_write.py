@@ -73,9 +73,9 @@ def test_files_are_read_ahead_and_nothing_is_held_while_a_shard_is_written(datas
         reading.pop()
         return real_read(*arguments)
 
-    def write_without_turn(path, data):
+    def write_without_turn(path, *parts):
         assert threading.get_ident() not in turns
-        real_write(path, data)
+        real_write(path, *parts)
 
     class Turn:
         lock = threading.Lock()
