@@ -39,6 +39,7 @@ __all__ = ["COPY_STREAMS", "CopyReport", "Copying", "check_space", "copy_shards"
 HEADER_BYTES = 4096
 DISK_MARGIN = 1.02
 COPY_STREAMS = 4  # files at the same time
+FLUSHED_BYTES = 8 * PIECE_BYTES  # in small portions the disk takes more of the cores
 
 
 @dataclass(frozen=True)
@@ -204,9 +205,11 @@ class Copying:
                 count = len(piece)
                 while piece:  # a disk that is nearly full may take less than it was given
                     piece = piece[out.write(piece) :]
-                if hasattr(os, "posix_fadvise"):  # start to flush it, or the index would wait for the whole copy
-                    os.posix_fadvise(out.fileno(), offset, count, os.POSIX_FADV_DONTNEED)
                 file.forget(count, offset)
+                if (offset + count) % FLUSHED_BYTES < count and hasattr(os, "posix_fadvise"):
+                    # start to flush it, or the index would wait for the whole copy
+                    start = max(0, offset + count - FLUSHED_BYTES)
+                    os.posix_fadvise(out.fileno(), start, FLUSHED_BYTES, os.POSIX_FADV_DONTNEED)
 
             written: Future[None] | None = None
             while count := file.readinto(buffers[0], offset):
