@@ -260,7 +260,8 @@ class DriveFile:
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         while self._descriptors:
-            os.close(self._descriptors.pop())
+            with suppress(OSError):  # a mount that was lost says so here too; the descriptor is gone all the same
+                os.close(self._descriptors.pop())
 
     def _open(self) -> None:
         with guard_drive(self.path):

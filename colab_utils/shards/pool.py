@@ -37,14 +37,14 @@ def run_jobs(
     with show_progress("preprocess", total=total, unit="image") as bar:
         if executor is not None:
             return _collect([executor.submit(_work, job) for job in jobs], total, allowed, bar)
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("fork" if count > 1 else None)
         done, stop, turns = context.Value("q", 0), context.Event(), context.Semaphore(count)
         work = partial(write_shard, count=partial(_count_done, done, stop), turn=turns, stop=stop)
         # one more than work at a time: it waits for the disk meanwhile
-        pool = fork_pool(count + 1, _start_worker, work) if count > 1 else ThreadPoolExecutor(count + 1)
+        most = min(count + 1, len(jobs))
+        pool, run = (fork_pool(most, _start_worker, work), _work) if count > 1 else (ThreadPoolExecutor(most), work)
         with pool:
             try:
-                run = work if count == 1 else _work
                 return _collect([pool.submit(run, job) for job in jobs], total, allowed, bar, done)
             except BaseException:
                 stop.set()  # each worker gives up at its next image: no half shard is ever renamed
