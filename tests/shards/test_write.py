@@ -264,6 +264,7 @@ def test_a_full_disk_leaves_finished_shards_and_continues(tiny_dataset, undistur
     assert snapshot(folder) == expected
 
 
+@pytest.mark.timeout(120)  # and not the hour of the next try
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(tiny_dataset, folder, monkeypatch, workers):
     real = jobs.read_image
@@ -280,11 +281,9 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(tiny_dataset
 
     monkeypatch.setattr(jobs, "read_image", fail)
     monkeypatch.setattr(pool, "wait", interrupt)
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (600.0,))
-    began_s = time.monotonic()
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (3600.0,))
     with pytest.raises(KeyboardInterrupt):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, workers=workers)
-    assert time.monotonic() - began_s < 300  # and not 600
 
 
 def test_a_really_full_disk(coco_mini, tmp_path, monkeypatch):
