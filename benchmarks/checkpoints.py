@@ -25,7 +25,7 @@ __all__ = ["main", "tabulate_runs", "time_run"]
 
 WAYS = ("last alone", "every step")
 MODELS = ("maskrcnn_resnet50_fpn", "maskrcnn_mobilenet_v3_large_fpn")
-INTERVAL_S = 300  # between two, by default
+INTERVAL_S = 60  # between two, by default
 
 
 def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict[str, float]:

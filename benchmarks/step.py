@@ -31,7 +31,7 @@ from colab_utils.show.table import make_table
 from colab_utils.training.folding import fold_norms
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn
-from colab_utils.training.step import choose_precision
+from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.views import choose_shapes, view_sizes
 
 __all__ = [
@@ -110,6 +110,7 @@ class ChangedStep:
         self.precision = torch.float16 if self.device.type == "cuda" else torch.float32
         if "bfloat16, no scaler" in changes:
             self.precision = choose_precision(self.device)
+            keep_boxes_exact(model)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
 
     def __call__(self, batch: Batch, following: Batch) -> Tensor:

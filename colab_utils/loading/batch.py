@@ -18,6 +18,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, expand_masks
 from colab_utils.loading.sample import BadSampleError, PackedSample, Target, join_tables
+from colab_utils.loading.transfer import send
 
 __all__ = [
     "BatchShape",
@@ -92,12 +93,12 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with its pixels, objects and mask bits on a device."""
-        moved = {name: getattr(self, name).to(device) for name in ("pixels", "boxes", "labels", "areas", "iscrowd")}
-        return replace(self, masks=self.masks._replace(bits=self.masks.bits.to(device)), **moved)
+        moved = {name: send(getattr(self, name), device) for name in ("pixels", "boxes", "labels", "areas", "iscrowd")}
+        return replace(self, masks=self.masks._replace(bits=send(self.masks.bits, device)), **moved)
 
     def to_images(self, device: torch.device | str) -> list[Tensor]:
         """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device."""
-        images = replace(self, pixels=self.pixels.to(device)).split_images()
+        images = replace(self, pixels=send(self.pixels, device)).split_images()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # several would spin for a core that the workers need
         try:
@@ -110,14 +111,14 @@ class PackedBatch:
         counts: list[int] = self.counts.tolist()
         sizes: list[list[int]] = self.sizes.tolist()
         if self.dense is None:
-            masks = expand_masks(self.masks._replace(bits=self.masks.bits.to(device)), sizes, counts)
+            masks = expand_masks(self.masks._replace(bits=send(self.masks.bits, device)), sizes, counts)
         else:
             shapes = [(count, h, w) for count, (h, w) in zip(counts, sizes, strict=True)]
-            parts = self.dense.to(device).split([prod(shape) for shape in shapes])
+            parts = send(self.dense, device).split([prod(shape) for shape in shapes])
             masks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         # copies: a box that you keep must not keep the whole batch
         objects = [
-            part.to(device, copy=True).split(counts) for part in (self.boxes, self.labels, self.areas, self.iscrowd)
+            send(part.clone(), device).split(counts) for part in (self.boxes, self.labels, self.areas, self.iscrowd)
         ]
         keys = ("boxes", "labels", "area", "iscrowd", "masks", "image_id")
         rows = zip(*objects, masks, self.image_ids.tolist(), strict=True)

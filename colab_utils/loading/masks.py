@@ -19,6 +19,7 @@ from torch import Tensor
 from colab_utils.data.masks import nearest_indices
 from colab_utils.data.runs import number_within
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.transfer import send
 
 __all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks"]
 
@@ -207,21 +208,15 @@ def _draw_rows(bits: Tensor, tables: _Tables, places: list[_Places], dense: Tens
             tables.offsets[of] * 8 + (stored - top[of]) * (right - left)[of] - left[of],
         ]
     )
-    shown = _send(columns, bits.device)
+    shown = send(columns, bits.device)
     most = CHUNK_BYTES // DRAWN_BYTES
     cuts = np.searchsorted(starts, np.arange(0, wide.sum() + most, most))
     for first, last in pairwise(np.unique(cuts).tolist()):
-        part, begin, length = _send(table[:, first:last], bits.device), int(starts[first]), int(wide[first:last].sum())
+        part, begin, length = send(table[:, first:last], bits.device), int(starts[first]), int(wide[first:last].sum())
         pixel = torch.arange(begin, begin + length, device=bits.device)
         column, to, bit = part[1:].repeat_interleave(part[0], 1, output_size=length)
         bit += shown[column.add_(pixel)]
         dense[to.add_(pixel)] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
-
-
-def _send(table: NDArray[Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(table))
-    # pinned: a copy from other memory would wait for all that the device still has to do
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @torch.no_grad()
@@ -305,7 +300,7 @@ def sample_masks(
             pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())
             columns = _weigh_pixels(grids[row, :, 0].T, across, (size, pixels.shape[2]), device)
             rows = _weigh_pixels(grids[row, :, 1].T, down, (size, pixels.shape[1]), device)
-            targets.index_add_(0, _send(row, device), rows @ (pixels @ columns.mT))
+            targets.index_add_(0, send(row, device), rows @ (pixels @ columns.mT))
     return targets
 
 
@@ -332,7 +327,7 @@ def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
 
     ``lines`` is [2, k]: each block's first bit, and how many bits further its next row starts.
     """
-    first, stride = _send(lines, bits.device)[..., None]
+    first, stride = send(lines, bits.device)[..., None]
     start = first + stride * torch.arange(shape[1], device=bits.device)
     places = (start >> 3)[..., None] + torch.arange(-(-shape[0] // 8) + 1, device=bits.device)
     pairs = bits[places.clamp_(max=len(bits) - 1)].int()
@@ -352,8 +347,8 @@ def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int]
         shape: size and pixels: those of the longest block, or more.
         device: where to make it.
     """
-    start, side, count, limit, shrink = _send(grid, device)[..., None, None]
-    sign, edge, length = _send(reach, device)[..., None, None]
+    start, side, count, limit, shrink = send(grid, device)[..., None, None]
+    sign, edge, length = send(reach, device)[..., None, None]
     number = torch.arange(int(grid[2].max()), dtype=torch.float32, device=device) + 0.5
     place = start + torch.arange(shape[0], dtype=torch.float32, device=device)[:, None] * side + number * side / count
     weight = ((number < count) & (place >= -1) & (place <= limit)) / count

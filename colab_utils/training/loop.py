@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.order import BatchOrder
 from colab_utils.loading.transforms import Transforms
@@ -21,8 +23,8 @@ from colab_utils.training.evaluation import AveragePrecision, evaluate
 from colab_utils.training.folding import fold_norms
 from colab_utils.training.images import TrainingImages, check_objects, open_images
 from colab_utils.training.judge import Judge, Judgement
-from colab_utils.training.memory import Gauge, MemoryPlan, find_gauge, plan_memory
-from colab_utils.training.model import assemble_mask_rcnn, build_mask_rcnn
+from colab_utils.training.memory import DoesNotFitError, Gauge, MemoryPlan, find_gauge, plan_memory
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, build_mask_rcnn
 from colab_utils.training.ranks import Ranks, join_ranks
 from colab_utils.training.report import LogLine, LossPoint, TrainingPlan, TrainReport
 from colab_utils.training.savings import apply_savings
@@ -83,7 +85,8 @@ def train(
             after the last step. The weights with the highest one of masks are kept as ``best-STEP.pt``.
         steps: Steps of the whole run, those of earlier sessions included.
         epochs: Passes over the dataset instead of ``steps``. Default: 1.
-        model: One of ``MODEL_NAMES``. Default: maskrcnn_resnet50_fpn_v2 on a GPU, the light one on a CPU.
+        model: One of ``MODEL_NAMES``. Default: maskrcnn_resnet50_fpn_v2 on a GPU, the light one on a CPU, and on a GPU
+            into whose memory the other does not fit, whatever is saved.
         weights: ``"coco"``, or None for random weights, see ``build_mask_rcnn``.
         batch_size: Images a step, over all processes. ``"auto"``: on a GPU the largest of 16, 8, 4, 2 and 1 a process
             whose heaviest batch fits; 2 on a CPU.
@@ -91,8 +94,9 @@ def train(
             ``run/previous-1`` and so on, and starts anew.
         seed: Decides the order of the images, the flips and the random weights.
         checkpoint_steps: Steps between checkpoints, in place of ``checkpoint_minutes``.
-        checkpoint_minutes: Minutes between checkpoints, beside those after the last step and on Ctrl-C. They are
-            written in a thread while training goes on.
+        checkpoint_minutes: Minutes between checkpoints, beside those at the end of an epoch (of short ones not of each:
+            they take a hundredth of the time at most), after the last step and on Ctrl-C. They are written in a thread
+            while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
         schedule: ``"cosine"``, the default, or ``"step"``, see ``compute_rate``.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU.
@@ -153,15 +157,27 @@ def train(
                 "an augment."
             )
         check_objects(images, min_size=settings.min_size, max_size=settings.max_size)
-        torch.manual_seed(seed)
-        step = _build_step(settings, images, place, ranks, weights=weights, known=known)
-        number, memory = settings.batch_size, None
-        apply_savings(step, known.get("savings", ()), images=-(-(number or 1) // ranks.count))
-        gauge = find_gauge(place)
-        if gauge is not None and transforms is None:
-            memory = _plan_memory(step, images, gauge, settings)
-            number = memory.batch_size * ranks.count if number is None else number
-        number = 2 * ranks.count if number is None else number
+        gauge = find_gauge(place) if transforms is None else None
+        build = partial(_build_step, images=images, device=place, ranks=ranks, weights=weights, known=known, seed=seed)
+        step, memory, fits = build(settings), None, True
+        try:
+            memory = _plan_memory(step, images, gauge, settings) if gauge else None
+        except DoesNotFitError:
+            fits = False
+            if model or known or settings.model == LIGHT_MODEL:
+                raise
+        if not fits:
+            warnings.warn(
+                f"{settings.model} does not fit into the GPU's memory, whatever is saved: {LIGHT_MODEL} is trained, "
+                "which costs precision. Name a model to choose, or a smaller min_size.",
+                ColabUtilsWarning,
+                stacklevel=2,
+            )
+            settings = replace(settings, model=LIGHT_MODEL)
+            del step  # its memory is needed
+            step = build(settings)
+            memory = _plan_memory(step, images, gauge, settings) if gauge else None
+        number = settings.batch_size or (memory.batch_size if memory else 2) * ranks.count
         if 0 < number < ranks.count:
             raise ColabUtilsError(
                 f"expected at least one image for each of {ranks.count} processes, found batch_size {number}. Pass a "
@@ -231,10 +247,11 @@ def train(
 
 
 def _build_step(
-    settings: RunSettings, images: TrainingImages, device: torch.device, ranks: Ranks, *, weights: str | None,
-    known: dict[str, Any],
+    settings: RunSettings, *, images: TrainingImages, device: torch.device, ranks: Ranks, weights: str | None,
+    known: dict[str, Any], seed: int,
 ) -> TrainingStep:  # fmt: skip
     """The model on its device, the same on every rank, with its optimiser; a checkpoint brings its own weights."""
+    torch.manual_seed(seed)
     names = {"num_classes": images.dataset.num_classes, "min_size": settings.min_size, "max_size": settings.max_size}
     if known:
         network = assemble_mask_rcnn(settings.model, starts_from=known["starts_from"], **names)
@@ -249,6 +266,7 @@ def _build_step(
     step = TrainingStep(network, device, jitter_side=side, ranks=ranks)
     step.optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)  # the schedule sets it
     ranks.copy_weights(network)
+    apply_savings(step, known.get("savings", ()), images=-(-(settings.batch_size or 1) // ranks.count))
     return step
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torchvision.models.detection import MaskRCNN
@@ -20,6 +21,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks
+from colab_utils.loading.transfer import send
 from colab_utils.training.matching import assign_anchors
 from colab_utils.training.views import Size, View, choose_views, fit_shape
 
@@ -84,10 +86,7 @@ def compute_losses(
     found = heads.box_head(heads.box_roi_pool(features, proposals, _list_shapes(images)))
     loss_classifier, loss_box_reg = fastrcnn_loss(*heads.box_predictor(found), labels, regression)
     losses = {"loss_classifier": loss_classifier, "loss_box_reg": loss_box_reg}
-    positives = [torch.where(label > 0)[0] for label in labels]
-    boxes = [proposal[positive] for proposal, positive in zip(proposals, positives, strict=True)]
-    objects = [match[positive] for match, positive in zip(matched, positives, strict=True)]
-    losses["loss_mask"] = _compute_mask_loss(heads, features, given, boxes, objects, batch)
+    losses["loss_mask"] = _compute_mask_loss(heads, features, given, proposals, matched, labels, batch)
     return {**losses, **proposal_losses}
 
 
@@ -99,8 +98,8 @@ class ModelInput(NamedTuple):
     targets: list[dict[str, Tensor]]
     """``boxes``, float32 [N, 4] in pixels of the image as it is shown, and ``labels``, int64 [N]."""
     views: list[View]
-    rows: Tensor
-    """int64 [K]: the object, among those of the batch, that each of the K targets of all images is."""
+    rows: NDArray[np.int64]
+    """[K]: the object, among those of the batch, that each of the K targets of all images is."""
 
 
 def make_input(
@@ -120,9 +119,7 @@ def make_input(
     stored = np.array(batch.sizes, np.float32)
     scales = np.array([view.size for view in views], np.float32)[:, ::-1] / stored[:, ::-1]
     height, width = fit_shape([view.shown for view in views], shapes, step=transform.size_divisible)
-    mean, std = (
-        torch.tensor(values, device=device)[:, None, None] for values in (transform.image_mean, transform.image_std)
-    )
+    mean, std = send(np.array([transform.image_mean, transform.image_std], np.float32), device)[..., None, None]
     layout = torch.channels_last if channels_last else torch.contiguous_format
     padded = torch.zeros((len(batch), 3, height, width), device=device).contiguous(memory_format=layout)
     for row, image, view in zip(padded, batch.split_images(), views, strict=True):
@@ -131,43 +128,48 @@ def make_input(
         resized = functional.interpolate(normal, view.size, mode="bilinear", align_corners=False)[0]
         row[:, :tall, :wide] = resized[:, top : top + tall, left : left + wide]
     of = np.repeat(np.arange(len(batch)), batch.counts.numpy())
-    boxes, rows, counts = batch.boxes, torch.arange(len(of), device=device), batch.counts.tolist()
+    boxes, rows, counts = batch.boxes, np.arange(len(of)), batch.counts.tolist()
     if any(view.flip for view in views):
-        widths = torch.from_numpy(batch.sizes[:, 1].numpy()[of]).to(device)
-        mask = torch.tensor([view.flip for view in views], device=device)[torch.from_numpy(of).to(device)]
+        widths = send(batch.sizes[:, 1].numpy()[of], device)
+        mask = send(np.array([view.flip for view in views])[of], device)
         boxes = torch.where(mask[:, None], flip_boxes(boxes, widths), boxes)
-    boxes, labels = boxes * torch.from_numpy(np.tile(scales, 2)[of]).to(device), batch.labels
+    boxes, labels = boxes * send(np.tile(scales, 2)[of], device), batch.labels
     if any(view.shown != view.size for view in views):
         limits = np.array([(*view.corner, *view.shown) for view in views], np.float32).reshape(-1, 2, 2)[:, :, ::-1]
-        corners, sides = (torch.from_numpy(np.tile(part, 2)[of]).to(device) for part in limits.swapaxes(0, 1))
+        corners, sides = (send(np.tile(part, 2)[of], device) for part in limits.swapaxes(0, 1))
         boxes = torch.minimum((boxes - corners).clamp(min=0), sides)
-        keep = (boxes[:, 2:] > boxes[:, :2]).all(1)
-        counts = [int(part.sum()) for part in keep.split(counts)]
-        boxes, labels, rows = boxes[keep], labels[keep], rows[keep]
+        rows = np.flatnonzero((boxes[:, 2:] > boxes[:, :2]).all(1).cpu().numpy())
+        counts = np.bincount(of[rows], minlength=len(batch)).tolist()
+        boxes, labels = (part[send(rows, device)] for part in (boxes, labels))
     parts = zip(boxes.split(counts), labels.split(counts), strict=True)
     targets = [{"boxes": part, "labels": label} for part, label in parts]
     return ModelInput(ImageList(padded, [view.shown for view in views]), targets, list(views), rows)
 
 
 def _compute_mask_loss(
-    heads: RoIHeads, features: dict[str, Tensor], given: ModelInput, boxes: list[Tensor], objects: list[Tensor],
-    batch: PackedBatch,
+    heads: RoIHeads, features: dict[str, Tensor], given: ModelInput, proposals: list[Tensor], matched: list[Tensor],
+    labels: list[Tensor], batch: PackedBatch,
 ) -> Tensor:  # fmt: skip
-    """``boxes``: each image's proposals with an object; ``objects``: which of the image's targets."""
+    """``matched``: which of its image's targets each proposal is compared with; ``labels``: 0 for the background."""
+    # one reading of all images: each would wait for the device
+    tables = torch.cat(proposals).float(), *(torch.cat(part)[:, None] for part in (labels, matched))
+    known = torch.cat(tables, 1).cpu().numpy()
+    positive = np.flatnonzero(known[:, 4] > 0)
+    image = np.repeat(np.arange(len(proposals)), [len(part) for part in proposals])[positive]
+    places = send(positive, batch.pixels.device)
+    boxes = torch.cat(proposals)[places].split(np.bincount(image, minlength=len(proposals)).tolist())
     logits = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(features, boxes, _list_shapes(given.images))))
     if not len(logits):
         return logits.sum() * 0
-    firsts = np.cumsum([0, *(len(target["labels"]) for target in given.targets)]).tolist()
-    of = given.rows[torch.cat([part + first for part, first in zip(objects, firsts, strict=False)])]
-    # in pixels of the whole image, which the window is cut from
-    whole = [part + part.new_tensor([*view.corner[::-1]] * 2) if any(view.corner) else part
-             for part, view in zip(boxes, given.views, strict=True)]  # fmt: skip
+    firsts = np.cumsum([0, *(len(target["labels"]) for target in given.targets)])
+    of = given.rows[known[positive, 5].astype(np.int64) + firsts[image]]
+    corners = np.array([view.corner[::-1] * 2 for view in given.views], np.float32)  # of the window, in the whole image
     targets = sample_masks(
-        batch.masks, of, torch.cat(whole), sizes=batch.sizes, counts=batch.counts,
-        flips=[view.flip for view in given.views], to_sizes=[view.size for view in given.views],
+        batch.masks, torch.from_numpy(of), torch.from_numpy(known[positive, :4] + corners[image]), sizes=batch.sizes,
+        counts=batch.counts, flips=[view.flip for view in given.views], to_sizes=[view.size for view in given.views],
         size=logits.shape[-1],
     )  # fmt: skip
-    chosen = logits[torch.arange(len(of), device=logits.device), batch.labels[of]]
+    chosen = logits[torch.arange(len(of), device=logits.device), torch.cat(labels)[places]]
     return functional.binary_cross_entropy_with_logits(chosen.float(), targets)
 
 

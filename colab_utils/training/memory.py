@@ -20,11 +20,15 @@ from colab_utils.runtime import format_bytes
 from colab_utils.training.savings import SAVINGS
 from colab_utils.training.step import TrainingStep, free_memory
 
-__all__ = ["Gauge", "MemoryFit", "MemoryPlan", "find_gauge", "fit_memory", "plan_memory"]
+__all__ = ["DoesNotFitError", "Gauge", "MemoryFit", "MemoryPlan", "find_gauge", "fit_memory", "plan_memory"]
 
 _MARGIN = 0.9  # of the memory: proposals differ from step to step, and pieces of memory are lost between others
 _BATCH_SIZES = (16, 8, 4, 2, 1)
 _NAMED = 3  # images that do not fit, by their ids
+
+
+class DoesNotFitError(ColabUtilsError):
+    """An image that does not fit into the GPU's memory, whatever is saved."""
 
 
 class Gauge(Protocol):
@@ -170,7 +174,7 @@ def plan_memory(
         reserve: bytes that will be needed beside the steps.
 
     Raises:
-        ColabUtilsError: the heaviest image does not fit, whatever is saved.
+        DoesNotFitError: the heaviest image does not fit, whatever is saved.
     """
     ranks, limit = step.ranks, gauge.measure_limit() - reserve - _count_state(step)
     areas = (-(-sizes.astype(np.int64) // 32) * 32).prod(1)
@@ -195,9 +199,9 @@ def plan_memory(
                     applied.append(saving.name)
                     break
             else:
-                if peak is not None and peak < limit:  # it did fit, if barely
+                if not ranks.agree(peak is None or peak >= limit):  # it did fit, if barely
                     break
-                raise ColabUtilsError(
+                raise DoesNotFitError(
                     f"expected images that fit into the GPU's memory one by one, found that image "
                     f"{int(batch.image_ids[0])} with {int(batch.counts[0]):,} objects does not, whatever is saved "
                     f"({format_bytes(limit)} are free). Train with a smaller min_size, or the lighter model."
@@ -233,7 +237,7 @@ def _probe(step: TrainingStep, gauge: Gauge, areas: NDArray[np.int64], counts: N
             numbers.append(objects)
             peaks.append(peak)
     if not peaks:
-        raise ColabUtilsError(
+        raise DoesNotFitError(
             f"expected room for one image on the GPU, found {format_bytes(gauge.measure_limit())} in all. Restart the "
             "session, or end the other process that nvidia-smi lists."
         )

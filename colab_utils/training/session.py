@@ -35,6 +35,7 @@ from colab_utils.training.step import TrainingStep, compute_rate
 __all__ = ["TrainingSession"]
 
 _STOP_STEPS = 10  # after which ranks on GPUs ask each other whether to stop
+_SHARE = 100  # epochs shorter than so many times what a checkpoint costs are not all saved
 
 
 class TrainingSession:
@@ -52,7 +53,7 @@ class TrainingSession:
         # losses still on the device, where asking for each would stall it, and the images they are of
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
-        self._saved_s = perf_counter()
+        self._saved_s, self._cost_s = perf_counter(), 0.0  # what the last checkpoint took from the steps
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Any] | None = None
 
@@ -115,8 +116,9 @@ class TrainingSession:
                     bar.update(1)
                 if self._writing and self._writing.done():
                     self._finish_writing()  # an error ends the run now, not a minute later
-                late = perf_counter() - self._saved_s >= 60 * checkpoint_minutes and not self._writing
-                due = self.done % checkpoint_steps == 0 if checkpoint_steps else late
+                ended, since_s = self.loader.epoch != epoch, perf_counter() - self._saved_s
+                late = since_s >= 60 * checkpoint_minutes or (ended and since_s >= _SHARE * self._cost_s)
+                due = self.done % checkpoint_steps == 0 if checkpoint_steps else late and not self._writing
                 stop = self._ask_whether_to_stop(interrupts)
                 if due or stop or self.done == steps:
                     self.save(wait=stop or self.done == steps, patiently=self.done == steps)
@@ -124,7 +126,7 @@ class TrainingSession:
                     self.save()  # again, if it was asked for meanwhile
                     raise KeyboardInterrupt
                 if self.judge:
-                    judged += self._judge(self.judge, ended=self.loader.epoch != epoch and self.done < steps)
+                    judged += self._judge(self.judge, ended=ended and self.done < steps)
             if self.judge and (late_one := self.judge.advance(to_end=True)):
                 self.keep_best(late_one)
         return total if total.images else first
@@ -135,6 +137,7 @@ class TrainingSession:
         ``wait`` until it is proven; ``patiently``, see `CheckpointFolder.save`.
         """
         if self.done != self._saved_step:
+            began_s = perf_counter()
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
             if self.step.ranks.is_first:
                 state = {
@@ -151,6 +154,7 @@ class TrainingSession:
                     self.folder.save, _copy_to_cpu(state), step=self.done, patiently=patiently
                 )
             self._saved_step, self._saved_s = self.done, perf_counter()
+            self._cost_s = self._saved_s - began_s
         if wait:
             self._finish_writing()
 

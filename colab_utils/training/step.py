@@ -15,13 +15,13 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.runtime import format_bytes
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL
+from colab_utils.training.precision import choose_precision, keep_boxes_exact
 from colab_utils.training.ranks import Ranks
 from colab_utils.training.views import Size
 
 __all__ = [
     "MOST_PARTS",
     "TrainingStep",
-    "choose_precision",
     "choose_rate",
     "compute_rate",
     "free_memory",
@@ -32,18 +32,6 @@ _MAX_GRADIENT_NORM = 10.0
 _WARMUP_STEPS = 500
 _STEP_SHARES = (2 / 3, 8 / 9)
 MOST_PARTS = 8  # of a batch: it is halved three times
-
-
-def choose_precision(device: str | torch.device) -> torch.dtype:
-    """The dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), float16, float32 on a CPU.
-
-    Example:
-        >>> choose_precision("cpu")
-        torch.float32
-    """
-    if torch.device(device).type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
 class TrainingStep:
@@ -95,6 +83,8 @@ class TrainingStep:
             ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
+        if self.precision != torch.float32:
+            keep_boxes_exact(model)
         # Only float16 underflows; a disabled scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
         self.parts, self.stops = 1, torch.zeros(())
@@ -127,7 +117,7 @@ class TrainingStep:
                     stacklevel=2,
                 )
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            asked = torch.tensor(float(stop), device=self.device)
+            asked = torch.full((), float(stop), device=self.device)
             loss, self.stops = self.ranks.add_gradients(parameters, loss, asked)
             self.apply_gradients()
         except torch.cuda.OutOfMemoryError as error:

@@ -50,12 +50,20 @@ class FakeGpu(TorchDispatchMode):
         self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
         self.held = sum(size for _, size in self._known.values())
 
+    def count_held(self) -> int:
+        """Bytes of all that lives now."""
+        self._forget()
+        return self.held
+
+    def reset_peak(self) -> None:
+        """Begin to look for the highest sum anew."""
+        self.peak = self.count_held()
+
     def measure_limit(self) -> int:
         return self.limit
 
     def measure_peak(self, call) -> int:
-        self._forget()
-        self.peak = self.held
+        self.reset_peak()
         with self:
             call()
         return self.peak

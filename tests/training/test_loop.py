@@ -456,6 +456,18 @@ def test_training_goes_on_while_a_checkpoint_is_written(undisturbed, tiny_shards
     assert not torch.equal(first["model"][key], saved[5]["model"][key])
 
 
+def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
+    saved, save = [], CheckpointFolder.save
+
+    def note(self, state, *, step, **more):
+        saved.append(step)
+        return save(self, state, step=step, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", note)
+    train(tiny_shards, tmp_path, steps=5, checkpoint_minutes=60, **TINY)
+    assert saved == [3, 5]  # six images, two a step; and the last
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, tmp_path, monkeypatch):
     real, steps = TrainingStep.__call__, []
 

@@ -11,7 +11,6 @@ from colab_utils.training.meter import Pace, StepMeter
 from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES
 from colab_utils.training.step import (
     TrainingStep,
-    choose_precision,
     choose_rate,
     compute_rate,
     make_optimizer,
@@ -99,19 +98,6 @@ def test_out_of_memory_is_said_in_words():
         pytest.raises(ColabUtilsError, match=r"1 of the 2 images of a batch, with 3 objects .* smaller min_size"),
     ):
         step([torch.zeros(3, 4, 4)] * 2, [{"labels": torch.ones(1)}, {"labels": torch.ones(2)}])
-
-
-@pytest.mark.parametrize(
-    ("capability", "precision"),
-    [
-        ((7, 5), torch.float16),  # T4: bfloat16 is emulated there
-        ((8, 0), torch.bfloat16),  # A100
-        ((8, 9), torch.bfloat16),  # L4
-    ],
-)
-def test_precision_follows_the_gpu(capability, precision, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert choose_precision("cuda") is precision
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 90_000])  # shorter than any warm-up, up to a real run

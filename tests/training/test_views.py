@@ -80,8 +80,8 @@ def test_mask_targets_in_a_window_are_those_of_the_dense_path(samples):
     assert 0 < sum(counts) < int(batch.counts.sum())  # some objects lie outside
     boxes = torch.cat([target["boxes"] for target in given.targets])
     found = sample_masks(
-        batch.masks, given.rows, boxes + torch.tensor([60.0, 40, 60, 40]), sizes=batch.sizes, counts=batch.counts,
-        flips=[view.flip for view in views], to_sizes=[view.size for view in views],
+        batch.masks, torch.from_numpy(given.rows), boxes + torch.tensor([60.0, 40, 60, 40]), sizes=batch.sizes,
+        counts=batch.counts, flips=[view.flip for view in views], to_sizes=[view.size for view in views],
     )  # fmt: skip
     for sample, view, target, part in zip(samples, views, given.targets, found.split(counts), strict=True):
         _, expected = crop(sample, view)

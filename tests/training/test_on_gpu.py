@@ -1,0 +1,187 @@
+"""The GPU's side of training, by a GPU's rules: on the simulated one, which every machine has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from colab_utils.data.builtin import make_dataset
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import collate_packed
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.loader import make_loader
+from colab_utils.shards.write import write_shards
+from colab_utils.training.folding import fold_norms
+from colab_utils.training.loop import train
+from colab_utils.training.losses import compute_losses
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn
+from colab_utils.training.savings import SAVINGS
+from colab_utils.training.step import TrainingStep
+from colab_utils.training.trained import load_trained_model
+from tests.simulated_gpu import GpuTensor, SimulatedGpu
+
+if torch.cuda.is_available():
+    pytest.skip("there is a real one", allow_module_level=True)
+
+QUICK = {"model": LIGHT_MODEL, "weights": None, "min_size": 64, "workers": 0, "batch_size": 4, "device": "cuda"}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    made = make_dataset(folder / "data", n=8, width=160, height=128, objects=(1, 8), workers=1)
+    write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
+    return folder / "shards"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    with SimulatedGpu(monkeypatch) as found:
+        yield found
+
+
+def read_batch(shards, count=4):
+    dataset = ShardDataset(shards, contiguous_labels=True)
+    return collate_packed([dataset.read_packed(i) for i in range(count)])
+
+
+def make_model(shards):
+    """As from pretrained weights: with frozen layers, and norms that can be folded."""
+    torch.manual_seed(0)
+    classes = ShardDataset(shards, contiguous_labels=True).num_classes
+    return assemble_mask_rcnn(LIGHT_MODEL, num_classes=classes, starts_from="imagenet", min_size=96, max_size=160)
+
+
+def test_the_simulated_gpu_keeps_the_rules(gpu):
+    there, here = torch.zeros(3, device="cuda"), torch.ones(3)
+    assert there.device.type == "cuda"
+    assert (there + 1).is_cuda
+    assert there.cpu().device.type == "cpu"
+    with pytest.raises(RuntimeError, match="same device"):
+        there + here
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    layer = torch.nn.Linear(3, 2).to("cuda")
+    layer(there).sum().backward()
+    assert layer.weight.grad.is_cuda
+    assert not here.is_cuda
+    gpu.waits.clear()
+    here.pin_memory().to("cuda", non_blocking=True)
+    assert not gpu.waits
+    here.to("cuda", non_blocking=True)  # not pinned
+    there.sum().item()
+    there[there > 0]
+    assert sum(gpu.waits.values()) == 3
+    gpu.memory.limit = 1_000_000
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.zeros(1_000_000, device="cuda")
+
+
+def test_losses_are_those_of_the_cpu(shards, gpu):
+    batch, model, flips = read_batch(shards), make_model(shards), [True, False, True, False]
+    torch.manual_seed(1)
+    expected = compute_losses(model, batch, flips=flips)
+    fold_norms(model)
+    model.backbone.to(memory_format=torch.channels_last)
+    torch.manual_seed(1)
+    found = compute_losses(model.to("cuda"), batch.to("cuda"), flips=flips)
+    assert all(isinstance(loss, GpuTensor) for loss in found.values())
+    for name, loss in expected.items():
+        assert found[name].item() == pytest.approx(loss.item(), rel=1e-4), name
+
+
+def test_nothing_of_ours_waits_for_the_gpu_but_one_reading(shards, gpu):
+    """The rest is torchvision's; its own path waits twice as often."""
+    step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards)
+    step(batch.to("cuda"), flips=[True, False, True, False])
+    gpu.waits.clear()
+    step(batch.to("cuda"), flips=[False, True, True, False])
+    ours = {call: count for call, count in gpu.waits.items() if call[1].startswith("colab_utils")}
+    assert ours == {("cpu", "colab_utils.training.losses"): 1}
+    packed = sum(gpu.waits.values())
+    images, targets = batch.to_images("cuda"), batch.to_targets("cuda")
+    gpu.waits.clear()
+    step(images, targets)
+    assert sum(gpu.waits.values()) > 1.4 * packed
+
+
+@pytest.mark.parametrize("deliver", ["packed", "dense"])
+def test_batches_arrive_without_waiting(shards, gpu, deliver):
+    """Pinned: a copy from other memory would wait for the step before."""
+    expected = make_loader(ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1)
+    loader = make_loader(ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1, device="cuda")
+    for there, here in zip(loader, expected, strict=True):
+        if deliver == "packed":
+            assert there.pixels.is_cuda
+            assert there.masks.bits.is_cuda
+            assert not there.sizes.is_cuda
+            assert torch.equal(there.pixels.cpu(), here.pixels)
+            continue
+        assert all(image.is_cuda for image in there[0])
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(there[0], here[0], strict=True))
+        for a, b in zip(there[1], here[1], strict=True):
+            assert torch.equal(a["masks"].cpu(), b["masks"])
+            assert torch.equal(a["boxes"].cpu(), b["boxes"])
+    assert {call[0] for call in gpu.waits} <= {"cpu"}  # ours, above
+
+
+def test_a_run_goes_on_there_and_elsewhere(shards, tmp_path, gpu):
+    lines, more = [], {"ema": 0.9, "augment": "lsj"}
+    first = train(shards, tmp_path, steps=2, val_shards=shards, log=lines.append, log_steps=1, **QUICK, **more)
+    assert first.plan.device == "cuda"
+    assert first.plan.precision == "float16"
+    assert lines[-1].gpu_bytes > 1_000_000
+    assert first.ap is not None
+    second = train(shards, tmp_path, steps=3, **(QUICK | {"device": "cpu"}), **more)
+    assert second.losses[:2] == first.losses
+    assert all(math.isfinite(point.loss) for point in second.losses)
+    model = load_trained_model(tmp_path)
+    assert not any(isinstance(tensor, GpuTensor) for tensor in model.state_dict().values())
+
+
+def test_losses_stay_there_until_they_are_asked_for(shards, tmp_path, gpu):
+    """A step that asks for its loss waits for the GPU; the log line and the checkpoint do, once."""
+    train(shards, tmp_path, steps=6, log=lambda line: None, log_steps=6, **QUICK)
+    reading = {call: count for call, count in gpu.waits.items() if call[1].startswith("colab_utils.training.session")}
+    assert reading[("tolist", "colab_utils.training.session")] <= 2  # after the first step, and after the last
+
+
+def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
+    lines = []
+    with SimulatedGpu(monkeypatch):
+        whole = train(shards, tmp_path / "whole", steps=2, log=lines.append, log_steps=1, **QUICK)
+    assert whole.plan.savings == ()
+    with SimulatedGpu(monkeypatch, limit=int(0.8 * max(line.gpu_bytes for line in lines[1:]))) as gpu:
+        saved = train(shards, tmp_path / "saved", epochs=1, **QUICK)
+        assert saved.plan.savings[0] == SAVINGS[0].name
+        assert saved.plan.batch_size == 4  # the same batch, in parts
+        assert gpu.memory.peak <= gpu.memory.limit
+
+
+def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
+    """Another program takes some of the GPU's memory in the middle of a run."""
+
+    def take_memory(line):
+        if getattr(line, "step", 0) == 2:
+            held = gpu.memory.count_held()
+            gpu.memory.limit = held + int(0.6 * (line.gpu_bytes - held))
+
+    with pytest.warns(ColabUtilsWarning, match=r"trained in \d parts"):
+        report = train(shards, tmp_path, steps=4, log=take_memory, log_steps=1, **QUICK)
+    assert report.steps == 4
+    assert report.plan.batch_size == 4
+
+
+def test_a_lighter_model_is_trained_where_no_other_fits(shards, tmp_path, monkeypatch):
+    unnamed = {key: value for key, value in QUICK.items() if key != "model"}
+    warned = pytest.warns(ColabUtilsWarning, match=f"whatever is saved: {LIGHT_MODEL} is trained")
+    with SimulatedGpu(monkeypatch, limit=230_000_000), warned:  # 184 of them are the other's weights
+        report = train(shards, tmp_path, steps=1, **unnamed)
+    assert report.plan.model == LIGHT_MODEL
+
+
+def test_a_gpu_that_is_full_is_said(shards, tmp_path, monkeypatch):
+    with SimulatedGpu(monkeypatch, limit=20_000_000), pytest.raises(ColabUtilsError, match=r"room .* on the GPU"):
+        train(shards, tmp_path, steps=1, **QUICK)
