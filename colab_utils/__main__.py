@@ -326,7 +326,7 @@ def _make_parser() -> argparse.ArgumentParser:
     train.add_argument("--seed", type=_seed, default=0, help="of the order and of random weights (0)")
     train.add_argument("--checkpoint-steps", type=int, metavar="N", help="steps between checkpoints")
     train.add_argument(
-        "--checkpoint-minutes", type=_positive, default=1, metavar="M", help="minutes between checkpoints (1)"
+        "--checkpoint-minutes", type=_positive, metavar="M", help="minutes between checkpoints (1 to 5, by their cost)"
     )
 
     compare = add("compare", _run_compare, "Time every way of loading, side by side, and write a receipt.")

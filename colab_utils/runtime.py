@@ -210,7 +210,7 @@ def quiet_fork() -> Iterator[None]:
         yield
 
 
-def write_file(path: Path, *parts: bytes) -> None:
+def write_file(path: Path, *parts: bytes | memoryview) -> None:
     """Write a whole file under a temporary name, read it back, then rename it; a failure leaves nothing behind.
 
     The file is the parts, one after the other.

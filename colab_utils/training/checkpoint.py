@@ -140,7 +140,7 @@ class CheckpointFolder:
                 return found
         return None
 
-    def _write(self, path: Path, data: bytes, *, patiently: bool = False) -> None:
+    def _write(self, path: Path, data: bytes | memoryview, *, patiently: bool = False) -> None:
         def write() -> None:
             with guard_drive(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,10 +190,10 @@ class CheckpointFolder:
         return None
 
 
-def _pack(state: Mapping[str, Any], step: int) -> bytes:
+def _pack(state: Mapping[str, Any], step: int) -> memoryview:
     data = io.BytesIO()  # Drive wants files whole and in one go
     torch.save({**state, "format": FORMAT_VERSION, "step": step}, data)
-    return data.getvalue()
+    return data.getbuffer()
 
 
 def _delete(path: Path) -> None:

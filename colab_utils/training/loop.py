@@ -51,7 +51,7 @@ def train(
     resume: Literal["auto", "never"] = "auto",
     seed: int = 0,
     checkpoint_steps: int | None = None,
-    checkpoint_minutes: float = 1,
+    checkpoint_minutes: float | None = None,
     learning_rate: float | None = None,
     schedule: Literal["cosine", "step"] | None = None,
     min_size: int | None = None,
@@ -94,9 +94,9 @@ def train(
             ``run/previous-1`` and so on, and starts anew.
         seed: Decides the order of the images, the flips and the random weights.
         checkpoint_steps: Steps between checkpoints, in place of ``checkpoint_minutes``.
-        checkpoint_minutes: Minutes between checkpoints, beside those at the end of an epoch (of short ones not of each:
-            they take a hundredth of the time at most), after the last step and on Ctrl-C. They are written in a thread
-            while training goes on.
+        checkpoint_minutes: Minutes between checkpoints. Default: 1, or up to 5 where one takes more than a hundredth of
+            that from the steps. There are others at the end of an epoch (by the same hundredth not of each short one),
+            after the last step and on Ctrl-C. They are written in a thread while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
         schedule: ``"cosine"``, the default, or ``"step"``, see ``compute_rate``.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU.
@@ -177,7 +177,9 @@ def train(
             del step  # its memory is needed
             step = build(settings)
             memory = _plan_memory(step, images, gauge, settings) if gauge else None
-        number = settings.batch_size or (memory.batch_size if memory else 2) * ranks.count
+        number = settings.batch_size
+        if number is None:
+            number = (memory.batch_size if memory else 2) * ranks.count
         if 0 < number < ranks.count:
             raise ColabUtilsError(
                 f"expected at least one image for each of {ranks.count} processes, found batch_size {number}. Pass a "
@@ -257,9 +259,8 @@ def _build_step(
         network = assemble_mask_rcnn(settings.model, starts_from=known["starts_from"], **names)
     else:
         network = build_mask_rcnn(settings.model, weights=weights, class_names=images.dataset.class_names, **names)
-    if device.type == "cuda":
-        fold_norms(network)
-        network.backbone.to(memory_format=torch.channels_last)
+    fold_norms(network)
+    network.backbone.to(memory_format=torch.channels_last)
     if settings.augment == "multiscale":
         network.transform.min_size = list_scales(settings.min_size)
     side = round((settings.min_size * settings.max_size) ** 0.5 / 32) * 32 if settings.augment == "lsj" else None
@@ -275,7 +276,6 @@ def _fix_shapes(step: TrainingStep, images: TrainingImages, batch_size: int, see
     sizes, transform = images.dataset.sizes[images.rows], step.model.transform
     batches = BatchOrder(len(sizes), batch_size, seed, sizes=sizes)
     step.shapes = choose_shapes(view_sizes(sizes, transform), filter(len, map(step.ranks.share, batches)))
-    torch.backends.cudnn.benchmark = True
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
@@ -301,7 +301,8 @@ def _plan_memory(step: TrainingStep, images: TrainingImages, gauge: Gauge, setti
         sizes=view_sizes(tables["sizes"], step.model.transform, jitter_side=step.jitter_side),
         counts=tables["counts"],
         batch_size=None if number is None else -(-number // step.ranks.count),
-        reserve=weights * ((settings.ema is not None) + (images.validation is not None)),  # copies of the model
+        # copies of the model, and all gradients in one piece to be added up
+        reserve=weights * ((settings.ema is not None) + (images.validation is not None) + (step.ranks.count > 1)),
     )
 
 

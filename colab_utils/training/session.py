@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import chain, repeat
 from statistics import fmean
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import FrameType
 from typing import Any
 
@@ -35,7 +35,8 @@ from colab_utils.training.step import TrainingStep, compute_rate
 __all__ = ["TrainingSession"]
 
 _STOP_STEPS = 10  # after which ranks on GPUs ask each other whether to stop
-_SHARE = 100  # epochs shorter than so many times what a checkpoint costs are not all saved
+_SHARE = 100  # a checkpoint in so many times the time that it takes from the steps
+_PAUSES_S = (60.0, 300.0)  # between two, where no number of minutes is asked for
 
 
 class TrainingSession:
@@ -82,7 +83,7 @@ class TrainingSession:
 
     def run(
         self, *, log: Callable[[LogLine], object], quiet: bool, log_steps: int, checkpoint_steps: int | None,
-        checkpoint_minutes: float,
+        checkpoint_minutes: float | None,
     ) -> Pace:  # fmt: skip
         """Train until the plan's last step; returns the pace without the first step. ``quiet``: no progress bar."""
         steps, meter, ranks = self.plan.steps, StepMeter(self.step.device), self.step.ranks
@@ -117,7 +118,7 @@ class TrainingSession:
                 if self._writing and self._writing.done():
                     self._finish_writing()  # an error ends the run now, not a minute later
                 ended, since_s = self.loader.epoch != epoch, perf_counter() - self._saved_s
-                late = since_s >= 60 * checkpoint_minutes or (ended and since_s >= _SHARE * self._cost_s)
+                late = since_s >= self._choose_pause(checkpoint_minutes) or (ended and since_s >= _SHARE * self._cost_s)
                 due = self.done % checkpoint_steps == 0 if checkpoint_steps else late and not self._writing
                 stop = self._ask_whether_to_stop(interrupts)
                 if due or stop or self.done == steps:
@@ -150,13 +151,22 @@ class TrainingSession:
                     "best": asdict(self.best) if self.best else None,
                 }
                 self._finish_writing()
-                self._writing = self._writer.submit(
-                    self.folder.save, _copy_to_cpu(state), step=self.done, patiently=patiently
-                )
+                copied = _copy_to_cpu(state)
+                self._cost_s = perf_counter() - began_s
+                self._writing = self._writer.submit(self._write, copied, step=self.done, patiently=patiently)
             self._saved_step, self._saved_s = self.done, perf_counter()
-            self._cost_s = self._saved_s - began_s
         if wait:
             self._finish_writing()
+
+    def _write(self, state: dict[str, Any], *, step: int, patiently: bool) -> None:
+        began_s = thread_time()
+        self.folder.save(state, step=step, patiently=patiently)
+        if self.step.device.type == "cpu":  # else the steps leave a core for it
+            self._cost_s += thread_time() - began_s
+
+    def _choose_pause(self, minutes: float | None) -> float:
+        """Seconds between two checkpoints."""
+        return min(max(_PAUSES_S[0], _SHARE * self._cost_s), _PAUSES_S[1]) if minutes is None else 60 * minutes
 
     def keep_best(self, judgement: Judgement) -> None:
         """Write the weights that were judged, if none were better so far."""

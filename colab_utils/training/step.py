@@ -25,12 +25,17 @@ __all__ = [
     "choose_rate",
     "compute_rate",
     "free_memory",
+    "is_out_of_memory",
     "make_optimizer",
 ]
 
 _MAX_GRADIENT_NORM = 10.0
 _WARMUP_STEPS = 500
 _STEP_SHARES = (2 / 3, 8 / 9)
+_OUT_OF_MEMORY = (
+    "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED",
+    "valid cuDNN algorithm", "CUDA out of memory",
+)  # fmt: skip
 MOST_PARTS = 8  # of a batch: it is halved three times
 
 
@@ -167,11 +172,23 @@ class TrainingStep:
                     loss = torch.stack([one.float() for one in losses.values()]).sum() * share
                 self.scaler.scale(loss).backward()
                 whole += loss.detach()
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             if self.parts < MOST_PARTS and size > 1:
                 return None
-            raise
+            raise torch.cuda.OutOfMemoryError(str(error)) from error
         return whole
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a GPU's memory ran out; its libraries say it in words of their own.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
+        True
+    """
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def free_memory(step: TrainingStep) -> None:

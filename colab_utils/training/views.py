@@ -119,8 +119,7 @@ def fit_shape(sizes: Iterable[Size], shapes: Sequence[Size], *, step: int) -> Si
 
 
 def choose_shapes(sizes: NDArray[np.integer], batches: Iterable[Sequence[int]], *, step: int = 32) -> tuple[Size, ...]:
-    """Few shapes for all batches of an epoch: a GPU's memory is cut into the same pieces again and again, and cuDNN
-    chooses its algorithms once for each.
+    """Few shapes for all batches of an epoch: a GPU's memory is cut into the same pieces again and again.
 
     Starting with the one shape that holds every wide batch, and the one for every tall batch, the shape is added that
     saves most padding, up to three of each kind.

@@ -468,6 +468,22 @@ def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
     assert saved == [3, 5]  # six images, two a step; and the last
 
 
+@pytest.mark.parametrize(("cost_s", "pause_s"), [(0.1, 60), (1.5, 150), (20, 300)])
+def test_checkpoints_take_a_hundredth_of_the_time(cost_s, pause_s, tiny_shards, tmp_path, monkeypatch):
+    """One a minute, and fewer where that would be more; what you name is obeyed."""
+    pauses, choose = [], session.TrainingSession._choose_pause
+
+    def note(self, minutes):
+        self._cost_s = cost_s
+        pauses.append(choose(self, minutes))
+        return pauses[-1]
+
+    monkeypatch.setattr(session.TrainingSession, "_choose_pause", note)
+    train(tiny_shards, tmp_path, steps=1, **TINY)
+    train(tiny_shards, tmp_path, steps=2, checkpoint_minutes=0.5, **TINY)
+    assert pauses == [pause_s, 30]
+
+
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, tmp_path, monkeypatch):
     real, steps = TrainingStep.__call__, []
 

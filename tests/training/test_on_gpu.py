@@ -145,7 +145,8 @@ def test_losses_stay_there_until_they_are_asked_for(shards, tmp_path, gpu):
     """A step that asks for its loss waits for the GPU; the log line and the checkpoint do, once."""
     train(shards, tmp_path, steps=6, log=lambda line: None, log_steps=6, **QUICK)
     reading = {call: count for call, count in gpu.waits.items() if call[1].startswith("colab_utils.training.session")}
-    assert reading[("tolist", "colab_utils.training.session")] <= 2  # after the first step, and after the last
+    # after the first step, the first epoch, and the last step
+    assert reading[("tolist", "colab_utils.training.session")] <= 3
 
 
 def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):

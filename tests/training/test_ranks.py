@@ -91,7 +91,10 @@ def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path
     assert {report["images"] for report in reports} == {7}
     assert len({report["ap"] for report in reports}) == 1
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert [name for name in names if name.startswith("checkpoint")] == ["checkpoint-00000004.pt"]
+    assert [name for name in names if name.startswith("checkpoint")] == [
+        "checkpoint-00000002.pt",  # the end of an epoch
+        "checkpoint-00000004.pt",
+    ]
     assert len([name for name in names if name.startswith("best")]) == 1
 
 

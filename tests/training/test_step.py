@@ -66,14 +66,14 @@ def test_overflow_in_float16_skips_the_step(monkeypatch):
 class Greedy(TinyDetector):
     """A model on a GPU that holds so many images."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, error: Exception | None = None) -> None:
         super().__init__()
-        self.most, self.seen = most, []
+        self.most, self.seen, self.error = most, [], error or torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     def forward(self, images, targets):
         self.seen.append(len(images))
         if len(images) > self.most:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            raise self.error
         return super().forward(images, targets)
 
 
@@ -89,6 +89,23 @@ def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, see
     step.model.seen.clear()
     step(images, targets)  # what did not fit is not tried again
     assert len(step.model.seen) == step.parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Unable to find a valid cuDNN algorithm to run convolution",
+    ],
+)
+def test_libraries_run_out_of_memory_in_words_of_their_own(text):
+    step = TrainingStep(Greedy(4, RuntimeError(text)), "cpu")
+    with pytest.warns(ColabUtilsWarning, match="trained in 2 parts"):
+        step([torch.rand(3, 4, 4)] * 8, [{"labels": torch.ones(1)}] * 8)
+    broken = TrainingStep(Greedy(4, RuntimeError("shapes do not match")), "cpu")
+    with pytest.raises(RuntimeError, match="shapes"):
+        broken([torch.rand(3, 4, 4)] * 8, [{"labels": torch.ones(1)}] * 8)
 
 
 def test_out_of_memory_is_said_in_words():

@@ -1,0 +1,156 @@
+"""What a training step holds: `python -m benchmarks.memory --images DIR ... --json FILE`.
+
+Forward and backward pass of Mask R-CNN at full size, by torchvision's own path and from packed batches, then with what
+`train` does to save memory, one after the other. On a GPU its allocator says what was held; without one the bytes of
+all tensors are counted, which leaves out what a GPU's libraries need for themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
+from benchmarks.data import make_data
+from benchmarks.step import Batch, make_model, prepare_batches
+from colab_utils.show.table import make_table
+from colab_utils.training.savings import SAVINGS
+from colab_utils.training.step import TrainingStep
+
+__all__ = ["CountedMemory", "main", "measure_step", "tabulate_runs"]
+
+DATA = ("kept", "objects_300")
+TORCHVISION, PACKED = "torchvision's own path", "packed batches"
+_LOOK_BYTES = 300_000  # to look for what has gone takes long
+
+
+class CountedMemory(TorchDispatchMode):
+    """Counts the bytes of all storages that live, as a GPU's allocator does, and runs out above ``limit``."""
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        super().__init__()
+        self.limit, self.held, self.peak = limit, 0, 0
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def count(self, tensors: Any) -> None:
+        """Take in what was made before: weights."""
+        for tensor in tensors:
+            self._add(tensor)
+
+    def count_held(self) -> int:
+        """Bytes of all that lives now."""
+        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+        self.held = sum(size for _, size in self._known.values())
+        return self.held
+
+    def reset_peak(self) -> None:
+        """Begin to look for the highest sum anew."""
+        self.peak = self.count_held()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return made
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known and not self._known[key][0].expired():
+            return
+        self.held += storage.nbytes() - (self._known[key][1] if key in self._known else 0)
+        self._known[key] = StorageWeakRef(storage), storage.nbytes()
+        if self.held > min(self.peak + _LOOK_BYTES, self.limit):
+            self.peak = max(self.peak, self.count_held())
+        if self.held > self.limit:
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {self.held:,} of {self.limit:,} bytes")
+
+
+def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str, savings: int) -> dict[str, float]:
+    """The most megabytes of a step's gradients, weights left out, and its seconds; the first of `SAVINGS` are done."""
+    step = TrainingStep(copy.deepcopy(model).to(device), device)
+    for saving in SAVINGS[:savings]:
+        saving.apply(step, len(batch.images))
+    moved = [{key: value.to(device) for key, value in target.items() if isinstance(value, Tensor)}
+             for target in batch.targets]  # fmt: skip
+    given = (batch.packed.to(device),) if way == PACKED else ([image.to(device) for image in batch.images], moved)
+    torch.manual_seed(0)
+    began_s = perf_counter()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step.add_gradients(*given)
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with (counted := CountedMemory()):
+            step.add_gradients(*given)
+        peak = counted.peak
+    return {"peak_mb": peak / 1e6, "step_s": perf_counter() - began_s, "parts": step.parts}
+
+
+def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
+    """What each way holds, and how much that is beside torchvision's own path."""
+    table = []
+    for name in dict.fromkeys(row["data"] for row in rows):
+        of = [row for row in rows if row["data"] == name]
+        for way in dict.fromkeys(row["way"] for row in of):
+            peak, first = (median(row["peak_mb"] for row in of if row["way"] == each) for each in (way, of[0]["way"]))
+            table.append({"data": name, "way": way, "MB": f"{peak:,.0f}", "of torchvision's": f"{peak / first:.2f}"})
+    return str(make_table(table)) if table else "nothing was measured"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = make_parser("memory", __doc__)
+    parser.add_argument("--model", default="maskrcnn_resnet50_fpn")
+    parser.add_argument("--min-size", type=int, default=800)
+    parser.add_argument("--batch-size", type=int, default=2)
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+
+    def measure() -> None:
+        runs: list[Run] = []
+        for name in DATA:
+            data = make_data(name, options.work, options.images, options.annotations, samples=300)
+            batch = prepare_batches(data, batch_size=options.batch_size)[0]
+            classes = 1 + max(int(target["labels"].max()) for target in batch.targets)
+            model = make_model(options.model, num_classes=classes, min_size=options.min_size)
+            ways = [(TORCHVISION, 0), (PACKED, 0)]
+            most = options.batch_size  # parts are of an image or more
+            ways += [
+                (f"+ {saving.text}", number)
+                for number, saving in enumerate(SAVINGS, 1)
+                if not saving.name.endswith("parts") or int(saving.name[0]) <= most
+            ]
+            for way, savings in ways:
+                path = TORCHVISION if way == TORCHVISION else PACKED
+                run: Callable[[], dict[str, float]] = partial(
+                    measure_step, model, batch, device, way=path, savings=savings
+                )
+                runs.append(({"data": name, "way": way}, run))
+        about = {
+            "device": device,
+            "model": options.model,
+            "min_size": options.min_size,
+            "batch_size": options.batch_size,
+        }
+        measure_in_turns(runs, rows, repeats=1, about=about, path=options.json)
+
+    return run_to_end(measure, lambda: tabulate_runs(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
