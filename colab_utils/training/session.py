@@ -138,8 +138,8 @@ class TrainingSession:
         ``wait`` until it is proven; ``patiently``, see `CheckpointFolder.save`.
         """
         if self.done != self._saved_step:
-            began_s = perf_counter()
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
+            began_s = perf_counter()
             if self.step.ranks.is_first:
                 state = {
                     **self._describe_model(self.step.model.state_dict()),
