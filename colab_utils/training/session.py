@@ -73,6 +73,13 @@ class TrainingSession:
             )
         self.step.model.load_state_dict(state["model"])
         self.step.optimizer.load_state_dict(state["optimizer"])
+        for (
+            parameter,
+            averages,
+        ) in self.step.optimizer.state.items():  # a fused optimiser wants them in its order of memory
+            for name, value in averages.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         self.step.scaler.load_state_dict(state["scaler"])
         if self.average:
             self.average.load_state_dict(state.get("average") or {"model": state["model"], "steps": state["step"]})
@@ -283,7 +290,8 @@ class TrainingSession:
 def _copy_to_cpu(value: Any) -> Any:
     """A copy of a state that training no longer changes."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        # in the usual order of memory, as everybody's code that reads weights expects it
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, dict):
         return {key: _copy_to_cpu(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

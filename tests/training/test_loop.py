@@ -468,6 +468,26 @@ def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
     assert saved == [3, 5]  # six images, two a step; and the last
 
 
+def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
+    undisturbed, tiny_shards, tmp_path, monkeypatch
+):
+    content = torch.load(undisturbed.checkpoint, weights_only=True)
+    assert all(tensor.is_contiguous() for tensor in content["model"].values())
+    seen, load = [], session.TrainingSession.load_state
+
+    def note(self, state):
+        load(self, state)
+        for parameter, averages in self.step.optimizer.state.items():
+            seen.extend((averages[name].stride(), parameter.stride()) for name in ("exp_avg", "exp_avg_sq"))
+            assert not averages["exp_avg"].requires_grad
+
+    monkeypatch.setattr(session.TrainingSession, "load_state", note)
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    train(tiny_shards, run, steps=5, **TINY)
+    assert seen
+    assert all(ours == theirs for ours, theirs in seen)
+
+
 @pytest.mark.parametrize(("cost_s", "pause_s"), [(0.1, 60), (1.5, 150), (20, 300)])
 def test_checkpoints_take_a_hundredth_of_the_time(cost_s, pause_s, tiny_shards, tmp_path, monkeypatch):
     """One a minute, and fewer where that would be more; what you name is obeyed."""

@@ -36,6 +36,14 @@ def shards(tmp_path_factory):
     return folder / "shards"
 
 
+@pytest.fixture(scope="module")
+def val_shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("val")
+    made = make_dataset(folder / "data", n=2, width=96, height=80, objects=(1, 3), workers=1)
+    write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
+    return folder / "shards"
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     with SimulatedGpu(monkeypatch) as found:
@@ -127,9 +135,9 @@ def test_batches_arrive_without_waiting(shards, gpu, deliver):
     assert {call[0] for call in gpu.waits} <= {"cpu"}  # ours, above
 
 
-def test_a_run_goes_on_there_and_elsewhere(shards, tmp_path, gpu):
+def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     lines, more = [], {"ema": 0.9, "augment": "lsj"}
-    first = train(shards, tmp_path, steps=2, val_shards=shards, log=lines.append, log_steps=1, **QUICK, **more)
+    first = train(shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, log_steps=1, **QUICK, **more)
     assert first.plan.device == "cuda"
     assert first.plan.precision == "float16"
     assert lines[-1].gpu_bytes > 1_000_000
