@@ -149,19 +149,13 @@ def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     assert not any(isinstance(tensor, GpuTensor) for tensor in model.state_dict().values())
 
 
-def test_losses_stay_there_until_they_are_asked_for(shards, tmp_path, gpu):
-    """A step that asks for its loss waits for the GPU; the log line and the checkpoint do, once."""
-    train(shards, tmp_path, steps=6, log=lambda line: None, log_steps=6, **QUICK)
-    reading = {call: count for call, count in gpu.waits.items() if call[1].startswith("colab_utils.training.session")}
-    # after the first step, the first epoch, and the last step
-    assert reading[("tolist", "colab_utils.training.session")] <= 3
-
-
 def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
     lines = []
-    with SimulatedGpu(monkeypatch):
-        whole = train(shards, tmp_path / "whole", steps=2, log=lines.append, log_steps=1, **QUICK)
+    with SimulatedGpu(monkeypatch) as gpu:
+        whole = train(shards, tmp_path / "whole", steps=6, log=lines.append, log_steps=6, **QUICK)
     assert whole.plan.savings == ()
+    # losses stay there until they are asked for: after the first step, the first epoch, and the last step
+    assert gpu.waits["tolist", "colab_utils.training.session"] <= 3
     with SimulatedGpu(monkeypatch, limit=int(0.8 * max(line.gpu_bytes for line in lines[1:]))) as gpu:
         saved = train(shards, tmp_path / "saved", epochs=1, **QUICK)
         assert saved.plan.savings[0] == SAVINGS[0].name

@@ -40,7 +40,7 @@ def samples(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return build_mask_rcnn(LIGHT_MODEL, num_classes=8, weights=None, min_size=800, max_size=1333)
+    return build_mask_rcnn(LIGHT_MODEL, num_classes=8, weights=None, min_size=512, max_size=853)
 
 
 def find_losses(model, samples, dtype, *, way):
