@@ -22,13 +22,12 @@ from torch import nn
 
 from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
-from benchmarks.step import DATA, make_model
+from benchmarks.step import DATA, add_model_options, make_model
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
 from colab_utils.training.folding import fold_norms
-from colab_utils.training.model import LIGHT_MODEL
 from colab_utils.training.step import TrainingStep
 
 __all__ = ["WAYS", "main", "tabulate_runs", "time_way"]
@@ -85,9 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = make_parser("feeding", __doc__)
-    parser.add_argument("--model", default="maskrcnn_resnet50_fpn" if device == "cuda" else LIGHT_MODEL)
-    parser.add_argument("--min-size", type=int, default=800 if device == "cuda" else 320)
-    parser.add_argument("--batch-size", type=int, default=8 if device == "cuda" else 2)
+    add_model_options(parser, device)
     parser.add_argument("--batches", type=int, default=24, help="of each run (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of each, in turns (%(default)s)")
     options = parser.parse_args(arguments)

@@ -8,6 +8,7 @@ compared. Without a GPU it runs small, on the CPU, with the changes that mean so
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ __all__ = [
     "CHANGES",
     "Batch",
     "ChangedStep",
+    "add_model_options",
     "compare_losses",
     "main",
     "prepare_batches",
@@ -208,13 +210,18 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
     return str(make_table(table)) if table else "nothing was measured"
 
 
+def add_model_options(parser: argparse.ArgumentParser, device: str) -> None:
+    """Model, size and batch: the usual ones on a GPU, small ones on a CPU."""
+    parser.add_argument("--model", default="maskrcnn_resnet50_fpn" if device == "cuda" else LIGHT_MODEL)
+    parser.add_argument("--min-size", type=int, default=800 if device == "cuda" else 320)
+    parser.add_argument("--batch-size", type=int, default=8 if device == "cuda" else 2)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = make_parser("step", __doc__)
-    parser.add_argument("--model", default="maskrcnn_resnet50_fpn" if device == "cuda" else LIGHT_MODEL)
-    parser.add_argument("--min-size", type=int, default=800 if device == "cuda" else 320)
-    parser.add_argument("--batch-size", type=int, default=8 if device == "cuda" else 2)
+    add_model_options(parser, device)
     parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []

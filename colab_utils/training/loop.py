@@ -161,7 +161,7 @@ def train(
         build = partial(_build_step, images=images, device=place, ranks=ranks, weights=weights, known=known, seed=seed)
         step, memory, fits = build(settings), None, True
         try:
-            memory = _plan_memory(step, images, gauge, settings) if gauge else None
+            memory = _plan_memory(step, images, gauge, settings)
         except DoesNotFitError:
             fits = False
             if model or known or settings.model == LIGHT_MODEL:
@@ -176,7 +176,7 @@ def train(
             settings = replace(settings, model=LIGHT_MODEL)
             del step  # its memory is needed
             step = build(settings)
-            memory = _plan_memory(step, images, gauge, settings) if gauge else None
+            memory = _plan_memory(step, images, gauge, settings)
         number = settings.batch_size
         if number is None:
             number = (memory.batch_size if memory else 2) * ranks.count
@@ -288,7 +288,11 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def _plan_memory(step: TrainingStep, images: TrainingImages, gauge: Gauge, settings: RunSettings) -> MemoryPlan:
+def _plan_memory(
+    step: TrainingStep, images: TrainingImages, gauge: Gauge | None, settings: RunSettings
+) -> MemoryPlan | None:
+    if gauge is None:
+        return None
     rows, dataset = images.rows, images.dataset
     weights = sum(parameter.nbytes for parameter in step.model.parameters())
     tables = dataset.describe(rows.tolist())

@@ -152,12 +152,12 @@ def _compute_mask_loss(
 ) -> Tensor:  # fmt: skip
     """``matched``: which of its image's targets each proposal is compared with; ``labels``: 0 for the background."""
     # one reading of all images: each would wait for the device
-    tables = torch.cat(proposals).float(), *(torch.cat(part)[:, None] for part in (labels, matched))
-    known = torch.cat(tables, 1).cpu().numpy()
+    every, label, match = map(torch.cat, (proposals, labels, matched))
+    known = torch.cat([every.float(), label[:, None], match[:, None]], 1).cpu().numpy()
     positive = np.flatnonzero(known[:, 4] > 0)
     image = np.repeat(np.arange(len(proposals)), [len(part) for part in proposals])[positive]
     places = send(positive, batch.pixels.device)
-    boxes = torch.cat(proposals)[places].split(np.bincount(image, minlength=len(proposals)).tolist())
+    boxes = every[places].split(np.bincount(image, minlength=len(proposals)).tolist())
     logits = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(features, boxes, _list_shapes(given.images))))
     if not len(logits):
         return logits.sum() * 0
@@ -169,7 +169,7 @@ def _compute_mask_loss(
         counts=batch.counts, flips=[view.flip for view in given.views], to_sizes=[view.size for view in given.views],
         size=logits.shape[-1],
     )  # fmt: skip
-    chosen = logits[torch.arange(len(of), device=logits.device), torch.cat(labels)[places]]
+    chosen = logits[torch.arange(len(of), device=logits.device), label[places]]
     return functional.binary_cross_entropy_with_logits(chosen.float(), targets)
 
 

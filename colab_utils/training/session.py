@@ -73,10 +73,8 @@ class TrainingSession:
             )
         self.step.model.load_state_dict(state["model"])
         self.step.optimizer.load_state_dict(state["optimizer"])
-        for (
-            parameter,
-            averages,
-        ) in self.step.optimizer.state.items():  # a fused optimiser wants them in its order of memory
+        # a fused optimiser wants them in the weights' order of memory
+        for parameter, averages in self.step.optimizer.state.items():
             for name, value in averages.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -101,7 +101,7 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
 
 
 def test_nothing_of_ours_waits_for_the_gpu_but_one_reading(shards, gpu):
-    """The rest is torchvision's; its own path waits twice as often."""
+    """The rest is torchvision's; its own path waits for the transform and the masks of each image, too."""
     step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards)
     step(batch.to("cuda"), flips=[True, False, True, False])
     gpu.waits.clear()
