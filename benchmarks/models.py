@@ -29,7 +29,8 @@ from benchmarks.data import make_judged_data
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.show.table import make_table
-from colab_utils.training.evaluation import detect, evaluate
+from colab_utils.training.detections import describe_detections, detect
+from colab_utils.training.evaluation import evaluate
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, assemble_mask_rcnn
 from colab_utils.training.step import TrainingStep, choose_rate, compute_rate, make_optimizer
@@ -114,7 +115,7 @@ def measure_model(name: str, work: Path, *, steps: int, seed: int, min_size: int
         ap = evaluate(model, judged, device=device)
         found |= {"box_ap": ap.bbox, "mask_ap": ap.segm}
     model.eval()
-    found["detect_ms"] = _time(lambda i: detect(model, judged, i, device=device), device)
+    found["detect_ms"] = _time(lambda i: describe_detections(detect(model, judged, i, device=device)), device)
     return found
 
 

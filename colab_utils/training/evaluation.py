@@ -1,54 +1,27 @@
-"""COCO average precision of boxes and masks, computed by pycocotools."""
+"""A model's average precision: it looks at one image after another, and another process does the rest."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator
-from contextlib import redirect_stdout
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.runtime import show_progress
+from colab_utils.runtime import fork_pool, show_progress
+from colab_utils.training.detections import Detections, describe_detections, detect
+from colab_utils.training.scoring import AveragePrecision, collect_truth, score_results
 
-__all__ = ["AveragePrecision", "ClassPrecision", "collect_truth", "detect", "evaluate", "score_results"]
+__all__ = ["AveragePrecision", "Scorer", "evaluate", "read_result"]
 
-
-@dataclass(frozen=True)
-class ClassPrecision:
-    """Average precision of one class, 0 to 1; None where the images hold no object of it."""
-
-    name: str
-    bbox: float | None
-    segm: float | None
-
-
-@dataclass(frozen=True)
-class AveragePrecision:
-    """COCO average precision, 0 to 1: over IoU 0.50 to 0.95, and at IoU 0.50 alone.
-
-    Example:
-        >>> print(AveragePrecision(0.25, 0.2, 0.5, 0.4, 60, ()))
-        AP of boxes 0.250 (0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 60 images
-    """
-
-    bbox: float
-    segm: float
-    bbox_50: float
-    segm_50: float
-    images: int
-    per_class: tuple[ClassPrecision, ...]
-
-    def __str__(self) -> str:
-        return (
-            f"AP of boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5), "
-            f"of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
-        )
+T = TypeVar("T")
+_MOST_WAITING = 64  # images whose masks are not drawn yet: 20 MB of them
 
 
 def evaluate(model: nn.Module, dataset: ShardDataset, *, device: str | torch.device = "cpu") -> AveragePrecision:
@@ -57,7 +30,7 @@ def evaluate(model: nn.Module, dataset: ShardDataset, *, device: str | torch.dev
     Args:
         model: A torchvision detection model; it is left in the mode (training or not) it came in.
         dataset: Its ``category_ids`` map the model's labels back to COCO's category ids.
-        device: Where the model runs, an image at a time: the masks of one can take 100 MB.
+        device: Where the model runs, an image at a time; another process draws the masks meanwhile.
 
     Raises:
         ColabUtilsError: The images hold no object to find.
@@ -68,95 +41,102 @@ def evaluate(model: nn.Module, dataset: ShardDataset, *, device: str | torch.dev
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/val-shards. ...
     """
     truth = collect_truth(dataset)
-    results: list[dict[str, Any]] = []
     modes = [(module, module.training) for module in model.modules()]
     model.to(device).eval()
     try:
-        with show_progress("evaluating", total=len(dataset), unit="image") as bar:
+        with (
+            closing(Scorer(truth)) as scorer,
+            show_progress("evaluating", total=len(dataset), unit="image") as bar,
+        ):
             for i in range(len(dataset)):
-                results += detect(model, dataset, i, device=device)
+                scorer.add(detect(model, dataset, i, device=device))
                 bar.update(1)
+            return read_result(scorer.score())
     finally:
         for module, mode in modes:
             module.training = mode
-    return score_results(truth, results)
 
 
-def detect(model: nn.Module, dataset: ShardDataset, i: int, *, device: str | torch.device) -> list[dict[str, Any]]:
-    """The detections in one image as COCO's results, by a model in evaluation mode on the device."""
-    with torch.no_grad():  # not inference_mode: the model caches its anchors and trains with them later
-        image = dataset.decode(dataset.read(i)).to(device).float().div_(255)
-        return list(_describe(model([image])[0], int(dataset.image_ids[i]), dataset.category_ids))
+class Scorer:
+    """Draws masks and adds up COCO's sums in another process, so that the one with the model waits for neither.
+
+    Args:
+        truth: of `collect_truth`; empty where another rank's scorer does the sums.
+    """
+
+    def __init__(self, truth: dict[str, Any]) -> None:
+        self._pool = fork_pool(1, _keep_truth, truth)
+        self._waiting: deque[Future[None]] = deque()
+
+    def add(self, found: Detections) -> None:
+        """Take in what was found in one image; waits only where many are not drawn yet."""
+        self._waiting.append(self._submit(_describe, found))
+        if len(self._waiting) > _MOST_WAITING:
+            read_result(self._waiting.popleft())
+
+    def take_results(self) -> list[dict[str, Any]]:
+        """What was added since the last time, as COCO's results."""
+        return read_result(self._submit(_take_results))
+
+    def score(self, others: Sequence[dict[str, Any]] = ()) -> Future[AveragePrecision]:
+        """The average precision of what was added since the last time, and of other ranks' results."""
+        return self._submit(_score, others)
+
+    def close(self) -> None:
+        """End the other process, and forget what it was doing."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        with _tell_end():
+            return self._pool.submit(call, *arguments)
 
 
-def score_results(truth: dict[str, Any], results: list[dict[str, Any]]) -> AveragePrecision:
-    """The average precision of detections, by pycocotools; ``truth`` is of `collect_truth`."""
-    from pycocotools.coco import COCO
-
-    with redirect_stdout(io.StringIO()):  # pycocotools prints
-        coco = COCO()
-        coco.dataset = truth
-        coco.createIndex()
-        box, box_50, boxes = _compute_precision(coco, results, "bbox")
-        mask, mask_50, masks = _compute_precision(coco, results, "segm")
-    names = [category["name"] for category in truth["categories"]]
-    per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
-    return AveragePrecision(box, mask, box_50, mask_50, len(truth["images"]), per_class)
-
-
-def collect_truth(dataset: ShardDataset) -> dict[str, Any]:
-    """The annotations of a dataset in COCO form.
+def read_result(future: Future[T]) -> T:
+    """What a `Scorer` made.
 
     Raises:
-        ColabUtilsError: The images hold no object to find.
+        ColabUtilsError: Its process was ended.
     """
-    records = [dataset.record(i) for i in range(len(dataset))]
-    objects = [{**found, "image_id": record["image_id"]} for record in records for found in record["annotations"]]
-    if all(found["iscrowd"] for found in objects):
+    with _tell_end():
+        return future.result()
+
+
+@contextmanager
+def _tell_end() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool as error:
         raise ColabUtilsError(
-            f"expected objects to measure against, found none in {len(dataset)} images. "
-            "Evaluate on a dataset with annotations."
-        )
-    return {
-        "info": {},
-        "images": [{"id": r["image_id"], "width": r["width"], "height": r["height"]} for r in records],
-        # Ids from 1: COCOeval takes an annotation with id 0 for "no match".
-        "annotations": [{**found, "id": number} for number, found in enumerate(objects, 1)],
-        "categories": [
-            {"id": int(category), "name": dataset.class_names[label]}
-            for label, category in sorted(dataset.category_ids.items())
-        ],
-    }
+            "expected the average precision from another process, found that it was ended, as happens where memory is "
+            "full. Evaluate on fewer images, or on a machine with more memory."
+        ) from error
 
 
-def _describe(prediction: dict[str, Tensor], image_id: int, category_ids: dict[int, int]) -> Iterator[dict[str, Any]]:
-    """The detections of one image as COCO's results, each with its box and its mask."""
-    from pycocotools import mask as rle
-
-    boxes = prediction["boxes"].float()
-    sides = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1).tolist()
-    # Thresholded on the device: a byte a pixel travels, not four.
-    masks = (prediction["masks"][:, 0] > 0.5).byte().cpu().numpy()
-    rows = zip(prediction["labels"].tolist(), prediction["scores"].tolist(), sides, masks, strict=True)
-    for label, score, side, mask in rows:
-        if label in category_ids:  # else a class of the model that this dataset does not have
-            result = {"image_id": image_id, "category_id": int(category_ids[label]), "score": score, "bbox": side}
-            yield {**result, "segmentation": rle.encode(np.asfortranarray(mask))}
+_truth: dict[str, Any] = {}
+_results: list[list[dict[str, Any]] | Exception] = []  # of each image
 
 
-def _compute_precision(truth: Any, results: list[dict[str, Any]], kind: str) -> tuple[float, float, list[float | None]]:
-    """AP over all IoU, at IoU 0.5, and of each class in the order of the category ids."""
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
+def _keep_truth(truth: dict[str, Any]) -> None:
+    torch.set_num_threads(1)  # the threads of the process that this one was forked from are not here
+    _truth.update(truth)
 
-    if kind == "segm":  # beside a box, loadRes does not look at the mask
-        results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
-    found = truth.loadRes(results) if results else COCO()  # loadRes takes no empty list
-    evaluation = COCOeval(truth, found, kind)
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
-    # precision: [IoU, recall, class, area range, detections an image]; -1 where a class has no object.
-    classes = np.moveaxis(evaluation.eval["precision"][:, :, :, 0, -1], 2, 0)
-    per_class = [float(values.mean()) if values.max() > -1 else None for values in classes]
-    return float(evaluation.stats[0]), float(evaluation.stats[1]), per_class
+
+def _describe(found: Detections) -> None:
+    try:
+        _results.append(describe_detections(found))
+    except Exception as error:  # it is for whoever asks for the results
+        _results.append(error)
+
+
+def _take_results() -> list[dict[str, Any]]:
+    taken = list[dict[str, Any]]()
+    for one in _results:
+        if isinstance(one, Exception):
+            raise one
+        taken += one
+    _results.clear()
+    return taken
+
+
+def _score(others: Sequence[dict[str, Any]]) -> AveragePrecision:
+    return score_results(_truth, [*_take_results(), *others])

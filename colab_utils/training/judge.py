@@ -1,9 +1,9 @@
-"""Average precision while training goes on: a few images after each step, COCO's own sums in another process."""
+"""Average precision while training goes on: a few images after each step, the rest of the work in another process."""
 
 from __future__ import annotations
 
 import copy
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.runtime import fork_pool
-from colab_utils.training.evaluation import AveragePrecision, collect_truth, detect, score_results
+from colab_utils.training.detections import detect
+from colab_utils.training.evaluation import Scorer, read_result
 from colab_utils.training.ranks import Ranks
+from colab_utils.training.scoring import AveragePrecision, collect_truth
 
 __all__ = ["Judge", "Judgement"]
 
@@ -46,11 +47,9 @@ class Judge:
     def __init__(self, dataset: ShardDataset, device: torch.device, *, steps: int, ranks: Ranks) -> None:
         self._dataset, self._device, self._ranks = dataset, device, ranks
         self._each = -(-len(dataset) // ranks.count // max(1, steps))  # images after each step
-        truth = collect_truth(dataset) if ranks.is_first else {}
-        self._pool: ProcessPoolExecutor | None = fork_pool(1, _keep_truth, truth) if ranks.is_first else None
+        self._scorer = Scorer(collect_truth(dataset) if ranks.is_first else {})
         self._model: nn.Module | None = None
         self._step, self._next = 0, len(dataset)
-        self._results: list[dict[str, Any]] = []
         self._scoring: Future[AveragePrecision] | None = None
 
     def begin(self, model: nn.Module, step: int) -> None:
@@ -60,7 +59,7 @@ class Judge:
         else:
             self._model.load_state_dict(model.state_dict())
         self._model.eval()
-        self._step, self._next, self._results = step, 0, []
+        self._step, self._next = step, 0
 
     def advance(self, *, to_end: bool = False) -> Judgement | None:
         """Look at the next images; what the model is worth, once that is known. Every rank calls it as often."""
@@ -69,31 +68,19 @@ class Judge:
             last = min(count, self._next + self._each * self._ranks.count)
             for i in self._ranks.share(range(self._next, last)):
                 if self._model is not None:
-                    self._results += detect(self._model, self._dataset, i, device=self._device)
+                    self._scorer.add(detect(self._model, self._dataset, i, device=self._device))
             self._next = last
             if last == count:
-                parts = self._ranks.gather(self._results)
-                if self._pool:
-                    self._scoring = self._pool.submit(_score, [result for part in parts for result in part])
+                others = self._ranks.gather([] if self._ranks.is_first else self._scorer.take_results())
+                if self._ranks.is_first:
+                    self._scoring = self._scorer.score([result for part in others for result in part])
             if not to_end:
                 break
         if self._scoring is None or self._model is None or not (to_end or self._scoring.done()):
             return None
         scoring, self._scoring = self._scoring, None
-        return Judgement(self._step, scoring.result(), self._model.state_dict())
+        return Judgement(self._step, read_result(scoring), self._model.state_dict())
 
     def close(self) -> None:
         """End the other process; an evaluation that is under way is lost."""
-        if self._pool:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-_truth: dict[str, Any] = {}
-
-
-def _keep_truth(truth: dict[str, Any]) -> None:
-    _truth.update(truth)
-
-
-def _score(results: list[dict[str, Any]]) -> AveragePrecision:
-    return score_results(_truth, results)
+        self._scorer.close()

@@ -19,7 +19,7 @@ from colab_utils.loading.order import BatchOrder
 from colab_utils.loading.transforms import Transforms
 from colab_utils.training.board import Board
 from colab_utils.training.checkpoint import CheckpointFolder
-from colab_utils.training.evaluation import AveragePrecision, evaluate
+from colab_utils.training.evaluation import evaluate
 from colab_utils.training.folding import fold_norms
 from colab_utils.training.images import TrainingImages, check_objects, open_images
 from colab_utils.training.judge import Judge, Judgement
@@ -28,6 +28,7 @@ from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, build_ma
 from colab_utils.training.ranks import Ranks, join_ranks
 from colab_utils.training.report import LogLine, LossPoint, TrainingPlan, TrainReport
 from colab_utils.training.savings import apply_savings
+from colab_utils.training.scoring import AveragePrecision
 from colab_utils.training.session import TrainingSession
 from colab_utils.training.settings import RunSettings, check_at_least_one, choose_settings
 from colab_utils.training.step import TrainingStep, choose_rate, make_optimizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from colab_utils.runtime import format_bytes
-from colab_utils.training.evaluation import AveragePrecision
+from colab_utils.training.scoring import AveragePrecision
 
 __all__ = ["BestCheckpoint", "LogLine", "LossPoint", "TrainReport", "TrainingPlan"]
 

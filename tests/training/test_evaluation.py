@@ -13,10 +13,14 @@ from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import nn
+from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.training.evaluation import evaluate
+from colab_utils.training.detections import Detections, describe_detections, detect, encode_masks
+from colab_utils.training.evaluation import Scorer, evaluate, read_result
+from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
+from colab_utils.training.scoring import collect_truth
 
 
 class ScriptedModel(nn.Module):
@@ -138,3 +142,59 @@ def test_images_without_objects_are_refused(dataset):
 
     with pytest.raises(ColabUtilsError, match="found none in 3 images"):
         evaluate(ScriptedModel([]), CrowdsOnly())
+
+
+def encode_dense(masks: torch.Tensor) -> list[dict]:
+    return [coco_mask.encode(np.asfortranarray((mask > 0.5).byte().numpy())) for mask in masks]
+
+
+@pytest.mark.parametrize("size", [(37, 53), (120, 90), (8, 8), (1, 64)])
+def test_masks_in_boxes_are_those_that_torchvision_pastes(size):
+    height, width = size
+    generator = torch.Generator().manual_seed(height)
+    corners = (torch.rand(60, 2, 2, generator=generator) * 1.2 - 0.1) * torch.tensor([width, height])
+    boxes = torch.cat([corners.amin(1), corners.amax(1)], 1)
+    boxes[:40] = boxes[:40].clamp(min=0).minimum(torch.tensor([width, height] * 2))  # as a model's are
+    boxes[0] = torch.tensor([0.0, 0, width, height])
+    boxes[1] = torch.tensor([0.2, 0.2, 0.3, 0.3])
+    inside = ((boxes[:, :2] < torch.tensor([width, height])) & (boxes[:, 2:] > 0)).all(1)
+    boxes = boxes[inside]
+    masks = torch.rand(len(boxes), 28, 28, generator=generator)
+    masks[2], masks[3] = 0, 1
+    expected = encode_dense(paste_masks_in_image(masks[:, None], boxes, size)[:, 0])
+    assert encode_masks(masks, boxes, size) == expected
+    assert encode_masks(masks[:0], boxes[:0], size) == []
+
+
+def test_detections_are_those_of_torchvision(dataset, monkeypatch):
+    torch.manual_seed(0)
+    model = build_mask_rcnn(LIGHT_MODEL, num_classes=dataset.num_classes, weights=None, min_size=96).eval()
+    model.roi_heads.score_thresh = 0.0  # a model that has learned nothing is sure of nothing
+    with torch.no_grad():
+        (stock,) = model([dataset.decode(dataset.read(0)).float() / 255])
+    assert len(stock["labels"].unique()) > 1
+    monkeypatch.delitem(dataset.category_ids, int(stock["labels"][-1]))  # the model knows a class, the data has it not
+    found = describe_detections(detect(model, dataset, 0, device="cpu"))
+    known = [place for place, label in enumerate(stock["labels"].tolist()) if label in dataset.category_ids]
+    assert 0 < len(known) < len(stock["labels"])
+    assert [result["score"] for result in found] == stock["scores"][known].tolist()
+    assert [result["segmentation"] for result in found] == encode_dense(stock["masks"][known, 0])
+    assert [result["bbox"][:2] for result in found] == stock["boxes"][known, :2].tolist()
+    assert {result["image_id"] for result in found} == {int(dataset.image_ids[0])}
+
+
+def test_a_scorer_tells_what_went_wrong(dataset):
+    good = detect(ScriptedModel(predict_truth(dataset)).eval(), dataset, 0, device="cpu")
+    scorer = Scorer(collect_truth(dataset))
+    try:
+        scorer.add(Detections(**{**good._asdict(), "boxes": good.boxes[:0]}))
+        scoring = scorer.score()
+        with pytest.raises(ValueError, match="zip"):  # not left out in silence
+            read_result(scoring)
+        for process in scorer._pool._processes.values():
+            process.kill()
+            process.join()
+        with pytest.raises(ColabUtilsError, match="from another process, found that it was ended"):
+            scorer.take_results()
+    finally:
+        scorer.close()

@@ -1,4 +1,4 @@
-"""The GPU's side of training, by a GPU's rules: on the simulated one, which every machine has."""
+"""The GPU's side of training, by a GPU's rules: on the simulated one, which every machine has, or on a real one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
+from colab_utils.training.detections import describe_detections, detect
 from colab_utils.training.folding import fold_norms
 from colab_utils.training.loop import train
 from colab_utils.training.losses import compute_losses
@@ -22,9 +23,8 @@ from colab_utils.training.step import TrainingStep
 from colab_utils.training.trained import load_trained_model
 from tests.simulated_gpu import GpuTensor, SimulatedGpu
 
-if torch.cuda.is_available():
-    pytest.skip("there is a real one", allow_module_level=True)
-
+REAL = torch.cuda.is_available()
+simulated = pytest.mark.skipif(REAL, reason="there is a real one, which tells no waits and takes no limit")
 QUICK = {"model": LIGHT_MODEL, "weights": None, "min_size": 64, "workers": 0, "batch_size": 4, "device": "cuda"}
 
 
@@ -46,8 +46,11 @@ def val_shards(tmp_path_factory):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    with SimulatedGpu(monkeypatch) as found:
-        yield found
+    if REAL:
+        yield None
+    else:
+        with SimulatedGpu(monkeypatch) as found:
+            yield found
 
 
 def read_batch(shards, count=4):
@@ -62,6 +65,7 @@ def make_model(shards):
     return assemble_mask_rcnn(LIGHT_MODEL, num_classes=classes, starts_from="imagenet", min_size=96, max_size=160)
 
 
+@simulated
 def test_the_simulated_gpu_keeps_the_rules(gpu):
     there, here = torch.zeros(3, device="cuda"), torch.ones(3)
     assert there.device.type == "cuda"
@@ -87,6 +91,7 @@ def test_the_simulated_gpu_keeps_the_rules(gpu):
         torch.zeros(1_000_000, device="cuda")
 
 
+@simulated
 def test_losses_are_those_of_the_cpu(shards, gpu):
     batch, model, flips = read_batch(shards), make_model(shards), [True, False, True, False]
     torch.manual_seed(1)
@@ -100,6 +105,7 @@ def test_losses_are_those_of_the_cpu(shards, gpu):
         assert found[name].item() == pytest.approx(loss.item(), rel=1e-4), name
 
 
+@simulated
 def test_nothing_of_ours_waits_for_the_gpu_but_one_reading(shards, gpu):
     """The rest is torchvision's; its own path waits for the transform and the masks of each image, too."""
     step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards)
@@ -116,6 +122,7 @@ def test_nothing_of_ours_waits_for_the_gpu_but_one_reading(shards, gpu):
 
 
 @pytest.mark.parametrize("deliver", ["packed", "dense"])
+@simulated
 def test_batches_arrive_without_waiting(shards, gpu, deliver):
     """Pinned: a copy from other memory would wait for the step before."""
     expected = make_loader(ShardDataset(shards), batch_size=4, workers=0, deliver=deliver, seed=1)
@@ -135,11 +142,30 @@ def test_batches_arrive_without_waiting(shards, gpu, deliver):
     assert {call[0] for call in gpu.waits} <= {"cpu"}  # ours, above
 
 
+@simulated
+def test_judging_waits_no_more_for_many_objects(shards, gpu):
+    """torchvision's output of masks waits for each of them."""
+    dataset, model = ShardDataset(shards, contiguous_labels=True), make_model(shards).eval()
+    model.roi_heads.score_thresh = 0.0
+    expected = describe_detections(detect(model, dataset, 0, device="cpu"))
+    model.to("cuda")
+    gpu.waits.clear()
+    found = detect(model, dataset, 0, device="cuda")
+    waits = sum(gpu.waits.values())
+    assert len(found.scores) > 20
+    gpu.waits.clear()
+    with torch.no_grad():
+        model([dataset.decode(dataset.read(0)).to("cuda").float() / 255])
+    assert sum(gpu.waits.values()) > waits + 4 * len(found.scores)
+    results = describe_detections(found)
+    assert [result["segmentation"] for result in results] == [result["segmentation"] for result in expected]
+
+
 def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     lines, more = [], {"ema": 0.9, "augment": "lsj"}
     first = train(shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, log_steps=1, **QUICK, **more)
     assert first.plan.device == "cuda"
-    assert first.plan.precision == "float16"
+    assert first.plan.precision in ("float16", "bfloat16")
     assert lines[-1].gpu_bytes > 1_000_000
     assert first.ap is not None
     second = train(shards, tmp_path, steps=3, **(QUICK | {"device": "cpu"}), **more)
@@ -149,6 +175,7 @@ def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     assert not any(isinstance(tensor, GpuTensor) for tensor in model.state_dict().values())
 
 
+@simulated
 def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
     lines = []
     with SimulatedGpu(monkeypatch) as gpu:
@@ -163,6 +190,7 @@ def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
         assert gpu.memory.peak <= gpu.memory.limit
 
 
+@simulated
 def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
     """Another program takes some of the GPU's memory in the middle of a run."""
 
@@ -177,6 +205,7 @@ def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
     assert report.plan.batch_size == 4
 
 
+@simulated
 def test_a_lighter_model_is_trained_where_no_other_fits(shards, tmp_path, monkeypatch):
     unnamed = {key: value for key, value in QUICK.items() if key != "model"}
     warned = pytest.warns(ColabUtilsWarning, match=f"whatever is saved: {LIGHT_MODEL} is trained")
@@ -185,6 +214,7 @@ def test_a_lighter_model_is_trained_where_no_other_fits(shards, tmp_path, monkey
     assert report.plan.model == LIGHT_MODEL
 
 
+@simulated
 def test_a_gpu_that_is_full_is_said(shards, tmp_path, monkeypatch):
     with SimulatedGpu(monkeypatch, limit=20_000_000), pytest.raises(ColabUtilsError, match=r"room .* on the GPU"):
         train(shards, tmp_path, steps=1, **QUICK)

@@ -18,13 +18,14 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.average import AveragedWeights
 from colab_utils.training.board import Board
-from colab_utils.training.evaluation import AveragePrecision, evaluate
+from colab_utils.training.evaluation import evaluate
 from colab_utils.training.images import check_objects, open_images
 from colab_utils.training.judge import Judge
 from colab_utils.training.loop import train
 from colab_utils.training.model import LIGHT_MODEL
 from colab_utils.training.ranks import Ranks
 from colab_utils.training.report import LogLine
+from colab_utils.training.scoring import AveragePrecision
 from colab_utils.training.settings import choose_settings
 from colab_utils.training.step import TrainingStep, compute_rate
 from colab_utils.training.trained import load_trained_model
