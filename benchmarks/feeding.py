@@ -42,9 +42,8 @@ def time_way(
     """Images a second over ``batches`` batches, after some that do not count."""
     dataset = ShardDataset(shards, contiguous_labels=True)
     trained = copy.deepcopy(model).to(device)
-    if device == "cuda":
-        fold_norms(trained)
-        trained.backbone.to(memory_format=torch.channels_last)
+    fold_norms(trained)  # as `train` does it
+    trained.backbone.to(memory_format=torch.channels_last)
     step, wait = TrainingStep(trained, device), torch.cuda.synchronize if device == "cuda" else int
     workers = 1 if device == "cpu" else "auto"
     loader = make_loader(dataset, batch_size=batch_size, device=device, workers=workers, deliver="packed")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,14 @@ class CocoMini:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What the tests remember (workers that were tuned) is theirs, not the user's; programs they start inherit it."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """Garbage collections, of which planning the memory asks for many, leave out what the libraries hold anyway."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -160,24 +160,7 @@ def train(
         check_objects(images, min_size=settings.min_size, max_size=settings.max_size)
         gauge = find_gauge(place) if transforms is None else None
         build = partial(_build_step, images=images, device=place, ranks=ranks, weights=weights, known=known, seed=seed)
-        step, memory, fits = build(settings), None, True
-        try:
-            memory = _plan_memory(step, images, gauge, settings)
-        except DoesNotFitError:
-            fits = False
-            if model or known or settings.model == LIGHT_MODEL:
-                raise
-        if not fits:
-            warnings.warn(
-                f"{settings.model} does not fit into the GPU's memory, whatever is saved: {LIGHT_MODEL} is trained, "
-                "which costs precision. Name a model to choose, or a smaller min_size.",
-                ColabUtilsWarning,
-                stacklevel=2,
-            )
-            settings = replace(settings, model=LIGHT_MODEL)
-            del step  # its memory is needed
-            step = build(settings)
-            memory = _plan_memory(step, images, gauge, settings)
+        step, settings, memory = _fit_model(build, images, gauge, settings, chosen=bool(model or known))
         number = settings.batch_size
         if number is None:
             number = (memory.batch_size if memory else 2) * ranks.count
@@ -270,6 +253,27 @@ def _build_step(
     ranks.copy_weights(network)
     apply_savings(step, known.get("savings", ()), images=-(-(settings.batch_size or 1) // ranks.count))
     return step
+
+
+def _fit_model(
+    build: Callable[[RunSettings], TrainingStep], images: TrainingImages, gauge: Gauge | None, settings: RunSettings, *,
+    chosen: bool,
+) -> tuple[TrainingStep, RunSettings, MemoryPlan | None]:  # fmt: skip
+    """A step whose batches fit into the device's memory, if only of the lighter model, where none was ``chosen``."""
+    step = build(settings)
+    try:
+        return step, settings, _plan_memory(step, images, gauge, settings)
+    except DoesNotFitError:
+        if chosen or settings.model == LIGHT_MODEL:
+            raise
+    warnings.warn(
+        f"{settings.model} does not fit into the GPU's memory, whatever is saved: {LIGHT_MODEL} is trained, "
+        "which costs precision. Name a model to choose, or a smaller min_size.",
+        ColabUtilsWarning,
+        stacklevel=3,
+    )
+    del step  # its memory is needed
+    return _fit_model(build, images, gauge, replace(settings, model=LIGHT_MODEL), chosen=True)
 
 
 def _fix_shapes(step: TrainingStep, images: TrainingImages, batch_size: int, seed: int) -> None:

@@ -23,6 +23,7 @@ from colab_utils.training.step import TrainingStep
 from colab_utils.training.trained import load_trained_model
 from tests.simulated_gpu import GpuTensor, SimulatedGpu
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 REAL = torch.cuda.is_available()
 simulated = pytest.mark.skipif(REAL, reason="there is a real one, which tells no waits and takes no limit")
 QUICK = {"model": LIGHT_MODEL, "weights": None, "min_size": 64, "workers": 0, "batch_size": 4, "device": "cuda"}
@@ -179,7 +180,7 @@ def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
 def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
     lines = []
     with SimulatedGpu(monkeypatch) as gpu:
-        whole = train(shards, tmp_path / "whole", steps=6, log=lines.append, log_steps=6, **QUICK)
+        whole = train(shards, tmp_path / "whole", steps=4, log=lines.append, log_steps=4, **QUICK)
     assert whole.plan.savings == ()
     # losses stay there until they are asked for: after the first step, the first epoch, and the last step
     assert gpu.waits["tolist", "colab_utils.training.session"] <= 3
