@@ -360,11 +360,11 @@ def _measure_precision(session: TrainingSession, images: TrainingImages, ranks: 
         return None
     if ranks.count == 1:
         ap = evaluate(network, images.validation, device=device)
-        session.keep_best(Judgement(session.done, ap, network.state_dict()))
+        session.keep_best(Judgement(session.done, ap, network.state_dict()), wait=True)
         return ap
     ranks.copy_buffers(network)
     session.judge.begin(network, session.done)
     judgement = session.judge.advance(to_end=True)
     if judgement:
-        session.keep_best(judgement)
+        session.keep_best(judgement, wait=True)
     return ranks.send(judgement.ap if judgement else None)

@@ -56,7 +56,7 @@ class TrainingSession:
         self._position = loader.state_dict()
         self._saved_s, self._cost_s = perf_counter(), 0.0  # what the last checkpoint took from the steps
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[Any] | None = None
+        self._writing: list[Future[Any]] = []
 
     @property
     def network(self) -> nn.Module:
@@ -120,7 +120,7 @@ class TrainingSession:
                     logged, judged = self.done, []
                 if bar is not None:
                     bar.update(1)
-                if self._writing and self._writing.done():
+                if self._writing and all(job.done() for job in self._writing):
                     self._finish_writing()  # an error ends the run now, not a minute later
                 ended, since_s = self.loader.epoch != epoch, perf_counter() - self._saved_s
                 late = since_s >= self._choose_pause(checkpoint_minutes) or (ended and since_s >= _SHARE * self._cost_s)
@@ -131,8 +131,8 @@ class TrainingSession:
                 if stop:
                     self.save()  # again, if it was asked for meanwhile
                     raise KeyboardInterrupt
-                if self.judge:
-                    judged += self._judge(self.judge, ended=ended and self.done < steps)
+                if self.judge and (found := self._judge(self.judge, ended=ended and self.done < steps)):
+                    judged.append(found)
             if self.judge and (late_one := self.judge.advance(to_end=True)):
                 self.keep_best(late_one)
         return total if total.images else first
@@ -144,8 +144,9 @@ class TrainingSession:
         """
         if self.done != self._saved_step:
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
-            began_s = perf_counter()
             if self.step.ranks.is_first:
+                self._finish_writing()
+                began_s = perf_counter()
                 state = {
                     **self._describe_model(self.step.model.state_dict()),
                     "average": self.average.state_dict() if self.average else None,
@@ -155,10 +156,9 @@ class TrainingSession:
                     "losses": torch.tensor(self.losses, dtype=torch.float64),
                     "best": asdict(self.best) if self.best else None,
                 }
-                self._finish_writing()
                 copied = _copy_to_cpu(state)
                 self._cost_s = perf_counter() - began_s
-                self._writing = self._writer.submit(self._write, copied, step=self.done, patiently=patiently)
+                self._writing.append(self._writer.submit(self._write, copied, step=self.done, patiently=patiently))
             self._saved_step, self._saved_s = self.done, perf_counter()
         if wait:
             self._finish_writing()
@@ -173,27 +173,35 @@ class TrainingSession:
         """Seconds between two checkpoints."""
         return min(max(_PAUSES_S[0], _SHARE * self._cost_s), _PAUSES_S[1]) if minutes is None else 60 * minutes
 
-    def keep_best(self, judgement: Judgement) -> None:
-        """Write the weights that were judged, if none were better so far."""
-        if self.step.ranks.is_first and (self.best is None or judgement.ap.segm > self.best.segm):
-            state = self._describe_model(_copy_to_cpu(judgement.weights))
-            path = self.folder.save_best(state, step=judgement.step)
+    def keep_best(self, judgement: Judgement, *, wait: bool = False) -> None:
+        """Write the weights that were judged, if none were better so far; ``wait`` until that is done."""
+        if self.step.ranks.is_first and self._is_better(judgement):
+            weights = _copy_to_cpu(judgement.weights)
+            self._writing.append(self._writer.submit(self._write_best, judgement, weights))
+        if wait:
+            self._finish_writing()
+
+    def _is_better(self, judgement: Judgement) -> bool:
+        return self.best is None or judgement.ap.segm > self.best.segm
+
+    def _write_best(self, judgement: Judgement, weights: dict[str, Any]) -> None:
+        if self._is_better(judgement):  # also than what was being written when it was asked for
+            path = self.folder.save_best(self._describe_model(weights), step=judgement.step)
             if path:
                 self.best = BestCheckpoint(judgement.step, judgement.ap.bbox, judgement.ap.segm, str(path))
 
     def _describe_model(self, weights: dict[str, Any]) -> dict[str, Any]:
         return {"plan": asdict(self.plan), "model": weights}
 
-    def _judge(self, judge: Judge, *, ended: bool) -> list[Judgement]:
+    def _judge(self, judge: Judge, *, ended: bool) -> Judgement | None:
         """Go on with an evaluation, and begin one where an epoch has ended."""
-        found = [judge.advance(to_end=ended)]
+        found = judge.advance(to_end=ended)
+        if found:
+            self.keep_best(found)  # before the next one takes the place of the weights that were judged
         if ended:
             self.step.ranks.copy_buffers(self.network)
             judge.begin(self.network, self.done)
-        ready = [judgement for judgement in found if judgement]
-        for judgement in ready:
-            self.keep_best(judgement)
-        return ready
+        return found
 
     def _ask_whether_to_stop(self, interrupts: list[int]) -> bool:
         """Whether this or another rank was interrupted: all of them stop after the same step."""
@@ -211,10 +219,10 @@ class TrainingSession:
         return peak
 
     def _finish_writing(self) -> None:
-        writing, self._writing = self._writing, None
+        writing, self._writing = self._writing, []
         try:
-            if writing:
-                writing.result()
+            for job in writing:
+                job.result()
         except BaseException:
             self._saved_step = -1
             raise
@@ -260,7 +268,7 @@ class TrainingSession:
         self._pending.clear()
         for step, (loss, ids) in enumerate(zip(fresh, images, strict=True), len(self.losses) + 1):
             if not math.isfinite(loss):
-                wait([self._writing] if self._writing else [])  # the checkpoint that is being written counts
+                wait(self._writing)  # the checkpoint that is being written counts
                 last = self.folder.newest or "the start"
                 raise ColabUtilsError(
                     f"expected a finite loss, found {loss} at step {step}, of the images with the ids "

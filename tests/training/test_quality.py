@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -18,6 +19,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.average import AveragedWeights
 from colab_utils.training.board import Board
+from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.evaluation import evaluate
 from colab_utils.training.images import check_objects, open_images
 from colab_utils.training.judge import Judge
@@ -58,6 +60,35 @@ def test_the_best_weights_are_kept(shards, tmp_path):
     model = load_trained_model(tmp_path, which="best")
     assert evaluate(model, ShardDataset(shards, contiguous_labels=True)).segm == pytest.approx(report.best.segm)
     assert json.dumps(report.ap.per_class[0].name)
+
+
+def test_the_weights_that_were_judged_are_kept_beside_the_steps(shards, tmp_path, monkeypatch):
+    """Here each evaluation ends when the next one begins, and the first one's weights are written for two steps."""
+    judged, kept, written = {}, {}, threading.Event()
+    begin, advance, save_best = Judge.begin, Judge.advance, CheckpointFolder.save_best
+
+    def note_begin(self, model, step):
+        judged[step] = {name: value.clone() for name, value in model.state_dict().items()}
+        begin(self, model, step)
+
+    def write_slowly(self, state, *, step):
+        assert written.wait(60)
+        kept[step] = state["model"]
+        return save_best(self, state, step=step)
+
+    def release(line):
+        if getattr(line, "step", 0) == 8:
+            written.set()
+
+    monkeypatch.setattr(Judge, "begin", note_begin)
+    monkeypatch.setattr(Judge, "advance", lambda self, to_end=False: advance(self, to_end=True) if to_end else None)
+    monkeypatch.setattr(CheckpointFolder, "save_best", write_slowly)
+    report = train(shards, tmp_path, epochs=3, val_shards=shards, log=release, log_steps=1, **TINY)
+    assert 3 in kept
+    for step, weights in kept.items():
+        assert all(torch.equal(value, judged[step][name]) for name, value in weights.items() if step in judged)
+    assert any(not torch.equal(value, judged[6][name]) for name, value in kept[3].items())
+    assert report.best.step in kept
 
 
 def test_a_resumed_run_does_not_lose_its_best(shards, tmp_path):
