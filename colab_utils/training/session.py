@@ -100,12 +100,9 @@ class TrainingSession:
             while self.done < steps:
                 meter.mark()
                 epoch = self.loader.epoch
-                try:
+                with self._keep_state():
                     torch.manual_seed(self._draw_seed(1))  # of transforms that run on the device
                     batch = next(batches)
-                except BaseException:  # whatever it is: between two steps the state is whole, so keep it
-                    self.save(patiently=True)
-                    raise
                 meter.mark()
                 images += self.loader.total
                 rate = self._train_batch(batch, stop=bool(interrupts))
@@ -116,7 +113,8 @@ class TrainingSession:
                     first, total = (first, total + pace) if first.images else (pace, total)
                     line = LogLine(self.done, steps, fmean(self.losses[logged:]), rate, pace.images_per_second,
                                    pace.wait_share, self._read_memory())  # fmt: skip
-                    log(replace(line, ap=judged[-1].ap, ap_step=judged[-1].step) if judged else line)
+                    with self._keep_state():
+                        log(replace(line, ap=judged[-1].ap, ap_step=judged[-1].step) if judged else line)
                     logged, judged = self.done, []
                 if bar is not None:
                     bar.update(1)
@@ -131,11 +129,20 @@ class TrainingSession:
                 if stop:
                     self.save()  # again, if it was asked for meanwhile
                     raise KeyboardInterrupt
-                if self.judge and (found := self._judge(self.judge, ended=ended and self.done < steps)):
-                    judged.append(found)
+                if self.judge:
+                    with self._keep_state():
+                        judged += self._judge(self.judge, ended=ended and self.done < steps)
             if self.judge and (late_one := self.judge.advance(to_end=True)):
                 self.keep_best(late_one)
         return total if total.images else first
+
+    @contextmanager
+    def _keep_state(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # whatever it is: between two steps the state is whole, so keep it
+            self.save(patiently=True)
+            raise
 
     def save(self, *, wait: bool = True, patiently: bool = False) -> None:
         """Copy the state, if any step was done since the last time, and write it as a checkpoint in a thread.
@@ -193,11 +200,11 @@ class TrainingSession:
     def _describe_model(self, weights: dict[str, Any]) -> dict[str, Any]:
         return {"plan": asdict(self.plan), "model": weights}
 
-    def _judge(self, judge: Judge, *, ended: bool) -> Judgement | None:
+    def _judge(self, judge: Judge, *, ended: bool) -> list[Judgement]:
         """Go on with an evaluation, and begin one where an epoch has ended."""
-        found = judge.advance(to_end=ended)
-        if found:
-            self.keep_best(found)  # before the next one takes the place of the weights that were judged
+        found = [judgement for judgement in (judge.advance(to_end=ended),) if judgement]
+        for judgement in found:
+            self.keep_best(judgement)  # before the next one takes the place of the weights that were judged
         if ended:
             self.step.ranks.copy_buffers(self.network)
             judge.begin(self.network, self.done)

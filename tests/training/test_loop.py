@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from colab_utils.data.builtin import BuiltinDataset, make_dataset
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -196,6 +197,23 @@ def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp
     monkeypatch.undo()
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
     assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
+
+
+@pytest.mark.parametrize("where", ["log", "judge"])
+def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, monkeypatch, where):
+    def fail(*given, **more):
+        raise DriveLostError("gone")  # say that of the validation images
+
+    def note(line):
+        if where == "log" and getattr(line, "step", 0) == 4:
+            fail()
+
+    monkeypatch.setattr("colab_utils.training.judge.detect", fail)  # first called after step 4, the first of an epoch
+    with pytest.raises(DriveLostError):
+        train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, log=note, log_steps=1, **TINY)
+    monkeypatch.undo()
+    assert list_names(tmp_path)[-1] == "checkpoint-00000004.pt"
+    assert train(tiny_shards, tmp_path, epochs=2, **TINY).plan.first_step == 4
 
 
 @pytest.mark.parametrize(
