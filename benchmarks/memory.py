@@ -8,6 +8,7 @@ all tensors are counted, which leaves out what a GPU's libraries need for themse
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,7 +80,10 @@ class CountedMemory(TorchDispatchMode):
 
 
 def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str, savings: int) -> dict[str, float]:
-    """The most megabytes of a step's gradients, weights left out, and its seconds; the first of `SAVINGS` are done."""
+    """The most megabytes of a step's gradients, weights left out, and its seconds; the first of `SAVINGS` are done.
+
+    Infinite where a GPU's memory runs out.
+    """
     step = TrainingStep(copy.deepcopy(model).to(device), device)
     for saving in SAVINGS[:savings]:
         saving.apply(step, len(batch.images))
@@ -91,8 +95,11 @@ def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str, savin
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step.add_gradients(*given)
-        peak = torch.cuda.max_memory_allocated() - before
+        try:
+            fits = step.add_gradients(*given) is not None
+        except torch.cuda.OutOfMemoryError:
+            fits = False
+        peak = torch.cuda.max_memory_allocated() - before if fits else math.inf
     else:
         with (counted := CountedMemory()):
             step.add_gradients(*given)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from colab_utils.training.folding import fold_norms
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn
 from colab_utils.training.precision import choose_precision, keep_boxes_exact
+from colab_utils.training.step import begin_momentum
 from colab_utils.training.views import choose_shapes, view_sizes
 
 __all__ = [
@@ -134,6 +136,8 @@ class ChangedStep:
         if "gradient clipping" in self.changes:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, 10.0)
+        if self.scaler.is_enabled():
+            begin_momentum(self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if asks:  # the references' log takes every loss
@@ -157,10 +161,11 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
     worst, moved = 0.0, copy.deepcopy(model).to(device).train()
     theirs, ours = (ChangedStep(moved, device, changes) for changes in ((), CHANGES[:1]))
     for batch in batches:
-        torch.manual_seed(0)
-        expected = moved(*theirs._move(batch))
-        torch.manual_seed(0)
-        found = compute_losses(moved, ours._move(batch))
+        with torch.no_grad():  # two graphs in float32 are more than most GPUs hold
+            torch.manual_seed(0)
+            expected = moved(*theirs._move(batch))
+            torch.manual_seed(0)
+            found = compute_losses(moved, ours._move(batch))
         differences = [abs(found[name].item() / loss.item() - 1) for name, loss in expected.items() if loss]
         worst = float(np.max([worst, *differences]))  # of a NaN too
     if not worst <= DIFFERENCE:
@@ -171,7 +176,19 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
 def time_steps(
     model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str], shapes: Sequence[Any]
 ) -> dict[str, float]:
-    """Median milliseconds of a step; on a GPU also the most memory that steps took beyond what was there, MB."""
+    """Median milliseconds of a step; on a GPU also the most memory that steps took beyond what was there, MB.
+
+    Both are infinite where memory runs out.
+    """
+    try:
+        return _time_steps(model, batches, device, changes, shapes)
+    except torch.cuda.OutOfMemoryError:
+        return {"step_ms": math.inf, "memory_mb": math.inf}
+
+
+def _time_steps(
+    model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str], shapes: Sequence[Any]
+) -> dict[str, float]:
     step, on_gpu = ChangedStep(copy.deepcopy(model), device, changes, shapes), device == "cuda"
     clock: Callable[[], Any] = torch.cuda.synchronize if on_gpu else int
     pairs = pairwise(cycle(batches))

@@ -62,7 +62,7 @@ class SimulatedGpu(TorchFunctionMode):
         facts = SimpleNamespace(total_memory=limit, name="Simulated")
         found = {
             "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "_lazy_init": int,
-            "set_device": lambda device: None, "synchronize": lambda device=None: self.count_wait("synchronize"),
+            "set_device": _set_device, "synchronize": lambda device=None: self.count_wait("synchronize"),
             "empty_cache": int, "mem_get_info": lambda device=None: (limit - self.memory.count_held(), limit),
             "memory_reserved": lambda device=None: self.memory.count_held(),
             "memory_allocated": lambda device=None: self.memory.count_held(),
@@ -159,6 +159,11 @@ class SimulatedGpu(TorchFunctionMode):
             or (name == "repeat_interleave" and kwargs.get("output_size") is None and len(tensors) > 1)
             or (by_mask and (name == "__getitem__" or (name == "__setitem__" and isinstance(args[2], Tensor))))
         )
+
+
+def _set_device(device) -> None:
+    if torch.device(device).index is None:
+        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
 
 
 class _Event:

@@ -120,7 +120,7 @@ def count_code_lines(path):
 
 def test_the_package_stays_small():
     # the aim was 5,000; a part that is asked for may raise this number, nothing else
-    assert 0 < sum(map(count_code_lines, PACKAGE.rglob("*.py"))) < 12_980
+    assert 0 < sum(map(count_code_lines, PACKAGE.rglob("*.py"))) < 13_080
 
 
 def test_light_modules_load_nothing_heavy_and_touch_nothing(tmp_path):

@@ -47,6 +47,8 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> t
     image, target = found[0], dict(found[1])
     for key, value in target.items():
         target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
+    if "image_id" in given:
+        target.setdefault("image_id", given["image_id"])
     count = len(target["boxes"])
     if "area" in target and len(target["area"]) != count:
         target["area"] = target["masks"].flatten(1).sum(1, dtype=torch.float32)

@@ -11,6 +11,7 @@ from typing import Any
 
 from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.training.judge import Judgement
 from colab_utils.training.report import LogLine
 
 __all__ = ["Board"]
@@ -50,11 +51,13 @@ class Board:
         for name, value in numbers.items():
             if value is not None:
                 self._writer.add_scalar(f"train/{name}", value, line.step)
-        if line.ap:
-            self._writer.add_scalar("val/AP of boxes", line.ap.bbox, line.ap_step)
-            self._writer.add_scalar("val/AP of masks", line.ap.segm, line.ap_step)
         if monotonic() - self._sent_s > _SENT_S:
             self._send()
+
+    def add_precision(self, judgement: Judgement) -> None:
+        """The average precision of some step's weights."""
+        self._writer.add_scalar("val/AP of boxes", judgement.ap.bbox, judgement.step)
+        self._writer.add_scalar("val/AP of masks", judgement.ap.segm, judgement.step)
 
     def close(self) -> None:
         """Write what is left."""

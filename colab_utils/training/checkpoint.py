@@ -72,9 +72,10 @@ class CheckpointFolder:
             self.run.mkdir(parents=True, exist_ok=True)
             if not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
-            for leftover in self.run.glob(f".{_PATTERN}.*.part"):  # of a killed run: never whole, never read
-                leftover.unlink()
-            if anew and self.newest:
+            for pattern in (_PATTERN, _BEST):
+                for leftover in self.run.glob(f".{pattern}.*.part"):  # of a killed run: never whole, never read
+                    leftover.unlink()
+            if anew and (self.newest or _list_checkpoints(self.run, _BEST)):
                 target = _find_free_name(f"{self.run}/previous-")
                 target.mkdir()
                 for path in (
@@ -133,11 +134,11 @@ class CheckpointFolder:
         return path
 
     def load_best(self) -> dict[str, Any] | None:
-        """The weights that judged best, on the CPU; None when there are none that can be read."""
-        for path in reversed(_list_checkpoints(self.run, _BEST)):
-            if not _find_damage(path):
-                found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-                return found
+        """The weights that judged best, on the CPU, with their ``path``; None when there are none that can be read."""
+        with guard_drive(self.run):
+            for path in reversed(_list_checkpoints(self.run, _BEST)):
+                if not _find_damage(path):
+                    return {**torch.load(path, map_location="cpu", weights_only=True), "path": str(path)}
         return None
 
     def _write(self, path: Path, data: bytes | memoryview, *, patiently: bool = False) -> None:

@@ -15,6 +15,7 @@ from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.models.detection.transform import resize_boxes
 
 from colab_utils.data.runs import Runs, write_runs
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 
 __all__ = ["Detections", "describe_detections", "detect", "encode_masks"]
@@ -48,6 +49,10 @@ def detect(model: nn.Module, dataset: ShardDataset, i: int, *, device: str | tor
             found = _find_in_boxes(model, image)
         else:
             found = model([image])[0]
+            if "masks" not in found:
+                raise ColabUtilsError(
+                    f"expected masks from the model, found {', '.join(found)}. Pass a model that finds masks."
+                )
             found = {**found, "masks": (found["masks"] > 0.5).byte()}
     labels = found["labels"].tolist()
     known = [place for place, label in enumerate(labels) if label in dataset.category_ids]

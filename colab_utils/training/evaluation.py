@@ -28,7 +28,7 @@ def evaluate(model: nn.Module, dataset: ShardDataset, *, device: str | torch.dev
     """Measure a model's average precision as ``COCOeval`` does: crowds included, 100 detections an image.
 
     Args:
-        model: A torchvision detection model; it is left in the mode (training or not) it came in.
+        model: A Mask R-CNN, or a model that answers like one; it is left in the mode (training or not) it came in.
         dataset: Its ``category_ids`` map the model's labels back to COCO's category ids.
         device: Where the model runs, an image at a time; another process draws the masks meanwhile.
 

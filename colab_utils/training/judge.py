@@ -46,6 +46,7 @@ class Judge:
 
     def __init__(self, dataset: ShardDataset, device: torch.device, *, steps: int, ranks: Ranks) -> None:
         self._dataset, self._device, self._ranks = dataset, device, ranks
+        self.fingerprint = dataset.fingerprint
         self._each = -(-len(dataset) // ranks.count // max(1, steps))  # images after each step
         self._scorer = Scorer(collect_truth(dataset) if ranks.is_first else {})
         self._model: nn.Module | None = None

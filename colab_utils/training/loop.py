@@ -157,9 +157,12 @@ def train(
                 f"expected the transforms that the run in {run} was begun with, found none. Pass them again, or name "
                 "an augment."
             )
+        if state:
+            asked_for = {**asdict(settings), "dataset": images.dataset.fingerprint, "seed": seed}
+            _refuse_other(asked_for | {"num_classes": images.dataset.num_classes}, state, folder)
         check_objects(images, min_size=settings.min_size, max_size=settings.max_size)
         gauge = find_gauge(place) if transforms is None else None
-        build = partial(_build_step, images=images, device=place, ranks=ranks, weights=weights, known=known, seed=seed)
+        build = partial(_build_step, images=images, device=place, ranks=ranks, weights=weights, state=state, seed=seed)
         step, settings, memory = _fit_model(build, images, gauge, settings, chosen=bool(model or known))
         number = settings.batch_size
         if number is None:
@@ -197,8 +200,6 @@ def train(
             memory=str(memory) if memory else "",
         )
         plan = replace(plan, learning_rate=plan.learning_rate or choose_rate(plan.model, number))
-        if state:
-            _refuse_other(plan, known, folder)
         if ranks.is_first:
             folder.prepare(anew=resume == "never")
         judge = None
@@ -206,11 +207,13 @@ def train(
             judge = Judge(images.validation, place, steps=max(1, len(loader) // 2), ranks=ranks)
             ending.callback(judge.close)
         logs: list[Callable[[Any], object]] = [log] if log and ranks.is_first else []
-        if tensorboard and ranks.is_first:
-            board = Board(run, first_step=plan.first_step)
+        board = Board(run, first_step=plan.first_step) if tensorboard and ranks.is_first else None
+        if board:
             ending.callback(board.close)
             logs.append(board.add)
-        session = TrainingSession(plan, step, loader, folder, judge=judge)
+        note = board.add_precision if board else bool
+        session = TrainingSession(plan, step, loader, folder, judge=judge, note=note)
+        ending.callback(session.close)
         if state:
             session.load_state(state)
         if log and ranks.is_first:
@@ -234,10 +237,11 @@ def train(
 
 def _build_step(
     settings: RunSettings, *, images: TrainingImages, device: torch.device, ranks: Ranks, weights: str | None,
-    known: dict[str, Any], seed: int,
+    state: dict[str, Any] | None, seed: int,
 ) -> TrainingStep:  # fmt: skip
-    """The model on its device, the same on every rank, with its optimiser; a checkpoint brings its own weights."""
+    """The model on its device, the same on every rank, with its optimiser; all as in a checkpoint's ``state``."""
     torch.manual_seed(seed)
+    known: dict[str, Any] = state["plan"] if state else {}
     names = {"num_classes": images.dataset.num_classes, "min_size": settings.min_size, "max_size": settings.max_size}
     if known:
         network = assemble_mask_rcnn(settings.model, starts_from=known["starts_from"], **names)
@@ -247,11 +251,14 @@ def _build_step(
     network.backbone.to(memory_format=torch.channels_last)
     if settings.augment == "multiscale":
         network.transform.min_size = list_scales(settings.min_size)
-    side = round((settings.min_size * settings.max_size) ** 0.5 / 32) * 32 if settings.augment == "lsj" else None
+    side = max(2, round((settings.min_size * settings.max_size) ** 0.5 / 32)) * 32
+    side = side if settings.augment == "lsj" else None
     step = TrainingStep(network, device, jitter_side=side, ranks=ranks)
     step.optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)  # the schedule sets it
     ranks.copy_weights(network)
     apply_savings(step, known.get("savings", ()), images=-(-(settings.batch_size or 1) // ranks.count))
+    if state:
+        step.load_state(state)  # before more memory is saved: frozen layers leave the optimiser
     return step
 
 
@@ -286,8 +293,10 @@ def _fix_shapes(step: TrainingStep, images: TrainingImages, batch_size: int, see
 def _choose_device(device: str | torch.device | None) -> torch.device:
     """The device that was named, or this process's GPU, or the CPU."""
     if device is None:
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if place.type == "cuda" and torch.cuda.is_available():
         torch.cuda.set_device(place)
     return place
@@ -342,15 +351,21 @@ def _count_steps(loader: Loader, done: int, epochs: int) -> int:
     return done + loader.left + (epochs - loader.epoch - 1) * whole
 
 
-def _refuse_other(plan: TrainingPlan, known: dict[str, Any], folder: CheckpointFolder) -> None:
-    """Refuse a checkpoint of another dataset, model, size or seed."""
+def _refuse_other(asked: dict[str, Any], state: dict[str, Any], folder: CheckpointFolder) -> None:
+    """Refuse a checkpoint of another dataset, model, size or seed, or with weights that are no numbers."""
     for key in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
-        if known[key] != getattr(plan, key):
+        if state["plan"][key] != asked[key]:
             raise ColabUtilsError(
-                f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}, found {known[key]} in "
+                f"expected a checkpoint with {key.replace('_', ' ')} {asked[key]}, found {state['plan'][key]} in "
                 f"{folder.newest}. Train into another run folder, or pass resume='never': older checkpoints are then "
                 "moved to a folder of their own."
             )
+    broken = [name for name, tensor in state["model"].items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise ColabUtilsError(
+            f"expected numbers in the weights of {folder.newest}, found others in {broken[0]} "
+            f"({len(broken)} tensors). Move that file away: the one before it is taken then."
+        )
 
 
 def _measure_precision(session: TrainingSession, images: TrainingImages, ranks: Ranks) -> AveragePrecision | None:

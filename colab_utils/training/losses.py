@@ -50,7 +50,8 @@ def compute_losses(
         model: in training mode, as ``build_mask_rcnn`` or torchvision makes it.
         batch: B images, with their objects or without any.
         flips: bool [B]: the images to mirror left to right; none by default.
-        jitter_side: side in pixels of the square that large-scale jitter fills; None, the default, leaves it out.
+        jitter_side: side in pixels of the square that large-scale jitter fills, and that images are padded to; None,
+            the default, leaves it out.
         shapes: heights and widths to pad to where one holds the batch; by default sides are rounded up as
             torchvision does it.
 
@@ -72,6 +73,8 @@ def compute_losses(
         ['loss_box_reg', 'loss_classifier', 'loss_mask', 'loss_objectness', 'loss_rpn_box_reg']
     """
     layout = next(iter(model.backbone.parameters()))
+    if jitter_side:  # as torchvision's FixedSizeCrop: batch norm learns nothing from one small image alone
+        shapes = ((jitter_side, jitter_side),)
     views = choose_views(model.transform, batch.sizes.tolist(), flips=flips, jitter_side=jitter_side)
     given = make_input(model.transform, batch, views, shapes=shapes, channels_last=_is_channels_last(layout))
     images, targets = given.images, given.targets

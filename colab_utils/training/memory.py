@@ -266,15 +266,19 @@ def _make_noise(side: int, objects: int, device: torch.device) -> PackedBatch:
 
 
 def _try_batch(step: TrainingStep, gauge: Gauge, batch: PackedBatch, *, side: int | None = None) -> int | None:
-    """Peak bytes of the gradients of a batch; None where memory runs out. ``side``: not resized."""
+    """Peak bytes of the gradients of a batch as large as chance may make it; None where memory runs out.
+
+    ``side``: not resized.
+    """
     transform: Any = step.model.transform
     before = transform.min_size, transform.max_size, step.jitter_side, step.shapes
+    transform.min_size = (max(transform.min_size),)
     if side:
         transform.min_size, transform.max_size, step.jitter_side, step.shapes = (side,), side, None, ()
     done: list[Tensor | None] = []
     try:
         peak = gauge.measure_peak(lambda: done.append(step.add_gradients(batch)))
-    except torch.cuda.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:  # `add_gradients` makes one of whatever a library says
         peak = 0
     finally:
         transform.min_size, transform.max_size, step.jitter_side, step.shapes = before

@@ -24,7 +24,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import is_watched
 
-__all__ = ["GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "assemble_mask_rcnn", "build_mask_rcnn"]
+__all__ = ["GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "assemble_mask_rcnn", "build_mask_rcnn", "check_model_name"]
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
@@ -74,7 +74,7 @@ def build_mask_rcnn(
         >>> model.roi_heads.mask_predictor.mask_fcn_logits.out_channels
         3
     """
-    _check_name(name)
+    check_model_name(name)
     if weights not in ("coco", None):
         raise ColabUtilsError(f"expected weights 'coco' or None, found {weights!r}. Pass one of the two.")
     if num_classes < 2:
@@ -139,7 +139,7 @@ def assemble_mask_rcnn(name: str, *, num_classes: int, starts_from: str, min_siz
         >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96).starts_from
         'imagenet'
     """
-    _check_name(name)
+    check_model_name(name)
     pretrained = starts_from != "random"
     sizes = {"min_size": min_size, "max_size": max_size}
     if name == LIGHT_MODEL:
@@ -204,7 +204,14 @@ def _fetch_weights(name: str) -> dict[str, Any] | None:
         socket.setdefaulttimeout(timeout)
 
 
-def _check_name(name: str) -> None:
+def check_model_name(name: str) -> None:
+    """Refuse a name that is none of ``MODEL_NAMES``.
+
+    Example:
+        >>> check_model_name("yolo")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected one of the models maskrcnn_resnet50_fpn_v2, ...
+    """
     if name not in MODEL_NAMES:
         raise ColabUtilsError(
             f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these names."

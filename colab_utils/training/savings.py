@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import dropwhile
 from typing import Any
 
 from torch import nn
@@ -48,13 +49,17 @@ def _halve_parts(step: TrainingStep, images: int) -> bool:
 
 
 def _checkpoint_activations(step: TrainingStep, images: int) -> bool:
-    stages = [stage for stage in _list_stages(step.model) if "forward" not in vars(stage)]
+    stages = [stage for stage in _list_trained(step.model) if "forward" not in vars(stage)]
     for stage in stages:
         vars(stage)["forward"] = partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=False)
-        for norm in stage.modules():
-            if isinstance(norm, nn.BatchNorm2d) and norm.momentum:  # it sees each batch twice now
-                norm.momentum = 1 - math.sqrt(1 - norm.momentum)
+        _change_momentum(stage, lambda momentum: 1 - math.sqrt(1 - momentum))  # it sees each batch twice now
     return bool(stages)
+
+
+def _change_momentum(stage: nn.Module, change: Callable[[float], float]) -> None:
+    for norm in stage.modules():
+        if isinstance(norm, nn.BatchNorm2d) and norm.momentum:
+            norm.momentum = change(norm.momentum)
 
 
 def _halve_proposals(step: TrainingStep, images: int) -> bool:
@@ -72,12 +77,22 @@ def _freeze_stages(step: TrainingStep, images: int) -> bool:
     """All but the last of the backbone's stages that train; of random weights none."""
     if getattr(step.model, "starts_from", "random") == "random":
         return False
-    trained = [stage for stage in _list_stages(step.model) if any(p.requires_grad for p in stage.parameters())]
+    trained = _list_trained(step.model)
     for stage in trained[:-1]:
         stage.requires_grad_(False)
+        if vars(stage).pop("forward", None):  # nothing of it is run again
+            _change_momentum(stage, lambda momentum: 1 - (1 - momentum) ** 2)
     for group in step.optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                step.optimizer.state.pop(parameter, None)
         group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
     return len(trained) > 1
+
+
+def _list_trained(model: nn.Module) -> list[nn.Module]:
+    """From the first of the backbone's stages on that has a weight to train: the others need no gradients."""
+    return [*dropwhile(lambda stage: not any(p.requires_grad for p in stage.parameters()), _list_stages(model))]
 
 
 def shrink_transform(transform: Any) -> bool:

@@ -44,9 +44,10 @@ class TrainingSession:
 
     def __init__(
         self, plan: TrainingPlan, step: TrainingStep, loader: Loader, folder: CheckpointFolder, *,
-        judge: Judge | None = None,
+        judge: Judge | None = None, note: Callable[[Judgement], object] = bool,
     ) -> None:  # fmt: skip
         self.plan, self.step, self.loader, self.folder, self.judge = plan, step, loader, folder, judge
+        self.note = note  # called with each judgement
         self.average = AveragedWeights(step.model, decay=plan.ema) if plan.ema else None
         self.best: BestCheckpoint | None = None
         self.done = self._saved_step = 0
@@ -65,26 +66,19 @@ class TrainingSession:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, whose place in the order the loader has already."""
-        broken = [name for name, tensor in state["model"].items() if not torch.isfinite(tensor).all()]
-        if broken:
-            raise ColabUtilsError(
-                f"expected numbers in the weights of {self.folder.newest}, found others in {broken[0]} "
-                f"({len(broken)} tensors). Move that file away: the one before it is taken then."
-            )
-        self.step.model.load_state_dict(state["model"])
-        self.step.optimizer.load_state_dict(state["optimizer"])
-        # a fused optimiser wants them in the weights' order of memory
-        for parameter, averages in self.step.optimizer.state.items():
-            for name, value in averages.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        self.step.scaler.load_state_dict(state["scaler"])
         if self.average:
             self.average.load_state_dict(state.get("average") or {"model": state["model"], "steps": state["step"]})
-        self.best = BestCheckpoint(**state["best"]) if state.get("best") else None
+        self.best = self._find_best()
         self.done = self._saved_step = state["step"]
         self.losses = state["losses"].tolist()
         self._position = self.loader.state_dict()
+
+    def _find_best(self) -> BestCheckpoint | None:
+        """The best weights that lie in the folder, if these validation images judged them."""
+        known = self.folder.load_best() if self.judge and self.step.ranks.is_first else None
+        if not (self.judge and known and known.get("validation") == self.judge.fingerprint):
+            return None
+        return BestCheckpoint(known["step"], known["bbox"], known["segm"], known["path"])
 
     def run(
         self, *, log: Callable[[LogLine], object], quiet: bool, log_steps: int, checkpoint_steps: int | None,
@@ -93,15 +87,18 @@ class TrainingSession:
         """Train until the plan's last step; returns the pace without the first step. ``quiet``: no progress bar."""
         steps, meter, ranks = self.plan.steps, StepMeter(self.step.device), self.step.ranks
         first, total, logged = Pace(), Pace(), self.done
+        own = [ranks.rank] if ranks.rank else []
         batches = chain.from_iterable(repeat(self.loader))
         progress = nullcontext() if quiet else show_progress("training", total=steps - self.done, unit="step")
         with _defer_interrupt(insistent=ranks.count == 1) as interrupts, progress as bar:
             images, judged = 0, list[Judgement]()
+            if self.judge and self.done and not self._position["batch"] and self.done < steps:
+                self.judge.begin(self.network, self.done)  # an epoch was over when the run was left
             while self.done < steps:
                 meter.mark()
                 epoch = self.loader.epoch
                 with self._keep_state():
-                    torch.manual_seed(self._draw_seed(1))  # of transforms that run on the device
+                    torch.manual_seed(self._draw_seed(1, *own))  # of transforms that run on the device
                     batch = next(batches)
                 meter.mark()
                 images += self.loader.total
@@ -132,8 +129,10 @@ class TrainingSession:
                 if self.judge:
                     with self._keep_state():
                         judged += self._judge(self.judge, ended=ended and self.done < steps)
+            self._end_if_asked(interrupts)  # while the last checkpoint was written
             if self.judge and (late_one := self.judge.advance(to_end=True)):
                 self.keep_best(late_one)
+            self._end_if_asked(interrupts)
         return total if total.images else first
 
     @contextmanager
@@ -161,7 +160,6 @@ class TrainingSession:
                     "scaler": self.step.scaler.state_dict(),
                     "loader": self._position,
                     "losses": torch.tensor(self.losses, dtype=torch.float64),
-                    "best": asdict(self.best) if self.best else None,
                 }
                 copied = _copy_to_cpu(state)
                 self._cost_s = perf_counter() - began_s
@@ -182,6 +180,7 @@ class TrainingSession:
 
     def keep_best(self, judgement: Judgement, *, wait: bool = False) -> None:
         """Write the weights that were judged, if none were better so far; ``wait`` until that is done."""
+        self.note(judgement)
         if self.step.ranks.is_first and self._is_better(judgement):
             weights = _copy_to_cpu(judgement.weights)
             self._writing.append(self._writer.submit(self._write_best, judgement, weights))
@@ -193,9 +192,15 @@ class TrainingSession:
 
     def _write_best(self, judgement: Judgement, weights: dict[str, Any]) -> None:
         if self._is_better(judgement):  # also than what was being written when it was asked for
-            path = self.folder.save_best(self._describe_model(weights), step=judgement.step)
+            ap, judge = judgement.ap, self.judge
+            known = {"bbox": ap.bbox, "segm": ap.segm, "validation": judge.fingerprint if judge else ""}
+            path = self.folder.save_best({**self._describe_model(weights), **known}, step=judgement.step)
             if path:
-                self.best = BestCheckpoint(judgement.step, judgement.ap.bbox, judgement.ap.segm, str(path))
+                self.best = BestCheckpoint(judgement.step, ap.bbox, ap.segm, str(path))
+
+    def close(self) -> None:
+        """Wait until nothing is written any more."""
+        self._writer.shutdown()
 
     def _describe_model(self, weights: dict[str, Any]) -> dict[str, Any]:
         return {"plan": asdict(self.plan), "model": weights}
@@ -217,6 +222,10 @@ class TrainingSession:
         if self.step.device.type == "cuda" and self.done % _STOP_STEPS and self.done < self.plan.steps:
             return False  # to look at a GPU's number is to wait for it
         return bool(self.step.stops > 0)
+
+    def _end_if_asked(self, interrupts: list[int]) -> None:
+        if self.step.ranks.agree(bool(interrupts)):
+            raise KeyboardInterrupt
 
     def _read_memory(self) -> int | None:
         if self.step.device.type != "cuda":
@@ -253,7 +262,13 @@ class TrainingSession:
             if isinstance(batch, tuple):
                 images, targets = batch
                 ids = [int(target["image_id"]) for target in targets]
-                loss = self.step(images, targets, total=total, stop=stop)
+                try:
+                    loss = self.step(images, targets, total=total, stop=stop)
+                except AssertionError as error:  # torchvision's, of boxes without an area
+                    raise ColabUtilsError(
+                        f"expected images and boxes that torchvision trains on from your transforms, found: {error} "
+                        "End them with v2.SanitizeBoundingBoxes()."
+                    ) from error
             else:
                 ids = [] if batch is None else batch.image_ids.tolist()
                 packed = None if batch is None else batch.to(self.step.device)
@@ -288,7 +303,8 @@ class TrainingSession:
         """Save the images of a batch for a look at them, as they lie in the shards; returns where, in words."""
         dataset: Any = self.loader.dataset
         rows = {int(image_id): row for row, image_id in enumerate(dataset.dataset.image_ids.tolist())}
-        path = self.folder.run / f"nonfinite-{step:08d}.pt"
+        rank = self.step.ranks.rank  # each has its own images
+        path = self.folder.run / f"nonfinite-{step:08d}{f'-{rank}' if rank else ''}.pt"
         with suppress(ColabUtilsError, OSError):  # it is only for a look
             batch = collate_packed([dataset.dataset.read_packed(rows[image_id]) for image_id in ids])
             data = io.BytesIO()

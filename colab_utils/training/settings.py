@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, check_model_name
 from colab_utils.training.views import Augment
 
 __all__ = ["RunSettings", "check_at_least_one", "choose_settings"]
@@ -45,6 +45,8 @@ def choose_settings(known: Mapping[str, Any], *, on_gpu: bool, **asked: Any) -> 
         >>> choose_settings({}, on_gpu=False).min_size, choose_settings({"min_size": 400}, on_gpu=True).max_size
         (192, 667)
     """
+    if asked.get("model"):
+        check_model_name(asked["model"])
     check_at_least_one(min_size=asked.get("min_size"), max_size=asked.get("max_size"))
     for name, choices in _CHOICES.items():
         if asked.get(name) not in (None, *choices):
@@ -53,6 +55,10 @@ def choose_settings(known: Mapping[str, Any], *, on_gpu: bool, **asked: Any) -> 
             )
     if asked.get("ema") is not None and not 0 < asked["ema"] < 1:
         raise ColabUtilsError(f"expected ema between 0 and 1, say 0.999, found {asked['ema']}. Pass another decay.")
+    if asked.get("learning_rate") is not None and not 0 < asked["learning_rate"] < float("inf"):
+        raise ColabUtilsError(
+            f"expected a learning_rate above 0, say 0.005, found {asked['learning_rate']}. Pass another one."
+        )
     found = {
         field.name: known.get(field.name) if asked.get(field.name) is None else asked[field.name]
         for field in fields(RunSettings)

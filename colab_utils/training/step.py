@@ -6,6 +6,7 @@ import gc
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from colab_utils.training.views import Size
 __all__ = [
     "MOST_PARTS",
     "TrainingStep",
+    "begin_momentum",
     "choose_rate",
     "compute_rate",
     "free_memory",
@@ -34,7 +36,8 @@ _WARMUP_STEPS = 500
 _STEP_SHARES = (2 / 3, 8 / 9)
 _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED",
-    "valid cuDNN algorithm", "CUDA out of memory",
+    "valid cuDNN algorithm", "unable to find an engine", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDA out of memory",
+    "CUDA error: out of memory",
 )  # fmt: skip
 MOST_PARTS = 8  # of a batch: it is halved three times
 
@@ -79,12 +82,12 @@ class TrainingStep:
         self.device = torch.device(device)
         try:
             self.model = model.to(self.device).train()
-        except torch.cuda.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self.device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise ColabUtilsError(
-                f"expected room for the model on the GPU, found {format_bytes(free)} of {format_bytes(total)} free: "
-                "something else holds the rest. Restart the session (Runtime > Restart session), or end the other "
-                "process that nvidia-smi lists."
+                f"expected room for the model on the GPU, found {_tell_room(self.device)}: something else holds the "
+                "rest. Restart the session (Runtime > Restart session), or end the other process that nvidia-smi lists."
             ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
@@ -140,8 +143,24 @@ class TrainingStep:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         # Far above the usual norm: it only tames the first steps from random weights.
         nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
+        if self.scaler.is_enabled():
+            begin_momentum(self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take ``model``, ``optimizer`` and ``scaler`` from a checkpoint, of whatever device."""
+        self.model.load_state_dict(state["model"])
+        for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
+            saved["fused"] = own["fused"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        # a fused optimiser wants them in the weights' order of memory
+        for parameter, averages in self.optimizer.state.items():
+            for name, value in averages.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if state["scaler"]:  # empty where it was not needed
+            self.scaler.load_state_dict(state["scaler"])
 
     def _find_part(self, images: PackedBatch | list[Tensor] | None) -> int:
         """How many images are trained at a time."""
@@ -158,6 +177,7 @@ class TrainingStep:
         """The gradients of a batch, and its loss; None where memory ran out and smaller parts may help."""
         count, size, whole = _count(images), self._find_part(images), torch.zeros((), device=self.device)
         self.optimizer.zero_grad()
+        self.scaler.scale(whole)  # where there is no image, it would not know its factor
         try:
             for part in (slice(first, first + size) for first in range(0, count, max(1, size))):
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
@@ -179,6 +199,32 @@ class TrainingStep:
                 return None
             raise torch.cuda.OutOfMemoryError(str(error)) from error
         return whole
+
+
+def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Begin averages of gradients with zeros, which gives the same first step.
+
+    Where float16 overflows and that step is skipped, torch's fused SGD keeps memory that was never written.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> layer(torch.ones(1)).backward()
+        >>> begin_momentum(optimizer := torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
+        >>> optimizer.state[layer.bias]["momentum_buffer"]
+        tensor([0.])
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _tell_room(device: torch.device) -> str:
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except RuntimeError:  # not even for CUDA itself
+        return "next to none"
+    return f"{format_bytes(free)} of {format_bytes(total)} free"
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -33,19 +33,19 @@ def fill_norms(model, seed):
 
 @pytest.mark.parametrize(("builder", "layers"), [(resnet18, 20), (resnet50, 53)])
 def test_results_and_gradients_stay(builder, layers):
-    plain = make_resnet(builder)
+    plain = make_resnet(builder).double()  # in float32 a rounding can turn a ReLU, and with it gradients, over
     folded = copy.deepcopy(plain)
     assert fold_norms(folded) == layers
-    images = torch.rand(2, 3, 64, 64)
+    images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
     expected, found = plain(images), folded(images)
-    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.detach().abs().max()))
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max()))
     for model, result in ((plain, expected), (folded, found)):
         model.zero_grad()
         (result / expected.detach().abs().max()).square().sum().backward()
     for (name, theirs), (_, ours) in zip(plain.named_parameters(), folded.named_parameters(), strict=True):
         assert (theirs.grad is None) == (ours.grad is None), name
         if theirs.grad is not None:
-            assert torch.linalg.norm(ours.grad - theirs.grad) <= 2e-3 * torch.linalg.norm(theirs.grad) + 1e-7, name
+            assert torch.linalg.norm(ours.grad - theirs.grad) <= 1e-6 * torch.linalg.norm(theirs.grad) + 1e-12, name
 
 
 def test_weights_are_compatible_both_ways():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.nn import BatchNorm2d
 
 from colab_utils.data.builtin import make_dataset
 from colab_utils.errors import ColabUtilsError
@@ -15,7 +16,7 @@ from colab_utils.training import loop
 from colab_utils.training.loop import train
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import MemoryFit, fit_memory, plan_memory
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, build_mask_rcnn
 from colab_utils.training.report import TrainingPlan
 from colab_utils.training.savings import SAVINGS
 from colab_utils.training.step import TrainingStep, free_memory
@@ -116,6 +117,25 @@ def test_savings_come_in_the_order_of_least_harm(dataset):
     assert seen == sorted(seen)
     assert seen[-1] > seen[0] >= 1
     assert "so that it fits: each batch in 2 parts (a little slower)" in str(found)
+
+
+def test_the_heaviest_batch_is_as_large_as_chance_may_make_it(dataset):
+    """Large-scale jitter shows an image at a tenth of its size, too."""
+    peaks = []
+    for seed in range(3):
+        step = make_step(dataset)
+        step.jitter_side = 160
+        step.model.transform.min_size = (64, 128)
+        torch.manual_seed(seed)
+        tables = dataset.describe(range(len(dataset)))
+        gpu = FakeGpu(GENEROUS)
+        gpu.count(step.model.parameters())
+        sizes = view_sizes(tables["sizes"], step.model.transform, jitter_side=160)
+        found = plan_memory(step, gpu, read=dataset.read_packed, ids=dataset.image_ids, sizes=sizes,
+                            counts=tables["counts"], batch_size=1)  # fmt: skip
+        peaks.append(found.peak)
+        assert step.model.transform.min_size == (64, 128)
+    assert max(peaks) < 1.1 * min(peaks)
 
 
 def test_a_gpu_that_is_full_is_said(dataset):
@@ -232,3 +252,39 @@ def test_a_resumed_run_saves_as_it_did_before(dataset, tmp_path, monkeypatch):
     assert second.plan.first_step == 1
     smaller = any(name.startswith("input") for name in first.plan.savings)
     assert (load_trained_model(tmp_path).transform.min_size[0] < 128) == smaller
+
+
+def test_layers_that_are_frozen_later_leave_the_optimiser(dataset, tmp_path, monkeypatch):
+    """As where a run goes on with less memory than it was begun with."""
+    (freezing,) = (saving for saving in SAVINGS if saving.name == "frozen")
+
+    def build(name, *, weights, class_names, **sizes):
+        return assemble_mask_rcnn(name, starts_from="imagenet", **sizes)  # random weights are never frozen
+
+    monkeypatch.setattr(loop, "build_mask_rcnn", build)
+    sizes = {"min_size": 64, "device": "cpu", "workers": 0, "batch_size": 2}
+    first = train(dataset.folder, tmp_path, steps=1, **sizes)
+    monkeypatch.setattr(loop, "_plan_memory", lambda step, *given: freezing.apply(step, 2) and None)
+    second = train(dataset.folder, tmp_path, steps=2, **sizes)
+    before, after = (torch.load(report.checkpoint, weights_only=True)["optimizer"] for report in (first, second))
+    assert 0 < len(after["state"]) < len(before["state"])
+    assert second.losses[:1] == first.losses
+
+
+def test_what_is_run_again_sees_each_batch_twice_and_nothing_else_does(dataset):
+    (checkpointing, freezing) = (saving for saving in SAVINGS if saving.name in ("checkpointing", "frozen"))
+    step = make_step(dataset)
+    step.model.starts_from = "imagenet"
+    stages = [stage for stage in step.model.backbone.body.children() if any(True for _ in stage.parameters())]
+    stages[0].requires_grad_(False)
+    norms = [norm for stage in stages for norm in stage.modules() if isinstance(norm, BatchNorm2d)]
+    of_first, of_last = (sum(isinstance(n, BatchNorm2d) for n in stages[i].modules()) for i in (0, -1))
+    before = [norm.momentum for norm in norms]
+    checkpointing.apply(step, 2)
+    found = [norm.momentum for norm in norms]
+    assert found[:of_first] == before[:of_first]  # it needs no gradients
+    assert all(new < old for old, new in zip(before[of_first:], found[of_first:], strict=True))
+    freezing.apply(step, 2)
+    found = [norm.momentum for norm in norms]
+    kept = len(norms) - of_last
+    assert found[:kept] == pytest.approx(before[:kept])

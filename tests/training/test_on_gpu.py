@@ -165,7 +165,7 @@ def test_judging_waits_no_more_for_many_objects(shards, gpu):
 def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     lines, more = [], {"ema": 0.9, "augment": "lsj"}
     first = train(shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, log_steps=1, **QUICK, **more)
-    assert first.plan.device == "cuda"
+    assert first.plan.device == "cuda:0"
     assert first.plan.precision in ("float16", "bfloat16")
     assert lines[-1].gpu_bytes > 1_000_000
     assert first.ap is not None
@@ -174,6 +174,23 @@ def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     assert all(math.isfinite(point.loss) for point in second.losses)
     model = load_trained_model(tmp_path)
     assert not any(isinstance(tensor, GpuTensor) for tensor in model.state_dict().values())
+
+
+@simulated
+@pytest.mark.parametrize("begun", [None, (8, 0)], ids=["on a CPU", "in bfloat16"])
+def test_a_run_in_float16_goes_on_with_one_that_was_not(shards, tmp_path, monkeypatch, begun):
+    """There was no loss scale then, and on a CPU no fused optimiser."""
+    if begun:
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+        with SimulatedGpu(monkeypatch, capability=begun):
+            first = train(shards, tmp_path, steps=1, **QUICK)
+    else:
+        first = train(shards, tmp_path, steps=1, **(QUICK | {"device": "cpu"}))
+    with SimulatedGpu(monkeypatch):
+        second = train(shards, tmp_path, steps=2, **QUICK)
+    assert second.losses[:1] == first.losses
+    assert second.plan.precision == "float16"
+    assert math.isfinite(second.losses[1].loss)
 
 
 @simulated

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,16 +18,18 @@ from torchvision.transforms import v2
 
 from colab_utils.data.builtin import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.average import AveragedWeights
 from colab_utils.training.board import Board
 from colab_utils.training.checkpoint import CheckpointFolder
-from colab_utils.training.evaluation import evaluate
+from colab_utils.training.evaluation import Scorer, evaluate
 from colab_utils.training.images import check_objects, open_images
 from colab_utils.training.judge import Judge
 from colab_utils.training.loop import train
-from colab_utils.training.model import LIGHT_MODEL
+from colab_utils.training.losses import compute_losses
+from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.ranks import Ranks
 from colab_utils.training.report import LogLine
 from colab_utils.training.scoring import AveragePrecision
@@ -91,18 +96,119 @@ def test_the_weights_that_were_judged_are_kept_beside_the_steps(shards, tmp_path
     assert report.best.step in kept
 
 
-def test_a_resumed_run_does_not_lose_its_best(shards, tmp_path):
-    first = train(shards, tmp_path, steps=2, val_shards=shards, **TINY)
-    state = torch.load(first.best.path, weights_only=True)
-    state["plan"]["model"] = LIGHT_MODEL
-    # as if the first epochs had been the best of all
-    newest = max(tmp_path.glob("checkpoint-*.pt"))
-    content = torch.load(newest, weights_only=True)
-    content["best"] = {"step": 2, "bbox": 1.0, "segm": 1.0, "path": first.best.path}
-    torch.save(content, newest)
-    second = train(shards, tmp_path, steps=3, val_shards=shards, **TINY)
-    assert (second.best.step, second.best.segm) == (2, 1.0)
-    assert [path.name for path in tmp_path.glob("best-*.pt")] == ["best-00000002.pt"]
+def script_precision(monkeypatch, values):
+    """Evaluations find these average precisions of masks, one after another."""
+    left = iter(values)
+
+    def score(self, others=()):
+        done = Future()
+        done.set_result(AveragePrecision(0.0, next(left), 0.0, 0.0, 6, ()))
+        return done
+
+    monkeypatch.setattr(Scorer, "score", score)
+
+
+def test_a_longer_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
+    script_precision(monkeypatch, [0.5, 0.5, 0.3, 0.2])
+    first = train(shards, tmp_path / "run", epochs=1, val_shards=shards, **TINY)
+    assert (first.best.step, first.best.segm) == (3, 0.5)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    report = train(shards, moved, epochs=3, val_shards=shards, **TINY)
+    # step 3 is judged again: an epoch was over there
+    assert (report.best.step, report.best.segm, report.best.path) == (3, 0.5, str(moved / "best-00000003.pt"))
+    assert [path.name for path in moved.glob("best-*.pt")] == ["best-00000003.pt"]
+
+
+def test_a_finished_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
+    script_precision(monkeypatch, [0.1, 0.5, 0.2, 0.2])
+    first = train(shards, tmp_path, epochs=3, val_shards=shards, **TINY)
+    assert (first.best.step, first.best.segm) == (6, 0.5)
+    second = train(shards, tmp_path, epochs=3, val_shards=shards, **TINY)
+    assert (second.best.step, second.best.segm) == (6, 0.5)
+    assert Path(second.best.path).exists()
+
+
+def test_the_best_on_other_images_is_not_compared(shards, tmp_path, monkeypatch):
+    made = make_dataset(tmp_path / "data", n=2, width=96, height=80, objects=(1, 3), seed=5, workers=1)
+    write_shards(made.images, made.annotations, shards=tmp_path / "other", workers=1)
+    script_precision(monkeypatch, [0.9, 0.1])
+    train(shards, tmp_path / "run", steps=2, val_shards=shards, **TINY)
+    report = train(shards, tmp_path / "run", steps=3, val_shards=tmp_path / "other", **TINY)
+    assert report.best.segm == 0.1
+    assert train(shards, tmp_path / "run", steps=3, **TINY).best is None
+
+
+def test_an_epoch_that_was_over_is_judged_when_the_run_goes_on(shards, tmp_path):
+    train(shards, tmp_path, epochs=1, **TINY)
+    lines = []
+    train(shards, tmp_path, epochs=2, val_shards=shards, log=lines.append, log_steps=1, **TINY)
+    assert 3 in {line.ap_step for line in lines if isinstance(line, LogLine)}
+
+
+def test_ctrl_c_at_the_end_of_a_run_is_not_lost(shards, tmp_path, monkeypatch):
+    save = CheckpointFolder.save
+
+    def interrupt(self, state, *, step, patiently=False):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return save(self, state, step=step, patiently=patiently)
+
+    monkeypatch.setattr(CheckpointFolder, "save", interrupt)
+    monkeypatch.setattr("colab_utils.training.loop.evaluate", lambda *given, **more: pytest.fail("it goes on"))
+    with pytest.raises(KeyboardInterrupt):
+        train(shards, tmp_path, steps=3, val_shards=shards, **TINY)
+    assert (tmp_path / "checkpoint-00000003.pt").exists()
+
+
+def test_nothing_is_written_when_train_has_ended(shards, tmp_path, monkeypatch):
+    """A new run in the same folder would find a checkpoint of the one before."""
+    save, real = CheckpointFolder.save, TrainingStep.__call__
+
+    def save_slowly(self, state, *, step, patiently=False):
+        time.sleep(1)
+        return save(self, state, step=step, patiently=patiently)
+
+    def fail_third(self, *given, **more):
+        if self.calls == 2:
+            raise ZeroDivisionError
+        self.calls += 1
+        return real(self, *given, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
+    monkeypatch.setattr(TrainingStep, "calls", 0, raising=False)
+    monkeypatch.setattr(TrainingStep, "__call__", fail_third)
+    with pytest.raises(ZeroDivisionError):
+        train(shards, tmp_path, steps=4, checkpoint_steps=1, **TINY)
+    before = sorted(tmp_path.iterdir())
+    time.sleep(2)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("size", [64, 192])
+def test_one_small_image_alone_has_a_batch_norm(tmp_path, size):
+    """Large-scale jitter makes it a tenth as large: padded to 32 pixels, its last features would be a single one."""
+    made = make_dataset(tmp_path / "data", n=1, width=96, height=80, objects=(1, 3), workers=1)
+    write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
+    model = build_mask_rcnn(LIGHT_MODEL, num_classes=9, weights=None, min_size=size)
+    batch = collate_packed([ShardDataset(tmp_path / "shards", contiguous_labels=True).read_packed(0)])
+    for seed in range(12 if size == 64 else 2):
+        torch.manual_seed(seed)
+        assert sum(compute_losses(model, batch, jitter_side=size).values()) > 0
+    with pytest.raises(ColabUtilsError, match="learning_rate above 0"):
+        train(tmp_path / "shards", tmp_path / "run", learning_rate=-0.1)
+
+
+def test_boxes_without_an_area_are_said_to_come_from_your_transforms(shards, tmp_path):
+    own = v2.RandomCrop((20, 20))
+    with pytest.raises(ColabUtilsError, match=r"from your transforms, found: .* v2\.SanitizeBoundingBoxes"):
+        train(shards, tmp_path, steps=6, transforms=own, **TINY)
+
+
+def test_transforms_may_keep_only_what_torchvision_needs(shards, tmp_path):
+    def keep(image, target):
+        return image, {name: target[name] for name in ("boxes", "labels", "masks")}
+
+    assert train(shards, tmp_path, steps=1, transforms=keep, **TINY).steps == 1
 
 
 def test_no_best_without_validation_images(shards, tmp_path):
@@ -279,13 +385,14 @@ def test_events_for_tensorboard(shards, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(shards, tmp_path, steps=4, log_steps=1, tensorboard=True, **TINY)
+    train(shards, tmp_path, steps=4, log_steps=1, tensorboard=True, val_shards=shards, **TINY)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert {"train/loss", "train/learning_rate", "train/images_per_second", "train/wait_share"} <= set(
         events.Tags()["scalars"]
     )
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("val/AP of masks")] == [3, 4]
 
 
 def test_events_on_drive_are_written_here_and_sent(tmp_path, monkeypatch):

@@ -63,6 +63,23 @@ def test_overflow_in_float16_skips_the_step(monkeypatch):
     assert step.scaler.get_scale() == scale / 2
 
 
+def test_a_skipped_first_step_leaves_no_memory_that_was_never_written(monkeypatch):
+    """torch's fused SGD skips the step, but keeps averages that it has only made room for."""
+    monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: torch.float16)
+    model = TinyDetector()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, fused=True)
+    step = TrainingStep(model, "cpu", optimizer=optimizer)
+    step([torch.full((3, 4, 4), float("inf"))], [{}])
+    assert [state["momentum_buffer"].item() for state in optimizer.state.values()] == [0.0]
+    before, other = model.weight.item(), TinyDetector()
+    other.load_state_dict(model.state_dict())
+    plain = TrainingStep(other, "cpu", optimizer=torch.optim.SGD(other.parameters(), lr=0.001, momentum=0.9))
+    for each in (step, plain):
+        each([torch.full((3, 4, 4), 0.01)], [{}])
+    assert model.weight.item() == pytest.approx(other.weight.item())
+    assert model.weight.item() != before
+
+
 class Greedy(TinyDetector):
     """A model on a GPU that holds so many images."""
 
@@ -97,6 +114,8 @@ def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, see
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "Unable to find a valid cuDNN algorithm to run convolution",
+        "GET was unable to find an engine to execute this computation",
+        "CUDA error: out of memory",
     ],
 )
 def test_libraries_run_out_of_memory_in_words_of_their_own(text):
