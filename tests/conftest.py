@@ -29,9 +29,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def few_objects() -> Iterator[None]:
     """Garbage collections, of which planning the memory asks for many, leave out what the libraries hold anyway."""
+    gc.collect()  # garbage that is frozen stays, and the processes that it holds
     gc.freeze()
     yield
     gc.unfreeze()

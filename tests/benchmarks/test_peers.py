@@ -1,5 +1,7 @@
 """Other libraries as strategies: the record they carry, and each where it is installed."""
 
+import gc
+
 import pytest
 import torch
 
@@ -19,6 +21,13 @@ def test_a_record_is_the_sample(tiny_shards):
         assert found["image_id"] == target["image_id"]
         for name in ("boxes", "labels", "area", "masks", "iscrowd"):
             assert torch.equal(found[name], target[name]), name
+
+
+@pytest.fixture(autouse=True)
+def no_workers_left():
+    """Some libraries' loaders end their workers when Python collects them, and not before."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.filterwarnings("ignore")

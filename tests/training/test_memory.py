@@ -24,7 +24,7 @@ from colab_utils.training.trained import load_trained_model
 from colab_utils.training.views import view_sizes
 from tests.training.fake_gpu import FakeGpu
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "few_objects")
 GENEROUS = 4_000_000_000
 
 

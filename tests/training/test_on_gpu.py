@@ -23,7 +23,7 @@ from colab_utils.training.step import TrainingStep
 from colab_utils.training.trained import load_trained_model
 from tests.simulated_gpu import GpuTensor, SimulatedGpu
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "few_objects")
 REAL = torch.cuda.is_available()
 simulated = pytest.mark.skipif(REAL, reason="there is a real one, which tells no waits and takes no limit")
 QUICK = {"model": LIGHT_MODEL, "weights": None, "min_size": 64, "workers": 0, "batch_size": 4, "device": "cuda"}

@@ -281,9 +281,9 @@ def test_a_run_with_averaged_weights_resumes_bit_for_bit(shards, tmp_path):
 
 @pytest.mark.parametrize("augment", ["none", "flip", "multiscale", "lsj"])
 def test_every_augmentation_trains_and_resumes(shards, tmp_path, augment):
-    whole = train(shards, tmp_path / "whole", steps=4, augment=augment, **TINY)
+    whole = train(shards, tmp_path / "whole", steps=3, augment=augment, **TINY)
     train(shards, tmp_path / "parts", steps=2, augment=augment, **TINY)
-    parts = train(shards, tmp_path / "parts", steps=4, **TINY)
+    parts = train(shards, tmp_path / "parts", steps=3, **TINY)
     assert parts.plan.augment == augment
     assert parts.losses == whole.losses
 
