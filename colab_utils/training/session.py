@@ -207,13 +207,13 @@ class TrainingSession:
 
     def _judge(self, judge: Judge, *, ended: bool) -> list[Judgement]:
         """Go on with an evaluation, and begin one where an epoch has ended."""
-        found = [judgement for judgement in (judge.advance(to_end=ended),) if judgement]
-        for judgement in found:
-            self.keep_best(judgement)  # before the next one takes the place of the weights that were judged
+        found = judge.advance(to_end=ended)
+        if found:
+            self.keep_best(found)  # before the next one takes the place of the weights that were judged
         if ended:
             self.step.ranks.copy_buffers(self.network)
             judge.begin(self.network, self.done)
-        return found
+        return [found] if found else []
 
     def _ask_whether_to_stop(self, interrupts: list[int]) -> bool:
         """Whether this or another rank was interrupted: all of them stop after the same step."""
