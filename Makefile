@@ -19,7 +19,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 
 # The five notebooks on the built-in dataset, or on yours: make demo IMAGES=photos ANNOTATIONS=photos.json
 demo: setup
-	$(RUN) -m colab_utils demo --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)")
+	$(RUN) -m tools.run_notebooks --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)")
 
 test: lint fuse
 	$(RUN) -m pytest

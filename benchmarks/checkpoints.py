@@ -17,10 +17,10 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
-from colab_utils.data.builtin import make_dataset
+from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
-from colab_utils.training.loop import train
+from colab_utils.training.train import train
 
 __all__ = ["main", "tabulate_runs", "time_run"]
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colab_utils.data.builtin import make_dataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.folder import CocoFolder
-from colab_utils.loading.sample import Target
+from colab_utils.loading.batch import Target
+from colab_utils.loading.dataset import CocoFolder
 from colab_utils.runtime import write_file
+from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 
 __all__ = ["DATA", "Data", "link_copies", "make_data", "make_judged_data", "resize_sample"]

@@ -27,7 +27,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
-from colab_utils.training.folding import fold_norms
+from colab_utils.training.model import fold_norms
 from colab_utils.training.step import TrainingStep
 
 __all__ = ["WAYS", "main", "tabulate_runs", "time_way"]

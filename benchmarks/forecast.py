@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Sampler
 from benchmarks.command import make_parser, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import collate
-from colab_utils.data.builtin import make_dataset
-from colab_utils.diagnosis.clocks import EmulatedStep, time_batches
-from colab_utils.diagnosis.layers import diagnose
-from colab_utils.loading.folder import CocoFolder
+from colab_utils.diagnosis.diagnose import diagnose
+from colab_utils.diagnosis.timing import EmulatedStep, time_batches
+from colab_utils.loading.dataset import CocoFolder
 from colab_utils.runtime import describe_machine, write_file
+from colab_utils.sample_data import make_dataset
 from colab_utils.show.table import make_table
 
 __all__ = ["Case", "list_cases", "main", "run_case", "tabulate_errors"]

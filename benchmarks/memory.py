@@ -26,7 +26,7 @@ from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from benchmarks.step import Batch, make_model, prepare_batches
 from colab_utils.show.table import make_table
-from colab_utils.training.savings import SAVINGS
+from colab_utils.training.memory import MEMORY_REDUCTIONS
 from colab_utils.training.step import TrainingStep
 
 __all__ = ["CountedMemory", "main", "measure_step", "tabulate_runs"]
@@ -80,12 +80,12 @@ class CountedMemory(TorchDispatchMode):
 
 
 def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str, savings: int) -> dict[str, float]:
-    """The most megabytes of a step's gradients, weights left out, and its seconds; the first of `SAVINGS` are done.
+    """The most megabytes of a step's gradients, weights left out, and its seconds; the first reductions are done.
 
     Infinite where a GPU's memory runs out.
     """
     step = TrainingStep(copy.deepcopy(model).to(device), device)
-    for saving in SAVINGS[:savings]:
+    for saving in MEMORY_REDUCTIONS[:savings]:
         saving.apply(step, len(batch.images))
     moved = [{key: value.to(device) for key, value in target.items() if isinstance(value, Tensor)}
              for target in batch.targets]  # fmt: skip
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             most = options.batch_size  # parts are of an image or more
             ways += [
                 (f"+ {saving.text}", number)
-                for number, saving in enumerate(SAVINGS, 1)
+                for number, saving in enumerate(MEMORY_REDUCTIONS, 1)
                 if not saving.name.endswith("parts") or int(saving.name[0]) <= most
             ]
             for way, savings in ways:

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from benchmarks.systems.pipelines import import_tensorflow, make_record_parser
+from colab_utils.comparison.strategies import EpochLoader, Setting, Strategy, end_workers
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks, pack_masks, unpack_masks
-from colab_utils.diagnosis.strategies import Strategy
-from colab_utils.diagnosis.ways import EpochLoader, Setting, end_workers
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.arrays import convert_boxes, decode_counts
 
@@ -34,7 +33,7 @@ class Peer(EpochLoader):
     """Epochs of a library's own loader of records; what it gives is put on the device as every strategy's."""
 
     def __init__(self, setting: Setting, make: Callable[[], Any]) -> None:
-        dataset = ShardDataset(setting.forms.get("shards_on_ssd").path)
+        dataset = ShardDataset(setting.prepared.get("shards_on_ssd").path)
         self._batch_size = setting.batch_size
         self._records = make()
         super().__init__(setting, dataset, self._group)
@@ -87,12 +86,12 @@ def _as_sample(data: bytes, image_id: int, boxes: Any, labels: Any, areas: Any, 
 
 def _write_once(setting: Setting, name: str, write: Callable[[ShardDataset, Path], None]) -> Path:
     """A folder in the library's own format, written where it is not whole."""
-    folder = setting.forms.ssd / f"{name}-{setting.forms.name}"
+    folder = setting.prepared.ssd / f"{name}-{setting.prepared.name}"
     done = folder.with_suffix(".done")
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write(ShardDataset(setting.forms.get("shards_on_ssd").path), folder)
+        write(ShardDataset(setting.prepared.get("shards_on_ssd").path), folder)
         done.touch()
     return folder
 
@@ -100,7 +99,7 @@ def _write_once(setting: Setting, name: str, write: Callable[[ShardDataset, Path
 def _open_webdataset(setting: Setting) -> Peer:
     import webdataset
 
-    shards = sorted(map(str, setting.forms.get("shards_on_ssd").path.glob("*.tar")))
+    shards = sorted(map(str, setting.prepared.get("shards_on_ssd").path.glob("*.tar")))
     workers = min(setting.workers, len(shards))
 
     def read(fields: dict[str, Any]) -> Any:
@@ -182,7 +181,7 @@ def _open_tensorflow(setting: Setting) -> Peer:
                 writer.write(b"".join((head.tobytes(), *parts)))
 
     folder = _write_once(setting, "tfrecord", write)
-    dataset = ShardDataset(setting.forms.get("shards_on_ssd").path)
+    dataset = ShardDataset(setting.prepared.get("shards_on_ssd").path)
     parse = make_record_parser(tf, jpeg=_is_jpeg(dataset), flips=False)
     records = tf.data.TFRecordDataset(str(folder / "samples.tfrecord"))
     samples = records.map(parse, num_parallel_calls=tf.data.AUTOTUNE).cache()

@@ -34,9 +34,8 @@ from colab_utils.runtime import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, copy_shards
 from colab_utils.shards.format import PIECE_BYTES, read_index
 from colab_utils.shards.images import StoredImage
-from colab_utils.shards.jobs import read_image, store_sample
 from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.write import write_shards
+from colab_utils.shards.write import read_image, store_sample, write_shards
 from colab_utils.show.table import make_table
 
 __all__ = ["main"]

@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_judged_data
 from colab_utils.show.table import make_table
-from colab_utils.training.loop import train
+from colab_utils.training.train import train
 
 __all__ = ["main", "tabulate_runs", "train_once"]
 

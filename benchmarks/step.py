@@ -26,16 +26,13 @@ from torch import Tensor, nn
 from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, collate_packed
-from colab_utils.loading.folder import CocoFolder
-from colab_utils.loading.sample import pack_target
+from colab_utils.loading.batch import PackedBatch, collate_packed, pack_target
+from colab_utils.loading.dataset import CocoFolder
 from colab_utils.show.table import make_table
-from colab_utils.training.folding import fold_norms
+from colab_utils.training.augment import choose_shapes, view_sizes
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn
-from colab_utils.training.precision import choose_precision, keep_boxes_exact
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, choose_precision, fold_norms, keep_boxes_exact
 from colab_utils.training.step import begin_momentum
-from colab_utils.training.views import choose_shapes, view_sizes
 
 __all__ = [
     "CHANGES",

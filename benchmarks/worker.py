@@ -21,8 +21,8 @@ from benchmarks.data import Data
 from benchmarks.environments import list_versions
 from benchmarks.systems import get_system
 from benchmarks.systems.base import Crew, Sample, System
-from colab_utils.diagnosis.clocks import EmulatedStep, describe_error, time_batches
-from colab_utils.diagnosis.likeness import describe_difference
+from colab_utils.comparison.equality import describe_difference
+from colab_utils.diagnosis.timing import EmulatedStep, describe_error, time_batches
 
 __all__ = ["Job", "run_job"]
 

@@ -20,19 +20,19 @@ _MODULE_OF = {
     "copy_shards": "shards.copy",
     "ShardDataset": "loading.dataset",
     "make_loader": "loading.loader",
-    "diagnose": "diagnosis.layers",
+    "diagnose": "diagnosis.diagnose",
     "simulate": "diagnosis.simulator",
-    "compare": "diagnosis.comparison",
+    "compare": "comparison.compare",
     "build_mask_rcnn": "training.model",
-    "train": "training.loop",
+    "train": "training.train",
 }
 
 __all__ = [*_MODULE_OF, "__version__"]
 
 if TYPE_CHECKING:
+    from colab_utils.comparison.compare import compare
     from colab_utils.data.checks import check_dataset
-    from colab_utils.diagnosis.comparison import compare
-    from colab_utils.diagnosis.layers import diagnose
+    from colab_utils.diagnosis.diagnose import diagnose
     from colab_utils.diagnosis.simulator import simulate
     from colab_utils.errors import ColabUtilsError
     from colab_utils.loading.dataset import ShardDataset
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from colab_utils.shards.copy import copy_shards
     from colab_utils.shards.verify import verify_shards
     from colab_utils.shards.write import write_shards
-    from colab_utils.training.loop import train
     from colab_utils.training.model import build_mask_rcnn
+    from colab_utils.training.train import train
     from colab_utils.workspace import Workspace
 
 

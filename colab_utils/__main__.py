@@ -138,10 +138,9 @@ def _run_check(options: argparse.Namespace) -> Any:
 
 
 def _run_diagnose(options: argparse.Namespace) -> Any:
-    from colab_utils.diagnosis.clocks import EmulatedStep
-    from colab_utils.diagnosis.layers import diagnose
-    from colab_utils.loading.dataset import ShardDataset
-    from colab_utils.loading.folder import CocoFolder
+    from colab_utils.diagnosis.diagnose import diagnose
+    from colab_utils.diagnosis.timing import EmulatedStep
+    from colab_utils.loading.dataset import CocoFolder, ShardDataset
     from colab_utils.loading.loader import make_loader
 
     if options.shards and not (options.images or options.annotations):
@@ -202,7 +201,7 @@ def _run_copy(options: argparse.Namespace) -> Any:
 
 
 def _run_train(options: argparse.Namespace) -> Any:
-    from colab_utils.training.loop import train
+    from colab_utils.training.train import train
 
     names = (
         "local", "limit_gb", "val_shards", "steps", "epochs", "model", "batch_size", "min_size", "max_size",
@@ -219,7 +218,7 @@ def _run_train(options: argparse.Namespace) -> Any:
 
 
 def _run_compare(options: argparse.Namespace) -> Any:
-    from colab_utils.diagnosis.comparison import compare
+    from colab_utils.comparison.compare import compare
     from colab_utils.show.report import check_receipt_folder, read_receipt, write_receipt
 
     check_receipt_folder(options.report)
@@ -239,12 +238,6 @@ def _run_compare(options: argparse.Namespace) -> Any:
     page = write_receipt(report, Path(options.report), against=against)
     print(f"receipt: {page}", file=sys.stderr)
     return report
-
-
-def _run_demo(options: argparse.Namespace) -> Any:
-    from colab_utils.demo import run_demo
-
-    return run_demo(options.output, images=options.images, annotations=options.annotations)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -342,9 +335,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--report", metavar="DIR", required=True, help="folder for the receipt")
 
-    demo = add("demo", _run_demo, "Run the five notebooks, headless, and leave their pages.")
-    demo.add_argument("--output", metavar="DIR", default="runs/demo", help="folder for the pages (runs/demo)")
-    add_coco(demo, required=False)
     return parser
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "COLAB_ROOT",
     "Machine",
     "count_cores",
     "describe_machine",
@@ -293,3 +294,6 @@ def _find_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+COLAB_ROOT = Path("/content")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from colab_utils import drive
-from colab_utils.data.builtin import BuiltinDataset, make_dataset
+from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 
 SHARED = Path(os.environ.get("COLAB_UTILS_SHARED", Path(__file__).parents[2] / "shared"))

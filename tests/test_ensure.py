@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from colab_utils.ensure import (
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import ShardDataset
+from colab_utils.shards.format import read_index
+from colab_utils.shards.write import write_shards
+from colab_utils.workspace import (
+    Workspace,
     ensure_dataset,
     ensure_local_shards,
     ensure_shards,
     ensure_validation_shards,
     publish_results,
 )
-from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import ShardDataset
-from colab_utils.shards.format import read_index
-from colab_utils.shards.write import write_shards
-from colab_utils.workspace import Workspace
 
 
 @pytest.fixture

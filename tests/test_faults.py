@@ -16,9 +16,9 @@ import pytest
 from colab_utils.__main__ import main
 from colab_utils.drive import DriveProfile
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import lock
+from colab_utils.shards import format as lock
 from colab_utils.shards.write import write_shards
-from colab_utils.training import loop
+from colab_utils.training import train as loop
 from tests.drive_mount import DriveMount, mount_or_skip
 
 TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 4}
@@ -314,7 +314,7 @@ def test_a_writer_on_another_machine_is_waited_for(world, monkeypatch):
 def test_a_killed_writer_is_no_writer(world):
     folder = world.backing / "new"
     script = (
-        "import os, signal\nfrom pathlib import Path\nfrom colab_utils.shards.lock import hold_folder\n"
+        "import os, signal\nfrom pathlib import Path\nfrom colab_utils.shards.format import hold_folder\n"
         f"with hold_folder(Path({str(folder)!r})):\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL

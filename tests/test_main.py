@@ -18,12 +18,13 @@ import psutil
 import pytest
 
 from colab_utils.__main__ import main
-from colab_utils.diagnosis import comparison, layers
+from colab_utils.comparison import compare as comparison
+from colab_utils.diagnosis import diagnose as layers
 from colab_utils.shards.format import read_index
-from colab_utils.training import loop
+from colab_utils.training import train as loop
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("check", "diagnose", "preprocess", "verify", "copy", "train", "compare", "demo")
+COMMANDS = ("check", "diagnose", "preprocess", "verify", "copy", "train", "compare")
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ BAD = [
     ([], "required"),
     (["bake"], "invalid choice"),
     (["check", "--colour", "red", *COCO], "unrecognized"),
-    *[([command], "") for command in COMMANDS if command != "demo"],
+    *[([command], "") for command in COMMANDS],
     # missing files and folders
     (["check", "--images", "{}/nope", "--annotations", "{}/coco.json"], "nope"),
     (["check", "--images", "{}/coco.json", "--annotations", "{}/coco.json"], "image folder"),
@@ -117,7 +118,6 @@ BAD = [
     (["train", "--shards", "{}/shards", "--val-shards", "{}/nope", "--run", "{}/run"], "nope"),
     (["compare", "--images", "{}/nope", "--annotations", "{}/coco.json", "--report", "{}/report"], "nope"),
     (["compare", "--images", "{}/images", "--annotations", "{}/nope.json", "--report", "{}/report"], "nope.json"),
-    (["demo", "--output", "{}/demo", "--images", "{}/images"], "annotations"),
     # not COCO
     *[
         ([command, "--images", "{}/images", "--annotations", "{}/" + name, *rest], name)
@@ -173,7 +173,6 @@ BAD = [
     (["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"], "empty"),
     (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
     (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
-    (["demo", "--output", "{}/coco.json"], "coco.json"),
     (["check", *COCO, "--repair", "{}/coco.json"], "nothing is overwritten"),
     (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
     # the JSON's place: looked at before the work
@@ -317,7 +316,7 @@ def test_json_goes_to_a_file_or_alone_to_standard_output(run, world, tmp_path, m
 def test_train_gives_its_json(world, tmp_path):
     target = tmp_path / "out.json"
     script = (
-        "import sys, functools, colab_utils.training.loop as loop\n"
+        "import sys, functools, colab_utils.training.train as loop\n"
         "loop.train = functools.partial(loop.train, weights=None, min_size=64, max_size=96)\n"  # no download
         "from colab_utils.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))"

@@ -22,8 +22,8 @@ import colab_utils
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "colab_utils"
 FLOORS = (
-    "errors", "runtime", "drive", "data", "workspace", "shards", "ensure", "loading", "diagnosis", "show",
-    "training", "demo", "__main__",
+    "errors", "runtime", "drive", "data", "sample_data", "shards", "loading", "workspace", "training", "diagnosis",
+    "comparison", "show", "__main__",
 )  # fmt: skip
 LIGHT = FLOORS[: FLOORS.index("loading")]
 NOTEBOOKS = (
@@ -89,7 +89,7 @@ def test_modules_import_from_lower_floors_only():
         ("data/coco", "def f():\n    import colab_utils.shards.copy", "lies above it"),  # inside a function
         ("data/coco", "from colab_utils.shards import copy", "lies above it"),  # a module taken from its package
         ("data/coco", "from colab_utils import copy_shards", "lies above it"),  # through a name at the top
-        ("loading/loader", "from colab_utils.show.plots import draw", "lies above it"),  # show from below
+        ("loading/loader", "from colab_utils.show.charts import draw", "lies above it"),  # show from below
         ("shards/copy", "from colab_utils.shards.write import w", "circle"),  # on one floor, round in a circle
     ],
 )
@@ -120,7 +120,7 @@ def count_code_lines(path):
 
 def test_the_package_stays_small():
     # the aim was 5,000; a part that is asked for may raise this number, nothing else
-    assert 0 < sum(map(count_code_lines, PACKAGE.rglob("*.py"))) < 13_080
+    assert 0 < sum(map(count_code_lines, PACKAGE.rglob("*.py"))) < 12_700
 
 
 def test_light_modules_load_nothing_heavy_and_touch_nothing(tmp_path):

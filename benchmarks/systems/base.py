@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.data import Data
 from colab_utils.data.decoding import decode_pixels
-from colab_utils.loading.sample import Target
+from colab_utils.loading.batch import Target
 
 __all__ = ["BATCH_SIZE", "Crew", "Records", "Sample", "System", "collate", "finish", "flip", "group"]
 

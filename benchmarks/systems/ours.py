@@ -25,8 +25,9 @@ class Packed(System):
 
     store: ClassVar[str] = "shards"
     crews: ClassVar[tuple[Crew, ...]] = (
-        Crew(1, "processes"), Crew(2, "processes"), Crew(1, "threads"), Crew(2, "threads"), Crew(3, "threads"),
-        Crew(0, "inline"), Crew(1, "inline"), Crew(2, "inline"),
+        Crew(1, "processes"), Crew(2, "processes"), Crew(1, "loader_process"), Crew(2, "loader_process"),
+        Crew(3, "loader_process"),
+        Crew(0, "threads"), Crew(1, "threads"), Crew(2, "threads"),
     )  # fmt: skip
     options: ClassVar[dict[str, Any]] = {"deliver": "packed"}
 
@@ -34,7 +35,7 @@ class Packed(System):
         super().__init__(data, folder, crew)
         self._loader = make_loader(
             self.open_dataset(), batch_size=BATCH_SIZE, device="cpu", workers=crew.size,
-            hand_off=crew.kind,  # type: ignore[arg-type]
+            backend=crew.kind,  # type: ignore[arg-type]
             **self.options,
         )  # fmt: skip
 

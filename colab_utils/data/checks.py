@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from colab_utils.data.coco import CocoDataset, is_safe_name, is_sound_box, read_coco
+from colab_utils.data.coco import CocoDataset, decode_text, is_safe_name, is_sound_box, read_bytes, read_coco
 from colab_utils.data.masks import encode_segmentation
-from colab_utils.data.parsing import decode_text, read_bytes
 from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import show_progress, write_file
@@ -81,7 +80,7 @@ def check_dataset(images: str | Path, annotations: str | Path) -> DatasetReport:
 
     Example:
         >>> import tempfile
-        >>> from colab_utils.data.builtin import make_dataset
+        >>> from colab_utils.sample_data import make_dataset
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     made = make_dataset(folder, n=2, width=64, height=64, workers=1)
         ...     check_dataset(made.images, made.annotations).ok

@@ -6,7 +6,10 @@ objects, 0.45 GB of JSON) needs little more memory than its text.
 
 from __future__ import annotations
 
+import json
+import re
 from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -14,14 +17,354 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.columns import AnnotationColumns, ImageColumns, order_categories
-from colab_utils.data.parsing import decode_text, iterate_coco, read_bytes
-from colab_utils.data.segmentations import unpack_segmentation
+from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import write_file
 
-__all__ = ["CocoDataset", "is_safe_name", "is_sound_box", "read_coco"]
+__all__ = [
+    "SECTIONS",
+    "AnnotationColumns",
+    "CocoDataset",
+    "ImageColumns",
+    "SegmentationsBuilder",
+    "decode_text",
+    "is_safe_name",
+    "is_sound_box",
+    "iterate_coco",
+    "order_categories",
+    "read_bytes",
+    "read_coco",
+    "unpack_segmentation",
+    "write_subset",
+]
+
+SECTIONS = ("images", "annotations", "categories")
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of an annotations file.
+
+    Raises:
+        ColabUtilsError: if there is no such file, or it cannot be read.
+    """
+    try:
+        with guard_drive(path):
+            return path.read_bytes()
+    except FileNotFoundError:
+        raise ColabUtilsError(
+            f"expected an annotations file, found nothing at {path}. Check the name; on Colab, mount Drive first."
+        ) from None
+    except IsADirectoryError:
+        raise ColabUtilsError(f"expected an annotations file, found a folder: {path}. Name the JSON in it.") from None
+    except OSError as error:
+        raise ColabUtilsError(
+            f"expected to read {path}, found: {error.strerror}. Check the name and your permission to read it."
+        ) from None
+
+
+def decode_text(data: bytes, path: Path) -> str:
+    """Text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark.
+
+    Raises:
+        ColabUtilsError: if the bytes are not text.
+
+    Example:
+        >>> decode_text("{}".encode("utf-16"), Path("a.json"))
+        '{}'
+    """
+    try:
+        return data.decode(json.detect_encoding(data))
+    except UnicodeDecodeError:
+        raise ColabUtilsError(
+            f"expected COCO instance JSON in {path}, found bytes that are not text. Is it a zip? Unpack it first."
+        ) from None
+
+
+def iterate_coco(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield ("images" | "annotations" | "categories", entry) one at a time from the text of a COCO JSON.
+
+    Raises:
+        ColabUtilsError: if the text is not JSON, or lacks one of the three lists.
+
+    Example:
+        >>> list(iterate_coco('{"annotations": [5], "images": [], "categories": []}', Path("a.json")))
+        [('annotations', 5)]
+    """
+    decode = json.JSONDecoder().raw_decode
+    found: set[str] = set()
+    try:
+        if text.lstrip()[:1] == "[":
+            raise _expect(path, "a list", "Name the instances file: a list holds results, or one part of a dataset.")
+        position = _skip(text, 0, "{")
+        while text[position] != "}":
+            if text[position] != '"':
+                raise json.JSONDecodeError("expected a name", "", position)
+            key, position = decode(text, position)
+            position = _skip(text, position, ":")
+            if key not in SECTIONS or text[position] != "[":
+                _, position = decode(text, position)
+            else:
+                found.add(key)
+                position = _skip(text, position, "[")
+                while text[position] != "]":
+                    entry, position = decode(text, position)
+                    yield key, entry
+                    position = _next_entry(text, position, "]")
+                position = _skip(text, position, "]")
+            position = _next_entry(text, position, "}")
+        if _skip(text, position, "}") != len(text):
+            raise json.JSONDecodeError("expected nothing more", "", position)
+    except (ValueError, IndexError, RecursionError) as error:
+        where = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
+        raise _expect(
+            path,
+            f"text that is not JSON at character {where:,} of {len(text):,}",
+            "The file may be cut short or be something else: export or copy it again.",
+        ) from None
+    missing = [key for key in SECTIONS if key not in found]
+    if missing:
+        raise _expect(
+            path,
+            f"no list of {' and '.join(missing)}",
+            "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances.",
+        )
+
+
+def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
+    return ColabUtilsError(f"expected COCO instance JSON in {path}, found {found}. {cure}")
+
+
+def _skip(text: str, position: int, expected: str) -> int:
+    """The position of the next token after ``expected``, with the space around it passed over."""
+    position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+    if text[position] != expected:
+        raise json.JSONDecodeError(f"expected {expected}", "", position)
+    return _SPACE.match(text, position + 1).end()  # type: ignore[union-attr]
+
+
+def _next_entry(text: str, position: int, end: str) -> int:
+    position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+    if text[position] == end:
+        return position
+    position = _skip(text, position, ",")
+    if text[position] == end:
+        raise json.JSONDecodeError("expected no comma here", "", position)
+    return position
+
+
+class ImageColumns:
+    """Ids, sizes and names of images, added one by one."""
+
+    def __init__(self) -> None:
+        self.ids, self.sizes, self.names, self.ends = array("q"), array("i"), bytearray(), array("q", [0])
+
+    def add(self, image: dict[str, Any]) -> None:
+        """Add an entry of ``images``; KeyError, TypeError, ValueError or OverflowError say what is wrong with it."""
+        name = image["file_name"]
+        if not isinstance(name, str):
+            raise TypeError(f"a file_name that is not text: {name!r}")
+        self.ids.append(_integer(image["id"], "id"))
+        self.sizes.extend((_integer(image.get("height") or 0, "height"), _integer(image.get("width") or 0, "width")))
+        self.names += name.encode()
+        self.ends.append(len(self.names))
+
+
+class AnnotationColumns:
+    """Everything that annotations hold, added one by one."""
+
+    def __init__(self) -> None:
+        self.ids, self.images, self.categories = array("q"), array("q"), array("q")
+        self.boxes, self.areas, self.crowds = array("d"), array("d"), array("b")
+        self.segmentations = SegmentationsBuilder()
+
+    def add(self, annotation: dict[str, Any]) -> None:
+        """Add an entry of ``annotations``; raises as for images."""
+        box = annotation["bbox"]
+        if not isinstance(box, list) or len(box) != 4:
+            raise ValueError(f"a bbox that is not [x, y, width, height]: {box!r}")
+        area = annotation.get("area")
+        self.boxes.extend(box)
+        self.areas.append(box[2] * box[3] if area is None else area)
+        self.ids.append(_integer(annotation.get("id", len(self.ids) + 1), "id"))
+        self.images.append(_integer(annotation["image_id"], "image_id"))
+        self.categories.append(_integer(annotation["category_id"], "category_id"))
+        self.crowds.append(1 if annotation.get("iscrowd") else 0)
+        self.segmentations.add(annotation.get("segmentation"))
+
+
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError(f"{name} {value!r} where COCO has a whole number")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} {value!r} that is too large")
+    return int(value)
+
+
+def order_categories(categories: list[Any], path: Path) -> tuple[dict[str, Any], ...]:
+    """Each category's ``id`` and ``name``, in order of id.
+
+    Raises:
+        ColabUtilsError: if one lacks either, or two share an id.
+    """
+    names: dict[int, str] = {}
+    for category in categories:
+        try:
+            number, name = _integer(category["id"], "id"), str(category["name"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise ColabUtilsError(
+                f"expected an id and a name for each category in {path}, found {category!r:.60}. "
+                "Export the dataset again."
+            ) from None
+        if names.setdefault(number, name) != name:
+            raise ColabUtilsError(
+                f"expected each category id once in {path}, found {number} twice ({names[number]!r} and {name!r}). "
+                "Give each category an id of its own."
+            )
+    return tuple({"id": number, "name": names[number]} for number in sorted(names))
+
+
+# the first byte says what follows; 10 + d: polygons of d decimals
+OTHER, RLE, COMPRESSED_RLE, EXACT_POLYGONS, POLYGONS = 0, 1, 2, 3, 10
+
+
+DECIMALS = (2, 4, 6)
+
+
+CHUNK_NUMBERS = 1 << 15
+
+
+_KIND_BYTES = [bytes([kind]) for kind in range(POLYGONS + max(DECIMALS) + 1)]
+
+
+class SegmentationsBuilder:
+    """Collect segmentations one by one; whatever is neither polygons nor RLE is kept as JSON, for the checks.
+
+    Example:
+        >>> builder = SegmentationsBuilder()
+        >>> builder.add([[0, 0, 4.25, 0, 4, 4]])
+        >>> builder.add({"size": [6, 8], "counts": [40, 8]})
+        >>> blob, ends = builder.build()
+        >>> [unpack_segmentation(blob[a:b]) for a, b in zip(ends[:-1], ends[1:])]
+        [[[0.0, 0.0, 4.25, 0.0, 4.0, 4.0]], {'size': [6, 8], 'counts': [40, 8]}]
+    """
+
+    def __init__(self) -> None:
+        self._blob = bytearray()
+        self._ends = array("q", [0])
+        self._start_chunk()
+
+    def add(self, segmentation: Any) -> None:
+        """Add one segmentation as it stands in the JSON."""
+        kind, head = self._add_polygons(segmentation) or _pack_other(segmentation)
+        self._kinds.append(kind)
+        self._heads.append(head)
+        self._number_ends.append(len(self._numbers))
+        if len(self._numbers) > CHUNK_NUMBERS:
+            self._finish_chunk()
+
+    def build(self) -> tuple[bytearray, NDArray[np.int64]]:
+        """All segmentations one after another, and int64 [A + 1] offsets into them."""
+        self._finish_chunk()
+        return self._blob, np.frombuffer(self._ends, np.int64)
+
+    def _start_chunk(self) -> None:
+        self._kinds, self._heads = bytearray(), list[bytes]()
+        self._numbers, self._number_ends = array("d"), array("q", [0])
+
+    def _add_polygons(self, segmentation: Any) -> tuple[int, bytes] | None:
+        if not isinstance(segmentation, list) or not segmentation:
+            return None
+        if not all(isinstance(polygon, list) for polygon in segmentation):
+            return None
+        try:
+            for polygon in segmentation:
+                self._numbers.extend(polygon)
+            lengths = [len(polygon) for polygon in segmentation]
+        except (TypeError, OverflowError):
+            del self._numbers[self._number_ends[-1] :]
+            return None
+        return EXACT_POLYGONS, array("i", [len(lengths), *lengths]).tobytes()
+
+    def _finish_chunk(self) -> None:
+        exact = np.frombuffer(self._numbers, np.float64) if self._numbers else np.zeros(0)
+        ends = np.frombuffer(self._number_ends, np.int64)
+        decimals, fixed = _fix_points(exact, ends)
+        kinds = np.frombuffer(bytes(self._kinds), np.uint8)
+        kinds = np.where((kinds == EXACT_POLYGONS) & (decimals > 0), POLYGONS + decimals, kinds)
+        wide, small = memoryview(exact.tobytes()), memoryview(fixed.tobytes())
+        position, start = self._ends[-1], 0
+        for kind, head, end in zip(kinds.tolist(), self._heads, ends[1:].tolist(), strict=True):
+            body = small[4 * start : 4 * end] if kind >= POLYGONS else wide[8 * start : 8 * end]
+            self._blob += _KIND_BYTES[kind]
+            self._blob += head
+            self._blob += body
+            position += 1 + len(head) + len(body)
+            self._ends.append(position)
+            start = end
+        self._start_chunk()
+
+
+def unpack_segmentation(packed: bytes) -> Any:
+    """One segmentation as it stood in the JSON; numbers of polygons as floats."""
+    kind = packed[0]
+    if kind == OTHER:
+        return json.loads(packed[1:])
+    if kind in (RLE, COMPRESSED_RLE):
+        size = np.frombuffer(packed, np.int32, 2, 1).tolist()
+        return {
+            "size": size,
+            "counts": packed[9:].decode() if kind == COMPRESSED_RLE else np.frombuffer(packed[9:], np.int32).tolist(),
+        }
+    count = int(np.frombuffer(packed, np.int32, 1, 1)[0])
+    body = packed[5 + 4 * count :]
+    ends = np.cumsum(np.frombuffer(packed, np.int32, count, 5))
+    if kind == EXACT_POLYGONS:
+        numbers = np.frombuffer(body, np.float64)
+    else:
+        numbers = np.frombuffer(body, np.int32) / 10.0 ** (kind - POLYGONS)
+    return [polygon.tolist() for polygon in np.split(numbers, ends[:-1])]
+
+
+def _fix_points(exact: NDArray[np.float64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """For each row its decimals (0: none gives all its numbers back), and all numbers as int32 of those decimals."""
+    decimals = np.zeros(len(ends) - 1, np.int64)
+    fixed = np.zeros(len(exact), np.int32)
+    for digits in DECIMALS:
+        if decimals.all():
+            break
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = np.rint(exact * 10.0**digits)
+            fits = (np.abs(scaled) < 2**31) & (scaled / 10.0**digits == exact)
+        misses = np.concatenate([np.zeros(1, np.int64), np.cumsum(~fits)])
+        chosen = (decimals == 0) & (misses[ends[1:]] == misses[ends[:-1]])
+        decimals[chosen] = digits
+        numbers = np.repeat(chosen, np.diff(ends))
+        fixed[numbers] = scaled[numbers].astype(np.int32)
+    return decimals, fixed
+
+
+def _pack_other(segmentation: Any) -> tuple[int, bytes]:
+    if isinstance(segmentation, dict):
+        size, counts = segmentation.get("size"), segmentation.get("counts")
+        if isinstance(size, list) and len(size) == 2 and all(_is_count(number) for number in size):
+            shape = array("i", size).tobytes()
+            if isinstance(counts, str) and counts.isascii():
+                return COMPRESSED_RLE, shape + counts.encode()
+            if isinstance(counts, list) and all(_is_count(number) for number in counts):
+                return RLE, shape + array("i", counts).tobytes()
+    return OTHER, json.dumps(segmentation).encode()
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and 0 <= number < 2**31
+
 
 GATHER_ROWS = 1 << 16
+
+
 LARGEST_NUMBER = 1e15
 
 
@@ -56,7 +399,7 @@ class CocoDataset:
     crowds: NDArray[np.bool_]
     """bool [A]."""
     segmentations: tuple[NDArray[np.uint8], NDArray[np.int64]]
-    """Each segmentation's bytes (see `colab_utils.data.segmentations`), and int64 [A + 1] offsets into them."""
+    """Each segmentation's bytes (see `colab_utils.data.coco`), and int64 [A + 1] offsets into them."""
     unknown_images: NDArray[np.int64]
     unknown_categories: NDArray[np.int64]
 
@@ -246,3 +589,16 @@ def _gather_blob(
         parts = [view[a:b] for a, b in zip(ends[some].tolist(), ends[some + 1].tolist(), strict=True)]
         gathered[offsets[start] : offsets[start + len(some)]] = np.frombuffer(b"".join(parts), np.uint8)
     return gathered, offsets
+
+
+def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:
+    """Write the records of some images, in this order, as a COCO JSON of their own; returns ``path``."""
+    chosen = list(indices)
+    subset = {
+        "images": [dataset.image(index) for index in chosen],
+        "annotations": [annotation for index in chosen for annotation in dataset.annotations(index)],
+        "categories": list(dataset.categories),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(subset).encode())
+    return path

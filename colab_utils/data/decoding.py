@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["decode_pixels", "find_operator", "read_npy_header", "read_raw_header"]
+__all__ = ["decode_pixels", "load_jpeg_decoder", "read_npy_header", "read_raw_header"]
 
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][a-z]\d+)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n",
@@ -45,7 +45,7 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
                 f"expected a whole image, found {len(data) - start:,} bytes of raw pixels for {shape}"
             )
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
-    decode = find_operator()
+    decode = load_jpeg_decoder()
     if decode is not None and data[:3] == _JPEG:
         try:
             return decode(data)
@@ -102,7 +102,7 @@ def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.d
 
 
 @cache
-def find_operator() -> Callable[[bytes | bytearray], NDArray[np.uint8]] | None:
+def load_jpeg_decoder() -> Callable[[bytes | bytearray], NDArray[np.uint8]] | None:
     """The JPEG operator under torchvision's Python function, which newer versions deprecate; None without it.
 
     It imports torchvision, for a second or two: call it before worker processes start, so that they share it.

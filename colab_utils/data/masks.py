@@ -6,18 +6,177 @@ Packed masks are what our shards and batches carry: each mask cropped to its own
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.runs import crop_runs, read_counts, read_runs, resize_runs, write_runs
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["PackedMasks", "encode_segmentation", "nearest_indices", "pack_masks", "resize_rles", "unpack_masks"]
+__all__ = [
+    "PackedMasks",
+    "Runs",
+    "crop_runs",
+    "encode_segmentation",
+    "nearest_indices",
+    "number_within",
+    "pack_masks",
+    "read_counts",
+    "read_runs",
+    "resize_rles",
+    "resize_runs",
+    "unpack_masks",
+    "write_runs",
+]
+
+_LONGEST_CODE = 6  # characters of a run in compressed RLE: 30 bits, which pycocotools' 32 hold
+
+
+class Runs(NamedTuple):
+    """The foreground of N masks of one size: R runs, each in one column, in the order of masks, columns and rows."""
+
+    masks: NDArray[np.int64]
+    """int64 [R]: the mask that each run is of."""
+    columns: NDArray[np.int64]
+    """int64 [R]: x of each run, pixels."""
+    tops: NDArray[np.int64]
+    """int64 [R]: y of its first pixel."""
+    bottoms: NDArray[np.int64]
+    """int64 [R]: y after its last pixel."""
+
+
+def read_counts(texts: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The lengths of all runs of N compressed RLEs, one mask after another: int64, and empty where one is damaged;
+    and int64 [N] how many each mask has.
+
+    The code is that of ``rleFrString`` in cocoapi's maskApi.c, which reads past its memory on damaged counts: 5 bits
+    a character, the sixth says that more follow, the fifth is the sign, and from the fourth run on a run is the
+    difference to the last but one.
+
+    Example:
+        >>> runs, counts = read_counts([b"71100000O10", b"4"])
+        >>> runs.tolist(), counts.tolist()
+        ([7, 1, 1, 1, 1, 1, 1, 1, 0, 2, 0, 4], [11, 1])
+    """
+    codes = np.frombuffer(b"".join(texts), np.uint8).astype(np.int64) - 48
+    lengths = np.array([len(text) for text in texts], np.int64)
+    nothing = np.zeros(0, np.int64)
+    if not (codes.size and lengths.all() and codes.min() >= 0 and codes.max() < 64):
+        return nothing, nothing
+    lasts = np.flatnonzero(codes < 32)
+    wide, ends = np.diff(lasts, prepend=-1), np.cumsum(lengths)
+    if codes[ends - 1].max() >= 32 or wide.max() > _LONGEST_CODE:
+        return nothing, nothing
+    firsts = lasts + 1 - wide
+    runs = np.add.reduceat((codes & 31) << 5 * number_within(wide), firsts)
+    runs -= (codes[lasts] >> 4 & 1) << 5 * wide
+    counts = np.diff(np.searchsorted(lasts, ends), prepend=0)
+    for first in (1, 2):  # every second run of a mask is added up, and its very first run stands alone
+        terms = (counts - first + 1).clip(0) >> 1
+        place = np.repeat(np.cumsum(counts) - counts + first, terms) + 2 * number_within(terms)
+        sums = np.cumsum(runs[place])
+        runs[place] = sums - np.repeat(np.concatenate([[0], sums])[np.cumsum(terms) - terms], terms)
+    return runs, counts
+
+
+def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, 2 ... for each of these counts, one after another: int64 [sum].
+
+    Example:
+        >>> number_within(np.array([3, 0, 2])).tolist()
+        [0, 1, 2, 0, 1]
+    """
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def read_runs(rles: Sequence[dict[str, Any]]) -> Runs:
+    """The runs of compressed RLEs of one size whose counts are sound, as `encode_segmentation` makes sure."""
+    if not rles:
+        return Runs(*np.zeros((4, 0), np.int64))
+    height, width = rles[0]["size"]
+    lengths, counts = read_counts([rle["counts"] for rle in rles])
+    # as if the masks lay side by side in one wide picture
+    is_mask = (number_within(counts) % 2 > 0) & (lengths > 0)
+    ends = np.cumsum(lengths)[is_mask]
+    starts = ends - lengths[is_mask]
+    columns = starts // height
+    spans = (ends - 1) // height - columns + 1
+    if len(spans) and spans.max() > 1:  # a run that goes on at the top of the next column
+        columns = np.repeat(columns, spans) + number_within(spans)
+        starts = np.maximum(np.repeat(starts, spans), columns * height)
+        ends = np.minimum(np.repeat(ends, spans), (columns + 1) * height)
+    return Runs(columns // width, columns % width, starts - columns * height, ends - columns * height)
+
+
+def resize_runs(runs: Runs, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Runs:
+    """The masks whose row r is the old one's ``rows[r]``, and column c its ``columns[c]``; both rise."""
+    tops, bottoms = np.searchsorted(rows, runs.tops), np.searchsorted(rows, runs.bottoms)
+    firsts, ends = np.searchsorted(columns, runs.columns), np.searchsorted(columns, runs.columns, "right")
+    times = np.where(bottoms > tops, ends - firsts, 0)
+    run = np.repeat(np.arange(len(times)), times)
+    resized = Runs(runs.masks[run], firsts[run] + number_within(times), tops[run], bottoms[run])
+    if times.max(initial=0) < 2:
+        return resized
+    order = np.lexsort((resized.tops, resized.columns, resized.masks))
+    return Runs(*(values[order] for values in resized))
+
+
+def write_runs(runs: Runs, count: int, height: int, width: int) -> list[dict[str, Any]]:
+    """The ``count`` masks as compressed RLE, character by character what pycocotools' ``encode`` makes of dense ones.
+
+    Example:
+        >>> two = Runs(np.array([0, 0]), np.array([1, 2]), np.array([1, 0]), np.array([2, 2]))
+        >>> [rle["counts"] for rle in write_runs(two, 2, height=2, width=4)]
+        [b'332', b'8']
+    """
+    from pycocotools import mask as coco_mask
+
+    column = (runs.masks * width + runs.columns) * height
+    starts, ends = column + runs.tops, column + runs.bottoms
+    joined = (starts[1:] == ends[:-1]) & (runs.masks[1:] == runs.masks[:-1])
+    starts, ends = starts[np.r_[True, ~joined][: len(starts)]], ends[np.r_[~joined, True][: len(ends)]]
+    borders = np.arange(count + 1) * (height * width)
+    edges = np.insert(np.stack([starts, ends], 1).ravel(), 2 * np.searchsorted(starts, borders), borders)
+    places = np.cumsum(2 * np.bincount(starts // (height * width), minlength=count) + 1)
+    parts = [part.tolist() for part in np.split(np.diff(edges), places[:-1])]
+    counts = [part if part[-1] else part[:-1] for part in parts]
+    return coco_mask.frPyObjects([{"size": [height, width], "counts": part} for part in counts], height, width)
+
+
+def crop_runs(runs: Runs, count: int) -> list[tuple[list[int], NDArray[np.uint8]]]:
+    """The tight box x0, y0, x1, y1 of each of ``count`` masks (half open; zeros for an empty one), pixels, and what is
+    in it, uint8 [y1 - y0, x1 - x0].
+
+    Example:
+        >>> one = Runs(np.array([0, 0]), np.array([1, 2]), np.array([1, 0]), np.array([2, 2]))
+        >>> [(box, pixels.tolist()) for box, pixels in crop_runs(one, 1)]
+        [([1, 0, 3, 2], [[0, 1], [1, 1]])]
+    """
+    boxes = np.zeros((count, 4), np.int64)
+    shown, first = np.unique(runs.masks, return_index=True)
+    if len(shown):
+        last = np.append(first[1:], len(runs.masks)) - 1
+        lows, highs = np.minimum.reduceat(runs.tops, first), np.maximum.reduceat(runs.bottoms, first)
+        boxes[shown] = np.stack([runs.columns[first], lows, runs.columns[last] + 1, highs], 1)
+    wide, high = (boxes[:, 2:] - boxes[:, :2]).T
+    borders = np.concatenate([[0], np.cumsum(wide * high)])
+    mask = runs.masks
+    column = borders[mask] + (runs.columns - boxes[mask, 0]) * high[mask] - boxes[mask, 1]
+    edges = np.zeros(borders[-1] + 1, np.int8)
+    edges[column + runs.tops] = 1
+    edges[column + runs.bottoms] -= 1  # 0 where the next run goes on
+    pixels = np.cumsum(edges[:-1], dtype=np.int8).view(np.uint8)
+    return [
+        (box, pixels[start:end].reshape(box[2] - box[0], box[3] - box[1]).T)
+        for box, (start, end) in zip(boxes.tolist(), pairwise(borders.tolist()), strict=True)
+    ]
+
 
 # beyond these a polygon is damage: no mask has such an outline, and drawing it would take gigabytes
 FARTHEST_PIXEL = 10_000_000
+
+
 LONGEST_OUTLINE = 4_000_000
 
 

@@ -1,4 +1,4 @@
-"""What am I waiting for: clocks, layers, simulator, comparison, watchdog."""
+"""What am I waiting for: clocks, stages, simulator, comparison, watchdog."""
 
 from __future__ import annotations
 

@@ -2,48 +2,253 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import islice
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Subset
 
-from colab_utils.diagnosis.clocks import BatchTimes, EmulatedStep, Layer, time_batches, time_calls
-from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding, slow_down
-from colab_utils.diagnosis.forms import write_subset
-from colab_utils.diagnosis.parts import time_layers
+from colab_utils.data.coco import write_subset
+from colab_utils.diagnosis.stages import time_dataset_stages
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, time_batches, time_calls
 from colab_utils.drive import is_on_drive, read_file
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.runtime import count_cores, find_free_memory, format_bytes, format_seconds, quiet_fork
 from colab_utils.shards.copy import COPY_STREAMS, copy_shards
 from colab_utils.shards.images import plan_size
-from colab_utils.shards.jobs import READ_STREAMS
-from colab_utils.shards.write import write_shards
+from colab_utils.shards.write import READ_STREAMS, write_shards
 
-__all__ = ["Fix", "Situation", "find_fixes"]
+__all__ = [
+    "Costs",
+    "Fix",
+    "Situation",
+    "choose_workers",
+    "draw_times",
+    "find_fixes",
+    "forecast_rate",
+    "measure_contention",
+    "slow_down",
+]
+
+_BATCHES = 240
+
+
+_WARMUP = 40  # the queue fills, and the first batches come late
+
+
+_ROUNDING_S = 1e-12
+
+
+_CROWDED_NUMBERS = 150_000
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one image costs, seconds: a worker's waiting (``io_s``: for Drive, for a disk) and its CPU time on a quiet
+    machine; the step's wall and CPU time; what the training process spends itself on fetching (``serial_s``, 0 without
+    workers). ``cv``: spread of a batch's loading time, standard deviation / mean.
+    """
+
+    io_s: float
+    cpu_s: float
+    step_s: float = 0.0
+    step_cpu_s: float = 0.0
+    serial_s: float = 0.0
+    cv: float = 0.0
+    batch_size: int = 4
+
+
+def forecast_rate(
+    costs: Costs, *, workers: int, cores: float, prefetch: int = 2, crowding: float = 1.0, seed: int = 0
+) -> float:
+    """Images per second of a ``DataLoader`` with these costs, by simulation.
+
+    Batches go by the rule of ``simulate``. Beyond it, cores are shared: whoever computes gets an equal part of
+    ``cores``, the step as much of it as it uses, and those who wait need none. With all cores busy, everything that
+    computes takes ``crowding`` times as long (two hyper-threads share one core). Method: processor sharing, event by
+    event.
+
+    Example:
+        >>> costs = Costs(io_s=0.050, cpu_s=0.010, step_s=0.025, step_cpu_s=0.020)
+        >>> rates = [forecast_rate(costs, workers=w, cores=2) for w in (0, 1, 2, 4)]
+        >>> [round(rate / 2) * 2 for rate in rates]
+        [12, 16, 34, 40]
+    """
+    size, lanes, share = costs.batch_size, max(1, workers), prefetch if workers else 1
+    last = _BATCHES + lanes * share  # the queue stays full to the end
+    factors = list(islice(draw_times(1.0, costs.cv, seed, stream=0), last))
+    busy_share = min(1.0, costs.step_cpu_s / costs.step_s) if costs.step_s else 0.0
+    # what each worker still has to do, part after part; the last one is the training process
+    todo: list[deque[_Part]] = [deque() for _ in range(workers + 1)]
+    queues: list[deque[int]] = [deque() for _ in range(lanes)]  # batches asked of each worker, not yet begun
+    begun: list[int | None] = [None] * lanes
+    asked, owner, done = [0] * lanes, [0] * last, [False] * last
+    sent = taken = turn = 0
+    now_s = began_s = 0.0
+
+    def load(batch: int) -> list[_Part]:
+        factor = size * factors[batch]
+        return [_Part("wait", costs.io_s * factor), _Part("compute", costs.cpu_s * factor)]
+
+    while taken < _BATCHES:
+        while sent < taken + lanes * share:  # round the workers, but for those that have their share
+            while asked[turn] >= share:
+                turn = (turn + 1) % lanes
+            queues[turn].append(sent)
+            owner[sent] = turn
+            asked[turn] += 1
+            sent, turn = sent + 1, (turn + 1) % lanes
+        for lane in range(workers):
+            if not todo[lane]:
+                if (ended := begun[lane]) is not None:
+                    done[ended] = True
+                begun[lane] = queues[lane].popleft() if queues[lane] else None
+                if (batch := begun[lane]) is not None:
+                    todo[lane].extend(load(batch))
+        if not todo[-1] and (done[taken] or not workers):
+            began_s = now_s if taken == _WARMUP else began_s
+            loaded = [_Part("compute", size * costs.serial_s)] if workers else load(taken)
+            todo[-1].extend([*loaded, _Part("step", size * costs.step_s)])
+            asked[owner[taken]] -= 1
+            taken += 1
+            continue
+        rates = _share_cores([parts[0].kind if parts else "idle" for parts in todo], busy_share, cores, crowding)
+        active = [(parts, rate) for parts, rate in zip(todo, rates, strict=True) if parts]
+        passed_s = min(parts[0].left_s / rate for parts, rate in active)
+        now_s += passed_s
+        for parts, rate in active:
+            parts[0].left_s -= passed_s * rate
+            if parts[0].left_s < _ROUNDING_S:
+                parts.popleft()
+    return size * (_BATCHES - _WARMUP) / max(now_s - began_s, _ROUNDING_S)
+
+
+def choose_workers(costs: Costs, *, workers: int, cores: float, crowding: float = 1.0) -> int:
+    """The fewest workers, more than now, that come within 5 % of the best forecast."""
+    more = [count for count in (1, 2, 4, 8) if count > workers] or [workers * 2]
+    rates = {count: forecast_rate(costs, workers=count, cores=cores, crowding=crowding) for count in more}
+    return min(count for count, rate in rates.items() if rate >= 0.95 * max(rates.values()))
+
+
+def draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator[float]:
+    """Endless lognormal times with this mean and coefficient of variation.
+
+    Example:
+        >>> next(draw_times(0.5, 0.0, 0, stream=0))
+        0.5
+    """
+    variance = math.log1p(cv * cv)  # of the logarithm
+    generator = np.random.default_rng([seed, stream])
+    while True:
+        yield from (mean_s * generator.lognormal(-variance / 2, math.sqrt(variance), 256)).tolist()
+
+
+@cache
+def measure_contention(cores: int) -> float:
+    """How many times as long work takes while all cores are busy as alone, 1 or more; half a second, once.
+
+    Example:
+        >>> measure_contention(1)
+        1.0
+    """
+    if cores < 2:
+        return 1.0
+    numbers = np.random.default_rng(0).integers(0, 1 << 30, _CROWDED_NUMBERS)
+
+    def time_sort(_: int) -> float:
+        began_s = perf_counter()
+        np.sort(numbers, kind="stable")  # without Python's lock
+        return perf_counter() - began_s
+
+    with ThreadPoolExecutor(cores) as pool:
+        ratios = []
+        for _ in range(5):
+            alone_s = min(time_sort(0) for _ in range(2))
+            ratios.append(median(pool.map(time_sort, range(2 * cores))) / alone_s)
+    return max(1.0, median(ratios))
+
+
+def slow_down(busy: float, cores: float, crowding: float) -> float:
+    """How many times as long work takes beside others that keep so many cores ``busy`` with it.
+
+    Example:
+        >>> slow_down(1, 2, 1.5), slow_down(2, 2, 1.5)
+        (1.0, 1.5)
+    """
+    return 1 + (crowding - 1) * max(0.0, min(busy, cores) - 1) / (cores - 1) if cores > 1 else 1.0
+
+
+@dataclass
+class _Part:
+    kind: str
+    left_s: float
+
+
+def _share_cores(kinds: list[str], busy_share: float, cores: float, crowding: float) -> list[float]:
+    """How fast each of them gets on: 1 is as fast as alone."""
+    computing, stepping = kinds.count("compute"), "step" in kinds and busy_share > 0
+    wanted = computing + busy_share * stepping
+    compute = step = 1.0
+    if wanted > cores:
+        fair = cores / (computing + stepping)
+        if stepping and busy_share <= fair:
+            compute = (cores - busy_share) / computing
+        else:
+            compute, step = fair, fair / busy_share if stepping else 1.0
+    rates = {"compute": compute / slow_down(wanted, cores, crowding), "step": step, "wait": 1.0, "idle": 1.0}
+    return [rates[kind] for kind in kinds]
+
 
 _SAMPLE_IMAGES = 64
+
+
 _SAMPLE_S = 20  # that making shards of a sample may take, about
+
+
 _MANY = 1_000_000
+
+
 _EPOCHS = 50  # of a sample in one: where an epoch ends, workers run dry
+
+
 _SLOTS = 12
+
+
 _KEPT = 8
+
+
 _MEMORY_SHARE = 0.5  # of what is free
+
+
 _NO_LIMIT = 65_536  # pixels: shards that keep every image as it is
+
+
 _MOST_OFF = 0.7  # of the simulation, today, that is believed to stay the same
+
+
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
+
+
 _LATE = 4  # times the seconds of a diagnosis: what can be simulated is not tried any more
+
+
 _TRIAL_BATCHES = 20  # or as many as three times its share of the seconds allow
+
+
 _TRIAL_SHARE, _VERIFY_SHARE = 0.15, 0.4  # of the seconds of a diagnosis, for each fix: as long as today was measured
 
 
@@ -74,7 +279,7 @@ class Fix:
 @dataclass(frozen=True)
 class Situation:
     """What was measured before any fix: ``now`` with the step (None: none), on ``cached`` batches, and the loader
-    ``alone``; the ``layers`` of a worker's time for an image, and the ``indices`` of the images they were timed on.
+    ``alone``; the ``stages`` of a worker's time for an image, and the ``indices`` of the images they were timed on.
     ``seconds`` are those of the diagnosis, which began at ``began_s``; ``verify``: measure the fixes, too.
     """
 
@@ -83,7 +288,7 @@ class Situation:
     now: BatchTimes
     cached: BatchTimes
     alone: BatchTimes
-    layers: dict[str, Layer]
+    stages: dict[str, Stage]
     indices: Sequence[int]
     workers: int
     seconds: float
@@ -96,7 +301,7 @@ class Situation:
         return not self.verify and perf_counter() - self.began_s > _LATE * self.seconds
 
     @cached_property
-    def stand_in(self) -> EmulatedStep | None:
+    def placeholder_step(self) -> EmulatedStep | None:
         """As long as your step takes on batches that lie ready: trials leave your weights alone."""
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
@@ -111,12 +316,12 @@ class Situation:
         cpu_s, rate = alone.cpu_ms_per_image / 1000, alone.images_per_second
         serial_s = alone.wait_cpu_s / alone.images if self.workers else 0.0
         # CPU time as it is on a quiet machine: beside a busy core it was longer
-        crowd = slow_down(cpu_s * rate, cores, measure_crowding(cores))
-        waits = [max(layer.mean_ms - layer.cpu_ms, 0.0) / 1000 for layer in self.layers.values()]
-        if not self.layers:
+        crowd = slow_down(cpu_s * rate, cores, measure_contention(cores))
+        waits = [max(stage.mean_ms - stage.cpu_ms, 0.0) / 1000 for stage in self.stages.values()]
+        if not self.stages:
             waits = [max(max(1, self.workers) / rate - cpu_s, 0.0)]
-        mean_ms = sum(layer.mean_ms for layer in self.layers.values())
-        variance = sum(layer.std_ms**2 for layer in self.layers.values())
+        mean_ms = sum(stage.mean_ms for stage in self.stages.values())
+        variance = sum(stage.std_ms**2 for stage in self.stages.values())
         size = round(alone.images / len(alone.wait_s))
         costs = Costs(
             io_s=sum(waits),
@@ -140,18 +345,18 @@ class Situation:
     def simulate(self, costs: Costs, workers: int, prefetch: int | None = None) -> float:
         """Images per second with these costs on this machine."""
         cores, ahead = count_cores(), prefetch or self.prefetch
-        crowding = measure_crowding(cores)
+        crowding = measure_contention(cores)
         return forecast_rate(costs, workers=workers, cores=cores, prefetch=ahead, crowding=crowding)
 
     def choose_workers(self, costs: Costs) -> int:
         """How many workers to try where an image costs so much."""
         cores = count_cores()
-        return choose_workers(costs, workers=self.workers, cores=cores, crowding=measure_crowding(cores))
+        return choose_workers(costs, workers=self.workers, cores=cores, crowding=measure_contention(cores))
 
-    def find_costs(self, dataset: Any, layers: dict[str, Layer], *, packs: bool) -> Costs:
-        """What one image of other data, whose layers were timed, costs: by a trial of the loader without the step."""
+    def find_costs(self, dataset: Any, stages: dict[str, Stage], *, packs: bool) -> Costs:
+        """What one image of other data, whose stages were timed, costs: by a trial of the loader without the step."""
         alone = self.time(dataset, self.workers, None, max_s=_TRIAL_SHARE * self.seconds, packs=packs)
-        return replace(self, alone=alone, layers=layers).costs if alone else self.costs
+        return replace(self, alone=alone, stages=stages).costs if alone else self.costs
 
     @cached_property
     def correction(self) -> float:
@@ -192,17 +397,21 @@ class Situation:
         by simulation where it is late and ``costs`` are known, or where it cannot be tried; then measure it for longer
         with your own step, if that is wanted and can be.
         """
-        stand_in = EmulatedStep(self.stand_in.step_ms / faster, self.stand_in.busy) if self.stand_in else None
+        placeholder_step = (
+            EmulatedStep(self.placeholder_step.step_ms / faster, self.placeholder_step.busy)
+            if self.placeholder_step
+            else None
+        )
         run = partial(self.time, dataset, workers, packs=packs, prefetch=prefetch)
         late = self.is_late and (costs or dataset is self.loader.dataset)
-        trial = None if late else run(stand_in, max_s=_TRIAL_SHARE * self.seconds, least=_TRIAL_BATCHES)
+        trial = None if late else run(placeholder_step, max_s=_TRIAL_SHARE * self.seconds, least=_TRIAL_BATCHES)
         if trial:
             rate = trial.images_per_second
         else:
             rate = self.estimate(costs or self.costs, workers, prefetch=prefetch, faster=faster)
         fix = self.forecast(name, sentence, rate, once_minutes=once_minutes, once_gb=once_gb)
-        can_be = faster == 1 or self.step is self.stand_in  # your own step cannot be made faster here
-        step = self.step if faster == 1 else stand_in
+        can_be = faster == 1 or self.step is self.placeholder_step  # your own step cannot be made faster here
+        step = self.step if faster == 1 else placeholder_step
         times = run(step, max_s=_VERIFY_SHARE * self.seconds) if self.verify and can_be else None
         return replace(fix, measured_images_per_second=times.images_per_second) if times else fix
 
@@ -289,12 +498,12 @@ def _forecast_cures(now: Situation, min_size: int, max_size: int) -> list[Fix]:
             sample = _make_sample(now, Path(folder), *limits)
             dense = not cure.packs and not (sharded and packs)
             view = _lengthen(sample) if cure.packs or packs else sample
-            layers = _time_sample(now, sample, dense=dense)
-            fix = _forecast_cure(now, cure, sample, view, layers, share=share)
+            stages = _time_sample(now, sample, dense=dense)
+            fix = _forecast_cure(now, cure, sample, view, stages, share=share)
             fixes.append(fix)
         if cures:
             packs = cures[-1].packs
-            workers = now.choose_workers(now.find_costs(view, layers, packs=packs))
+            workers = now.choose_workers(now.find_costs(view, stages, packs=packs))
             name, minutes, gb = f"{cures[-1].name}, and {_count(workers)}", fix.once_minutes, fix.once_gb
             fixes.append(now.try_out(name, "Both together", view, workers, packs=packs, once_minutes=minutes,
                                      once_gb=gb))  # fmt: skip
@@ -311,7 +520,7 @@ def _forecast_settings(now: Situation) -> list[Fix]:
     """What any loader and step can have: samples kept in memory, more workers, more batches ahead, a faster step."""
     loader, fixes = now.loader, list[Fix]()
     dataset: Any = loader.dataset
-    if isinstance(loader, DataLoader) and now.layers:
+    if isinstance(loader, DataLoader) and now.stages:
         kept = [dataset[index] for index in now.indices[: 1 if now.is_late else _KEPT]]
         each = sum(len(pickle.dumps(sample)) for sample in kept) / len(kept)
         needed = each * len(dataset) * max(1, now.workers)
@@ -320,7 +529,7 @@ def _forecast_settings(now: Situation) -> list[Fix]:
         has += f", {format_bytes(free)} are free"
         if needed < _MEMORY_SHARE * free:
             said = f"Keep every sample from the first epoch on, random changes and all ({has})"
-            left_s = max(now.costs.cpu_s - sum(layer.cpu_ms for layer in now.layers.values()) / 1000, 0.0)
+            left_s = max(now.costs.cpu_s - sum(stage.cpu_ms for stage in now.stages.values()) / 1000, 0.0)
             fixes.append(now.try_out(name, said, kept, now.workers, costs=replace(now.costs, io_s=0.0, cpu_s=left_s)))
         else:
             fixes.append(now.forecast(name, f"Not here: {has}"))
@@ -353,7 +562,7 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path) -> Fix:
     annotations = write_subset(dataset.coco, now.indices, folder / "annotations.json")
     local = CocoFolder(folder, annotations)
     os.sync()  # what was copied is written now, and not during the trial
-    read, was = time_calls("read", local.read, range(len(local)), max_s=1), now.layers["read"]
+    read, was = time_calls("read", local.read, range(len(local)), max_s=1), now.stages["read"]
     images = len(dataset)
     return now.try_out(
         "image files on the local SSD",
@@ -364,16 +573,16 @@ def _forecast_copy(now: Situation, dataset: CocoFolder, folder: Path) -> Fix:
     )  # fmt: skip
 
 
-def _time_sample(now: Situation, sample: ShardDataset, *, dense: bool) -> dict[str, Layer]:
+def _time_sample(now: Situation, sample: ShardDataset, *, dense: bool) -> dict[str, Stage]:
     images, seconds = range(min(len(sample), _SAMPLE_IMAGES)), _TRIAL_SHARE * now.seconds / 3
-    return time_layers(sample, images, dense=dense, packs=isinstance(now.loader, Loader), seconds=seconds)
+    return time_dataset_stages(sample, images, dense=dense, packs=isinstance(now.loader, Loader), seconds=seconds)
 
 
 def _forecast_cure(
-    now: Situation, cure: _Cure, sample: ShardDataset, view: Any, layers: dict[str, Layer], *, share: float
+    now: Situation, cure: _Cure, sample: ShardDataset, view: Any, stages: dict[str, Stage], *, share: float
 ) -> Fix:
-    figures = {name: layer.mean_ms for name, layer in layers.items()}
-    figures |= {f"{name}_now": layer.mean_ms for name, layer in now.layers.items()}
+    figures = {name: stage.mean_ms for name, stage in stages.items()}
+    figures |= {f"{name}_now": stage.mean_ms for name, stage in now.stages.items()}
     index, total = sample.index, len(now.loader.dataset)
     stored = sum(shard.bytes + shard.arrays_bytes for shard in index.shards) / max(len(sample), 1)
     # reading every image once, decoding it and encoding it again or drawing its masks, on all cores

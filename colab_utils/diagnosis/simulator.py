@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from colab_utils.diagnosis.forecast import draw_times
+from colab_utils.diagnosis.fixes import draw_times
 from colab_utils.errors import ColabUtilsError
 
 if TYPE_CHECKING:
-    from colab_utils.diagnosis.layers import Diagnosis
+    from colab_utils.diagnosis.diagnose import Diagnosis
 
 __all__ = ["Advice", "MeasuredTimes", "Simulation", "Trace", "find_cures", "read_times", "simulate"]
 
-_NOT_LOADING = ("wait", "step", "pin", "transfer")  # layers that no worker spends its time on
-_OF_IMAGES = ("read", "decode", "masks", "sample", "transform")  # layers timed image by image
+_NOT_LOADING = ("wait", "step", "pin", "transfer")  # stages that no worker spends its time on
+_OF_IMAGES = ("read", "decode", "masks", "sample", "transform")  # stages timed image by image
 _Z95 = 1.6449  # standard deviations from the median to the 95th percentile
 _FINE = 0.05  # a step that waits less than this needs no cure
 _ROUNDING_S = 1e-9
@@ -234,28 +234,28 @@ def read_times(diagnosis: Diagnosis, batch_size: int) -> MeasuredTimes:
         batch_size: images in a batch.
 
     Raises:
-        ColabUtilsError: it was diagnosed without a step, or none of the layers is of loading.
+        ColabUtilsError: it was diagnosed without a step, or none of the stages is of loading.
 
     Example:
-        >>> from types import SimpleNamespace as Layer
-        >>> layers = [Layer(name="read", median_ms=60, mean_ms=75, p95_ms=120), Layer(name="step", median_ms=25,
+        >>> from types import SimpleNamespace as Stage
+        >>> stages = [Stage(name="read", median_ms=60, mean_ms=75, p95_ms=120), Stage(name="step", median_ms=25,
         ...           mean_ms=25, p95_ms=26)]
-        >>> print(read_times(Layer(layers=layers), batch_size=4))
+        >>> print(read_times(Stage(stages=stages), batch_size=4))
         one worker loads a batch in 0.3 s (spread 24%), the step takes 0.1 s (spread 2%)
     """
     if not isinstance(batch_size, int | np.integer) or batch_size < 1:
         raise ColabUtilsError(f"expected batch_size to be a whole number, 1 or more; found {batch_size!r}")
-    layers = {layer.name: layer for layer in diagnosis.layers}
-    if "step" not in layers:
+    stages = {stage.name: stage for stage in diagnosis.stages}
+    if "step" not in stages:
         raise ColabUtilsError("expected a diagnosis with a step, found none. Call diagnose(loader, step).")
-    mean_s = {name: (layer.mean_ms or layer.median_ms) / 1000 for name, layer in layers.items()}
-    loading = [name for name in layers if name not in _NOT_LOADING]
+    mean_s = {name: (stage.mean_ms or stage.median_ms) / 1000 for name, stage in stages.items()}
+    loading = [name for name in stages if name not in _NOT_LOADING]
     if not loading:
         raise ColabUtilsError(
-            f"expected layers of loading, found only {' and '.join(layers)}. Diagnose a DataLoader, or give simulate "
+            f"expected stages of loading, found only {' and '.join(stages)}. Diagnose a DataLoader, or give simulate "
             "your own load_s."
         )
-    spread_s = {name: (layer.p95_ms - layer.median_ms) / 1000 / _Z95 for name, layer in layers.items()}
+    spread_s = {name: (stage.p95_ms - stage.median_ms) / 1000 / _Z95 for name, stage in stages.items()}
     load_s = max(sum(mean_s[name] for name in loading), _ROUNDING_S)
     load_spread_s = math.hypot(*(spread_s[name] for name in loading if name in _OF_IMAGES))
     return MeasuredTimes(

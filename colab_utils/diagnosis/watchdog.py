@@ -10,24 +10,253 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
+from pathlib import Path
 from time import monotonic
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from colab_utils.diagnosis.stacks import Activity, read_ending, read_progress
-from colab_utils.diagnosis.suspects import END, Source, Suspect, find_file, make_source
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data._utils import signal_handling
+
+from colab_utils.diagnosis.stacks import Activity, Board, read_ending, read_progress
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.workers import explain_death
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.loader import Loader
+from colab_utils.loading.workers import describe_exit, explain_death
 from colab_utils.runtime import format_bytes, quiet_fork
 
-__all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "watch"]
+__all__ = [
+    "END",
+    "BlamedWorker",
+    "OnStall",
+    "Source",
+    "Stall",
+    "Verdict",
+    "WatchedLoader",
+    "find_file",
+    "make_source",
+    "watch",
+]
+
+END = object()
+
+
+"""What comes after the last batch."""
+
+
+class BlamedWorker(NamedTuple):
+    """Who a batch is waited for, and which batch."""
+
+    worker: int | None
+    pid: int
+    number: int | None = None
+    batch: tuple[Any, ...] = ()
+
+
+class Source:
+    """Any loader: what it forks while it is asked for batches may be at fault, else this process."""
+
+    restarts = False
+    keeps_workers = True
+    """From one pass to the next."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.board = loader, Board(getattr(loader, "dataset", None))
+
+    def start(self) -> Any:
+        self.board.forget_ended()
+        return iter(self.loader)
+
+    def get(self, batches: Any) -> Any:
+        return next(batches, END)
+
+    def list_jobs(self) -> list[BlamedWorker]:
+        """The batches that were asked for and did not come yet, oldest first, as far as that is known."""
+        return []
+
+    def find_blamed(self) -> BlamedWorker:
+        """Who has had the oldest batch for so long; else a worker that is at a sample; else this process."""
+        at_work = (BlamedWorker(place, pid) for place, (pid, at) in enumerate(self.board.list_samples().items()) if at)
+        return next(iter(self.list_jobs()), None) or next(at_work, BlamedWorker(None, os.getpid()))
+
+    def find_dead(self) -> tuple[BlamedWorker, str] | None:
+        """A worker that ended, at which batch, and how."""
+        return None
+
+    def find_job(self, worker: int, pid: int) -> BlamedWorker:
+        """The batch that a dead worker was at; results of older ones may have been under way."""
+        jobs, at = [job for job in self.list_jobs() if job.pid == pid], self.board.list_samples().get(pid, [])
+        jobs.sort(key=lambda job: not any(self.board.resolve(index) in at for index in job.batch))
+        return jobs[0] if jobs else BlamedWorker(worker, pid)
+
+    def kill(self, pid: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def restart(self, skipped: int | None) -> None:
+        """Get ready to start again, without one batch."""
+
+    def end(self) -> None:
+        """A pass is over, or broken off."""
+
+
+class _LoaderWorkers(Source):
+    """Our own loader: its dispatcher knows who does what."""
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__(loader)
+        self.restarts = loader.workers > 0 and loader.backend != "threads"
+        self._prefetcher: Any = None
+        self._pids: list[int] = []
+        self._plan: Any = None
+
+    def start(self) -> Any:
+        self._plan, self._prefetcher = None, self.loader._start()
+        self._pids = [process.pid for process in getattr(self._prefetcher._crew, "_processes", ())]
+        return super().start()
+
+    def list_jobs(self) -> list[BlamedWorker]:
+        jobs = sorted(self._prefetcher._pending.values()) if self._prefetcher else []
+        self._plan = self._plan or self.loader._order.plan()
+        whose = [(job.member, self._pids[job.member]) if self._pids else (None, os.getpid()) for job in jobs]
+        batches = [tuple(self._plan[job.number][job.part][1]) for job in jobs]
+        return [
+            BlamedWorker(worker, pid, job.number, batch)
+            for (worker, pid), job, batch in zip(whose, jobs, batches, strict=True)
+        ]
+
+    def find_dead(self) -> tuple[BlamedWorker, str] | None:
+        dead = getattr(getattr(self._prefetcher, "_crew", None), "dead", None)
+        return dead and (self.find_job(dead[0], self._pids[dead[0]]), dead[1])
+
+    def restart(self, skipped: int | None) -> None:
+        self.loader.close()
+        state = self.loader.state_dict()
+        if skipped is not None:
+            state["ahead"] = [*state.get("ahead", ()), skipped]
+        self.loader.load_state_dict(state)
+
+
+class _Indices:
+    """What torch asks for batches by: what is to do, and what was handed out and whose batch did not come yet."""
+
+    def __init__(self) -> None:
+        self.todo: Iterator[Any] | None = None
+        self.left: dict[int, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, indices in enumerate(self.todo or ()):
+            self.left[number] = indices
+            yield indices
+
+
+class _TorchWorkers(Source):
+    """torch's DataLoader with workers: a copy whose indices are noted, so that a batch can be asked for again."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self.restarts = not isinstance(loader.dataset, IterableDataset)
+        self.keeps_workers = loader.persistent_workers
+        self._indices, self._copy = _Indices(), copy(loader)
+        sampler = "batch_sampler" if loader._auto_collation else "sampler"
+        vars(self._copy).update({sampler: self._indices, "_iterator": None})
+        self._batches: Any = None
+
+    def start(self) -> Any:
+        self._indices.todo, self._indices.left = self._indices.todo or iter(self.loader._index_sampler), {}
+        if self._copy._iterator is not None:
+            self._batches._timeout = 0
+        self._batches = iter(self._copy)
+        if self._batches._worker_pids_set:  # or torch raises in the main thread, in the midst of your step
+            self._batches._worker_pids_set = False
+            signal_handling._remove_worker_pids(id(self._batches))
+        self._batches._timeout = self.loader.timeout or 1  # it looks at its workers each second instead
+        return self._batches
+
+    def get(self, batches: Any) -> Any:
+        while True:
+            try:
+                batch = next(batches, END)
+            except RuntimeError as error:
+                pinning = getattr(batches, "_pin_memory_thread", threading.main_thread())
+                if self.loader.timeout or not pinning.is_alive() or not str(error).startswith("DataLoader timed out"):
+                    raise
+                continue
+            for number in self._indices.left.keys() - batches._task_info.keys():
+                del self._indices.left[number]
+            return batch
+
+    def list_jobs(self) -> list[BlamedWorker]:
+        jobs = []
+        for number, (worker, *done) in sorted(dict(getattr(self._batches, "_task_info", {})).items()):
+            batch = self._indices.left.get(number)
+            batch = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+            if not done:
+                asked = tuple(index for index in batch if index is not None)  # a stream has none
+                jobs.append(BlamedWorker(worker, self._batches._workers[worker].pid, number, asked))
+        return jobs
+
+    def find_dead(self) -> tuple[BlamedWorker, str] | None:
+        for worker, process in enumerate(getattr(self._batches, "_workers", ())):
+            if (code := process.exitcode) is not None:
+                return self.find_job(worker, process.pid), describe_exit(code)
+        return None
+
+    def restart(self, skipped: int | None) -> None:
+        left = [indices for number, indices in self._indices.left.items() if number != skipped]
+        self._indices.todo = chain(left, self._indices.todo or ())
+        self._shut_down()
+
+    def end(self) -> None:
+        self._indices.todo = None
+        if not self.keeps_workers or self.find_dead():
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        getattr(self._batches, "_shutdown_workers", int)()
+        self._batches = self._copy._iterator = None
+
+
+def make_source(loader: Any) -> Source:
+    """What fits a loader."""
+    if isinstance(loader, Loader):
+        return _LoaderWorkers(loader)
+    if isinstance(loader, DataLoader) and loader.num_workers and type(loader).__iter__ is DataLoader.__iter__:
+        return _TorchWorkers(loader)
+    return Source(loader)
+
+
+def find_file(dataset: Any, sample: Any) -> str:
+    """The file of a sample: as our datasets know it, else from a list of paths as long as the dataset."""
+    with suppress(Exception):  # whatever somebody's own dataset does
+        if isinstance(dataset, CocoFolder | ShardDataset):
+            return str(dataset.find_path(sample))
+        for values in vars(dataset).values():
+            if isinstance(values, list) and len(values) == len(dataset):
+                item = values[sample][0] if isinstance(values[sample], tuple) else values[sample]
+                if isinstance(item, str | Path) and Path(item).suffix:
+                    return str(item)
+    return ""
+
 
 OnStall = Literal["report", "skip", "restart", "raise"]
+
+
 Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
+
+
 _TICK_S = 0.25
+
+
 _PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
+
+
 _MAX_TRIES = {"report": 0, "skip": 10, "restart": 3, "raise": 0}  # without a batch in between
+
+
 _FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
     "dead": ("ended ({call})", ""),
     "read": ("is stuck in a read ({call} of {file})",
@@ -152,7 +381,7 @@ class _Pass:
         self._watched, self._source = watched, source
         self._over, self._lock = threading.Event(), threading.Lock()
         self._wait: tuple[float, int] | None = None  # since when, and by which thread, a batch is waited for
-        self._given_up: tuple[Suspect, Stall] | None = None
+        self._given_up: tuple[BlamedWorker, Stall] | None = None
 
     def run(self) -> Iterator[Any]:
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -230,7 +459,7 @@ class _Pass:
             if wait is None or (waited_s := monotonic() - wait[0]) < timeout_s - 5 * _TICK_S:
                 continue
             with suppress(AttributeError, LookupError, ValueError, OSError):  # the batch came, and what it was is gone
-                suspect = self._source.find_suspect()
+                suspect = self._source.find_blamed()
                 here = suspect.pid == os.getpid()
                 ticks, read = read_progress(suspect.pid, self._source.board.find_thread(wait[1])[1] if here else 0)
                 at = self._source.board.list_samples().get(suspect.pid)
@@ -263,7 +492,7 @@ class _Pass:
     def _gives_up_here(self, thread: int) -> bool:
         return self._watched.on_stall == "raise" and thread == threading.main_thread().ident
 
-    def _explain(self, suspect: Suspect, wait: tuple[float, int], *, moved: bool, ending: str) -> Stall:
+    def _explain(self, suspect: BlamedWorker, wait: tuple[float, int], *, moved: bool, ending: str) -> Stall:
         board, pid = self._source.board, suspect.pid
         verdict: Verdict
         if ending:

@@ -8,6 +8,9 @@ iscrowd int64 [N]. Crowds and boxes without area are left out, as torchvision's 
 from __future__ import annotations
 
 import json
+import threading
+import warnings
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from operator import index as as_int
@@ -20,17 +23,317 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from colab_utils.data.coco import read_coco
 from colab_utils.data.decoding import decode_pixels, read_raw_header
-from colab_utils.data.masks import PackedMasks, unpack_masks
-from colab_utils.drive import DriveProfile, Retries, get_profile
-from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.files import ShardFiles, load_shard
-from colab_utils.loading.labels import Labels
-from colab_utils.loading.sample import PackedSample, Target, decode_image
-from colab_utils.shards.arrays import ShardArrays, check_bytes
-from colab_utils.shards.format import ShardIndex, read_index
+from colab_utils.data.masks import PackedMasks, encode_segmentation, unpack_masks
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import PackedSample, Target, decode_image
+from colab_utils.shards.arrays import ShardArrays, check_bytes, convert_boxes, load_arrays, rebuild_arrays
+from colab_utils.shards.format import ShardIndex, ShardInfo, read_index
 
-__all__ = ["ShardDataset"]
+__all__ = ["CocoFolder", "Labels", "ShardDataset", "ShardFiles", "load_shard"]
+
+
+class Labels:
+    """Labels for COCO categories: the category ids themselves, or 1 to K in the order of the ids.
+
+    Args:
+        categories: each with ``id`` and ``name``.
+        contiguous: map to 1 to K. It is done anyway where an id is below 1: label 0 is torchvision's background.
+
+    Example:
+        >>> labels = Labels([{"id": 3, "name": "car"}, {"id": 9, "name": "boat"}], contiguous=True)
+        >>> labels.class_names, labels.category_ids, labels.num_classes
+        ({1: 'car', 2: 'boat'}, {1: 3, 2: 9}, 3)
+    """
+
+    def __init__(self, categories: Sequence[dict[str, Any]], *, contiguous: bool) -> None:
+        names = {category["id"]: category["name"] for category in categories}
+        ids = sorted(names)
+        mapped = contiguous or (bool(ids) and ids[0] < 1)
+        self.category_ids: dict[int, int] = dict(enumerate(ids, 1)) if mapped else {number: number for number in ids}
+        """Label to COCO category id."""
+        self.class_names: dict[int, str] = {label: names[number] for label, number in self.category_ids.items()}
+        """Label to name."""
+        self.num_classes = max(self.class_names, default=0) + 1
+        """The background included, as torchvision counts."""
+        self._ids = np.array(ids, np.int64)
+        self._labels = np.array(list(self.category_ids), np.int64)
+
+    def map(self, category_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Category ids as labels, int64 [N] each."""
+        return self._labels[np.searchsorted(self._ids, category_ids)]
+
+
+SHARDS_IN_MEMORY = 2
+
+
+OPEN_FILES = 512
+
+
+class ShardFiles:
+    """Reads pieces of a folder's files; keeps files open, or the last two shards in memory (``whole_shards``).
+
+    What is not there is read in ``source``, if there is one.
+    """
+
+    def __init__(
+        self, folder: Path, *, profile: DriveProfile | None, whole_shards: bool, source: Path | None = None
+    ) -> None:
+        self.folder, self.profile, self.whole_shards, self.source = folder, profile, whole_shards, source
+        self.retries = Retries()
+        self._open: dict[str, DriveFile] = {}
+        self._memory: OrderedDict[int, dict[str, bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # open files and shards in memory stay in this process
+        return {name: getattr(self, name) for name in ("folder", "profile", "whole_shards", "source")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state.pop("folder"), **state)  # type: ignore[misc]
+
+    def read(self, shard: int, name: str, start: int, length: int) -> bytearray:
+        """``length`` bytes from ``start`` of a file that belongs to the shard of that number.
+
+        Raises:
+            ColabUtilsError: if the file went away or was cut short.
+        """
+        data = bytearray(length)
+        self.read_into(shard, name, start, data)
+        return data
+
+    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
+        """The same into a writable buffer of bytes."""
+        length = memoryview(buffer).nbytes
+        try:
+            if self.whole_shards:
+                data = self._read_whole(shard, name)[start : start + length]
+                memoryview(buffer).cast("B")[: len(data)] = data
+                got = len(data)
+            else:
+                got = self._open_file(name).readinto(buffer, start)
+                if got < length and self.source is not None:  # it was removed, and may have come back since
+                    self._open.pop(name, None)
+                    got = self._open_file(name).readinto(buffer, start)
+        except OSError as error:
+            raise ColabUtilsError(
+                f"expected to read {self.folder / name}, found: {error.strerror}. Copy the shards again, or "
+                "mount Drive again."
+            ) from None
+        if got < length:
+            raise ColabUtilsError(
+                f"expected {start + length:,} bytes or more in {self.folder / name}, found it cut short since it "
+                "was opened. Copy it again, or run preprocess again on this folder."
+            )
+
+    def _open_file(self, name: str) -> DriveFile:
+        file = self._open.get(name)
+        if file is None:
+            if len(self._open) >= OPEN_FILES:
+                self._open.pop(next(iter(self._open)))  # it closes when nothing reads it any more
+            try:
+                file = self._open[name] = DriveFile(self.folder / name, self.profile, self.retries)
+            except FileNotFoundError:
+                if self.source is None:
+                    raise
+                return DriveFile(self.source / name, None, self.retries)
+        return file
+
+    def _read_whole(self, shard: int, name: str) -> memoryview:
+        with self._lock:  # threads that want the same shard wait for the one that reads it
+            files = self._memory.setdefault(shard, {})
+            self._memory.move_to_end(shard)
+            if len(self._memory) > SHARDS_IN_MEMORY:
+                self._memory.popitem(last=False)
+            if name not in files:
+                files[name] = read_file(self.folder / name, self.profile, self.retries)
+            return memoryview(files[name])
+
+
+def load_shard(
+    folder: Path, shard: ShardInfo, *, category_ids: Sequence[int], profile: DriveProfile | None, retries: Retries
+) -> ShardArrays:
+    """The arrays of one shard; made again from its tar, with a warning, where they are missing or damaged.
+
+    Raises:
+        ColabUtilsError: if the tar is missing, cut short or damaged.
+        DriveLostError: if Drive fails, and goes on failing while ``retries`` try again.
+    """
+
+    def load() -> ShardArrays:
+        with guard_drive(folder):
+            return _load(folder, shard, category_ids, profile)
+
+    return retries.run(load)
+
+
+def _load(folder: Path, shard: ShardInfo, category_ids: Sequence[int], profile: DriveProfile | None) -> ShardArrays:
+    path, arrays_path = folder / shard.name, folder / shard.arrays_name
+    if not path.is_file() or path.stat().st_size != shard.bytes:
+        found = f"{path.stat().st_size:,}" if path.is_file() else "none"
+        raise ColabUtilsError(
+            f"expected {shard.bytes:,} bytes in {path}, found {found}: it was cut short or changed. "
+            "Copy it again, or run preprocess again on this folder."
+        )
+    try:
+        if not arrays_path.is_file() or arrays_path.stat().st_size != shard.arrays_bytes:
+            raise ColabUtilsError(f"expected {shard.arrays_bytes:,} bytes in {arrays_path}, found another size or none")
+        arrays = load_arrays(arrays_path)
+        if not (_agree(arrays, shard) and np.isin(arrays.labels, category_ids).all()):
+            raise ColabUtilsError(f"expected arrays of {path.name} in {arrays_path}, found numbers that contradict it.")
+    except DriveLostError:
+        raise
+    except ColabUtilsError as error:
+        warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
+        return rebuild_arrays(path)
+    if profile is not None:
+        with DriveFile(arrays_path, profile) as file:  # what was read so far, at the speed of the slow folder
+            file.pread(getattr(arrays.bits, "offset", shard.arrays_bytes), 0)
+    return arrays
+
+
+def _agree(arrays: ShardArrays, shard: ShardInfo) -> bool:
+    """Whether every array has its shape and kind, and points inside the shard and the mask bits."""
+    images, objects = shard.images, len(arrays.labels)
+    expected = {
+        "image_ids": (np.int64, (images,)),
+        "sizes": (np.int32, (images, 2)),
+        "image_spans": (np.int64, (images, 2)),
+        "record_spans": (np.int64, (images, 2)),
+        "counts": (np.int64, (images,)),
+        "boxes": (np.float32, (objects, 4)),
+        "labels": (np.int64, (objects,)),
+        "areas": (np.float32, (objects,)),
+        "crops": (np.int32, (objects, 4)),
+        "mask_ends": (np.int64, (objects + 1,)),
+        "checks": (np.uint64, (images, 2)),
+    }
+    if any((getattr(arrays, name).dtype, getattr(arrays, name).shape) != kind for name, kind in expected.items()):
+        return False
+    spans = np.concatenate([arrays.image_spans, arrays.record_spans])
+    inside = (spans >= 0).all() and (spans <= shard.bytes).all() and (spans.sum(1) <= shard.bytes).all()
+    if not inside or (arrays.counts < 0).any() or arrays.counts.sum() != objects:
+        return False
+    corners = arrays.crops.astype(np.int64)
+    height, width = np.repeat(arrays.sizes, arrays.counts, axis=0).T
+    start, sides = corners[:, :2], corners[:, 2:] - corners[:, :2]
+    inside = (start >= 0).all() and (sides >= 0).all() and (corners[:, 2:] <= np.stack([width, height], 1)).all()
+    ends = np.concatenate([[0], np.cumsum(-(-sides.prod(1) // 8))])
+    return bool(inside and np.array_equal(ends, arrays.mask_ends) and ends[-1] == len(arrays.bits))
+
+
+class CocoFolder(Dataset[tuple[Tensor, Target]]):
+    """A folder of images and a COCO JSON as a map-style dataset with torchvision's detection contract.
+
+    Each sample is read, decoded, and its polygons become dense masks, as in torchvision's ``references/detection``
+    (``CocoDetection`` with ``ConvertCocoPolysToMask``); only the annotations are kept in flat arrays, and where Drive
+    fails it is read again, after growing waits. ``num_classes``, ``class_names``, ``category_ids``, ``image_ids`` and
+    ``fingerprint`` are as in ``ShardDataset``; the images are in the order of the file.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        profile: read at the speed of this Drive profile (a name or a ``DriveProfile``).
+        contiguous_labels: map category ids to 1 to K.
+
+    Raises:
+        ColabUtilsError: if the annotations are missing or not COCO; and, for a sample, if its image or one of its
+            masks is bad.
+        DriveLostError: if Drive fails, and goes on failing for 81 seconds.
+
+    Example:
+        >>> CocoFolder("photos", "no/such/file.json")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected ...
+    """
+
+    whole_shards = False
+
+    def __init__(
+        self,
+        images: str | Path,
+        annotations: str | Path,
+        *,
+        profile: str | DriveProfile | None = None,
+        contiguous_labels: bool = False,
+    ) -> None:
+        self.folder = Path(images)
+        self.profile, self.retries = get_profile(profile), Retries()
+        self.coco = read_coco(annotations)
+        self._labels = Labels(self.coco.categories, contiguous=contiguous_labels)
+        self.class_names, self.category_ids = self._labels.class_names, self._labels.category_ids
+        self.num_classes = self._labels.num_classes
+        self.fingerprint = self.coco.fingerprint
+        self.image_ids, self.sizes = self.coco.image_ids, self.coco.sizes
+
+    def __len__(self) -> int:
+        return len(self.coco)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+        index = range(len(self))[index]
+        data = self.read(index)
+        try:
+            image = self.decode(data)
+        except ColabUtilsError as error:
+            raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
+        height, width = image.shape[-2:]
+        annotations, boxes = self._keep(index, height, width)
+        labels = self._labels.map(np.array([a["category_id"] for a in annotations], np.int64))
+        return image, {
+            "boxes": torch.from_numpy(boxes),
+            "labels": torch.from_numpy(labels),
+            "masks": torch.from_numpy(self._rasterise(annotations, height, width)),
+            "image_id": int(self.image_ids[index]),
+            "area": torch.tensor([a["area"] for a in annotations], dtype=torch.float32),
+            "iscrowd": torch.zeros(len(annotations), dtype=torch.int64),
+        }
+
+    def read(self, index: int) -> bytes:
+        """The image file's bytes."""
+        path = self.find_path(range(len(self))[index])
+        try:
+            return read_file(path, self.profile, self.retries)
+        except OSError as error:
+            raise ColabUtilsError(
+                f"expected an image file, found none at {path} ({error.strerror}). Run check on the dataset."
+            ) from None
+
+    @staticmethod
+    def decode(data: bytes) -> Tensor:
+        """Image bytes as uint8 [3, H, W]."""
+        return decode_image(data)
+
+    def read_masks(self, index: int) -> NDArray[np.uint8]:
+        """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the annotations give."""
+        index = range(len(self))[index]
+        height, width = self.coco.sizes[index].tolist()
+        return self._rasterise(self._keep(index, height, width)[0], height, width)
+
+    def find_path(self, index: int) -> Path:
+        """The image's file."""
+        return self.folder / self.coco.file_name(index)
+
+    def _keep(self, index: int, height: int, width: int) -> tuple[list[dict[str, Any]], NDArray[np.float32]]:
+        annotations = [a for a in self.coco.annotations(index) if not a["iscrowd"]]
+        boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
+        return [a for a, kept in zip(annotations, keep.tolist(), strict=True) if kept], boxes[keep]
+
+    @staticmethod
+    def _rasterise(annotations: list[dict[str, Any]], height: int, width: int) -> NDArray[np.uint8]:
+        from pycocotools import mask as coco_mask
+
+        if not annotations:
+            return np.zeros((0, height, width), np.uint8)
+        rles = []
+        for annotation in annotations:
+            try:
+                rles.append(encode_segmentation(annotation["segmentation"], height, width))
+            except ColabUtilsError as error:
+                raise ColabUtilsError(f"annotation {annotation['id']}: {error}. Run check on the dataset.") from None
+        return np.ascontiguousarray(coco_mask.decode(rles).transpose(2, 0, 1))
+
 
 _NUMPY, _HEAD_BYTES = b"\x93NUMPY", 4096
 

@@ -13,19 +13,25 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.dispatch import Dispatcher, Loaded
-from colab_utils.loading.order import AllArrived, BatchOrder, BatchParts
-from colab_utils.loading.sample import Target
-from colab_utils.loading.source import Source
+from colab_utils.loading.batch import PackedBatch, Target
+from colab_utils.loading.sampler import AllArrived, BatchParts, BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import Tuning, tune_workers
-from colab_utils.loading.workers import HandOff, describe_way
+from colab_utils.loading.workers import (
+    Backend,
+    Fetcher,
+    Loaded,
+    Prefetcher,
+    describe_workers,
+)
 from colab_utils.runtime import count_cores
 
 __all__ = ["Loader", "make_loader"]
 
+
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
+
+
 Delivery = Literal["dense", "packed"]
 
 
@@ -35,7 +41,7 @@ def make_loader(
     batch_size: int,
     device: torch.device | str = "cpu",
     workers: int | Literal["auto"] = "auto",
-    hand_off: HandOff | Literal["auto"] = "auto",
+    backend: Backend | Literal["auto"] = "auto",
     deliver: Delivery = "dense",
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
@@ -59,7 +65,7 @@ def make_loader(
         workers: worker processes or threads. 0 loads in this process, when a batch is asked for. "auto" tries what
             this machine can do (``tune_workers``: under 20 s, once for a machine and dataset), never more than its
             cores; for under 64 batches an epoch, or whole shards, it is one process a core, at most 4.
-        hand_off: "processes"; "threads" for one loader process with threads; "inline" for threads in this process,
+        backend: "processes"; "loader_process" for one loader process with threads; "threads" for threads here,
             for images that need no decoding. "auto" is what was tuned, or processes.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
@@ -106,7 +112,7 @@ def make_loader(
         raise ColabUtilsError("expected a dataset with images, found an empty one")
     choices: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
         ("deliver", deliver, get_args(Delivery)),
-        ("hand_off", hand_off, ("auto", *get_args(HandOff))),
+        ("backend", backend, ("auto", *get_args(Backend))),
         ("transform_on", transform_on, ("device", "worker")),
     )
     for name, value, known in choices:
@@ -132,18 +138,18 @@ def make_loader(
     place = _find_device(device)
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and place.type == "cpu"
-    source = Source(dataset, transforms if on_worker else None, dense=dense)
+    source = Fetcher(dataset, transforms if on_worker else None, dense=dense)
     flip = find_flip(transforms) if dense and not source.whole_shards else None
     if flip is not None:
-        source, transforms = Source(dataset, dense=True, flip=flip), None
-    kind: HandOff = "processes" if hand_off == "auto" else hand_off
+        source, transforms = Fetcher(dataset, dense=True, flip=flip), None
+    kind: Backend = "processes" if backend == "auto" else backend
     tuning = None
     here = not source.whole_shards and (source.arrival is None or source.arrival.is_complete)
     if workers == "auto" and len(source) >= _TUNED_BATCHES * batch_size and here:
-        tuning = tune_workers(source, batch_size=int(batch_size), hand_off=None if hand_off == "auto" else hand_off)
-        kind, count = tuning.best.hand_off, tuning.best.workers
+        tuning = tune_workers(source, batch_size=int(batch_size), backend=None if backend == "auto" else backend)
+        kind, count = tuning.best.backend, tuning.best.workers
         ahead = tuning.best.prefetch if prefetch == "auto" else prefetch
-    order = BatchOrder(
+    order = BatchSampler(
         len(source),
         int(batch_size),
         int(seed) if shuffle else None,
@@ -157,7 +163,7 @@ def make_loader(
         batch_size=int(batch_size),
         device=place,
         workers=int(count),
-        hand_off=kind,
+        backend=kind,
         deliver=deliver,
         image_dtype=image_dtype,
         seed=int(seed),
@@ -183,13 +189,13 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
-        order: BatchOrder,
+        source: Fetcher,
+        order: BatchSampler,
         *,
         batch_size: int,
         device: torch.device,
         workers: int,
-        hand_off: HandOff,
+        backend: Backend,
         deliver: Delivery,
         image_dtype: torch.dtype,
         seed: int,
@@ -201,7 +207,7 @@ class Loader:
         share: tuple[int, int],
     ) -> None:
         self.dataset, self.batch_size, self.device = source.dataset, batch_size, device
-        self.workers, self.hand_off, self.deliver, self.prefetch = workers, hand_off, deliver, prefetch
+        self.workers, self.backend, self.deliver, self.prefetch = workers, backend, deliver, prefetch
         self.image_dtype = image_dtype
         self.seed, self.in_order, self.transforms, self.max_bad = seed, in_order, transforms, max_bad
         self.epoch, self.tuning, self.total = 0, tuning, 0
@@ -213,7 +219,7 @@ class Loader:
         self._planned = 0
         self._resumed = False
         self._passes = 0
-        self._dispatcher: Dispatcher | None = None
+        self._prefetcher: Prefetcher | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -224,7 +230,7 @@ class Loader:
         return len(self) - len(self._delivered)
 
     def __str__(self) -> str:
-        way = describe_way(self.hand_off, self.workers, self.prefetch)
+        way = describe_workers(self.backend, self.workers, self.prefetch)
         return f"{len(self):,} batches of {self.batch_size}, {self.deliver}, by {way}"
 
     def __iter__(self) -> Iterator[Any]:
@@ -302,10 +308,10 @@ class Loader:
             first += len(indices)
         return [(stream, indices) for stream, indices in shares if indices]
 
-    def _start(self) -> Dispatcher:
-        if self._dispatcher is None:
+    def _start(self) -> Prefetcher:
+        if self._prefetcher is None:
             try:
-                self._dispatcher = Dispatcher(self._source, self.hand_off, self.workers, self.prefetch)
+                self._prefetcher = Prefetcher(self._source, self.backend, self.workers, self.prefetch)
             except (OSError, ValueError) as error:  # no more processes, or a system that cannot fork
                 warnings.warn(
                     f"expected {self.workers} worker processes, found that they cannot be started ({error}): batches "
@@ -313,10 +319,10 @@ class Loader:
                     ColabUtilsWarning,
                     stacklevel=4,
                 )
-                self.workers, self.hand_off = 0, "inline"
-                self._dispatcher = Dispatcher(self._source, "inline", 0, self.prefetch)
-            self._finalizer = weakref.finalize(self, self._dispatcher.close)
-        return self._dispatcher
+                self.workers, self.backend = 0, "threads"
+                self._prefetcher = Prefetcher(self._source, "threads", 0, self.prefetch)
+            self._finalizer = weakref.finalize(self, self._prefetcher.close)
+        return self._prefetcher
 
     def _count_bad(self, loaded: Loaded) -> None:
         for index, error in loaded.bad:
@@ -394,9 +400,9 @@ class Loader:
 
     def close(self) -> None:
         """End the workers; the next pass starts new ones."""
-        if self._dispatcher is not None:
+        if self._prefetcher is not None:
             self._finalizer()
-            self._dispatcher = None
+            self._prefetcher = None
 
 
 def _find_device(device: torch.device | str) -> torch.device:

@@ -16,12 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import nearest_indices
-from colab_utils.data.runs import number_within
+from colab_utils.data.masks import nearest_indices, number_within
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.transfer import send
 
-__all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks"]
+__all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks", "send"]
 
 Ints = NDArray[np.int64]
 
@@ -92,7 +90,7 @@ def expand_masks(
 ) -> list[Tensor]:
     """Dense masks of each image, on the device that the bits are on; first mirrored, then resized.
 
-    Source: ``torch.nn.functional.interpolate(mode="nearest")`` as torchvision's ``GeneralizedRCNNTransform`` calls
+    Fetcher: ``torch.nn.functional.interpolate(mode="nearest")`` as torchvision's ``GeneralizedRCNNTransform`` calls
     it; the masks equal its own bit for bit.
 
     Args:
@@ -236,7 +234,7 @@ def sample_masks(
     Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where a row of either
     matrix averages the pixels that its samples read.
 
-    Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` (sampling ratio
+    Fetcher: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` (sampling ratio
     -1, not aligned): samples more than a pixel outside the image are 0, others outside read its border. Equal within
     1e-5 to what they make of dense masks.
 
@@ -371,3 +369,20 @@ def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
     """
     x0, y0, x1, y1 = boxes.unbind(1)
     return torch.stack([widths - x1, y0, widths - x0, y1], 1)
+
+
+def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
+    """A tensor, or a numpy array, on a device; not copied where it is there already.
+
+    To a GPU it goes through pinned memory, and the call returns at once: a copy from other memory would wait for all
+    that the GPU still has to do, and leave it without work until the next call arrives. Fetcher: ``cudaMemcpyAsync`` in
+    NVIDIA's CUDA runtime API, "API synchronization behavior".
+
+    Example:
+        >>> send(np.array([1, 2]), "cpu")
+        tensor([1, 2])
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

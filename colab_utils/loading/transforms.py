@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.sample import Target
+from colab_utils.loading.batch import Target
 
 __all__ = ["Transforms", "apply_transforms", "find_flip"]
 

@@ -4,35 +4,91 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
-from time import perf_counter, thread_time
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dispatch import Dispatcher
-from colab_utils.loading.emulated import EmulatedStep
-from colab_utils.loading.order import BatchOrder
-from colab_utils.loading.sample import BadSampleError
-from colab_utils.loading.source import Source
-from colab_utils.loading.workers import HandOff, describe_way
+from colab_utils.loading.batch import BadSampleError
+from colab_utils.loading.sampler import BatchSampler
+from colab_utils.loading.workers import Backend, Fetcher, Prefetcher, describe_workers
 from colab_utils.runtime import count_cores, describe_machine, find_free_memory, format_bytes, show_progress, write_file
 
-__all__ = ["Trial", "Tuning", "tune_workers"]
+__all__ = ["EmulatedStep", "Trial", "Tuning", "tune_workers"]
+
+_BUSY = 0.9  # of a core: what a training process takes to launch kernels
+
+
+_BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
+
+
+class EmulatedStep:
+    """A stand-in for a training step on a machine without a GPU; label its figures *emulated*.
+
+    It uses ``busy`` of a core for ``step_ms`` milliseconds (both more than 0), and longer where others take the core
+    away: a step that only sleeps flatters every loader. Raises ColabUtilsError for a step that takes no time.
+
+    Example:
+        >>> step = EmulatedStep(5)
+        >>> step([], [])
+        >>> print(step)
+        emulated 5 ms
+    """
+
+    emulated = True
+
+    def __init__(self, step_ms: float, busy: float = _BUSY) -> None:
+        if not 0 < step_ms < float("inf"):
+            raise ColabUtilsError(f"expected step_ms over 0, found {step_ms!r}: give milliseconds, like 100")
+        self.step_ms, self.busy = float(step_ms), busy
+
+    def __call__(self, images: Any, targets: Any = None) -> None:
+        """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at neither."""
+        length_s = self.step_ms / 1000
+        began_s, cpu_began_s = perf_counter(), thread_time()
+        while True:
+            cpu_s = thread_time() - cpu_began_s
+            rest_s = min(cpu_s / self.busy, length_s) - (perf_counter() - began_s)
+            if rest_s > 0:
+                sleep(rest_s)
+            elif cpu_s >= self.busy * length_s:
+                return
+            # work and rest alternate in 2 ms slices
+            slice_end_s = cpu_began_s + min(cpu_s + 0.002, self.busy * length_s)
+            while thread_time() < slice_end_s:
+                zlib.crc32(_BLOCK)
+
+    def __str__(self) -> str:
+        return f"emulated {self.step_ms:g} ms"
+
 
 _HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
+
+
 _ALL_TRIALS_S = 14.0  # together, so that with the workers' start it stays under 20 s
+
+
 _TRIAL_S = 0.8
+
+
 _RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
+
+
 _SPARE = 1.25  # other batches may be larger than those looked at; and slots grow by steps
+
+
 _SLOW_S = 0.25  # a batch that waits longer for its files is not held up by the cores
+
+
 _CLOSE = 0.95  # rates that differ by less are the same, and the one with fewer workers wins
 
 
@@ -40,14 +96,14 @@ _CLOSE = 0.95  # rates that differ by less are the same, and the one with fewer 
 class Trial:
     """One way of loading and what it reached beside a step that keeps 0.9 of a core busy."""
 
-    hand_off: HandOff
+    backend: Backend
     workers: int
     prefetch: int
     """Batches ahead for each worker."""
     images_per_second: float
 
     def __str__(self) -> str:
-        return describe_way(self.hand_off, self.workers, self.prefetch)
+        return describe_workers(self.backend, self.workers, self.prefetch)
 
 
 @dataclass(frozen=True)
@@ -76,14 +132,14 @@ class Tuning:
 
 
 def tune_workers(
-    dataset: Dataset[Any] | Source, *, batch_size: int, hand_off: HandOff | None = None, remember: bool = True
+    dataset: Dataset[Any] | Fetcher, *, batch_size: int, backend: Backend | None = None, remember: bool = True
 ) -> Tuning:
     """Find the fastest way of loading batches on this machine.
 
     Args:
         dataset: as ``make_loader`` takes it.
         batch_size: images in a batch.
-        hand_off: try only this kind.
+        backend: try only this kind.
         remember: take what an earlier run found on the same machine and dataset, and keep what is found.
 
     Raises:
@@ -95,13 +151,13 @@ def tune_workers(
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
-    source = dataset if isinstance(dataset, Source) else Source(dataset)
-    path, key = _find_memory(), _describe_case(source, batch_size, hand_off)
+    source = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset)
+    path, key = _find_memory(), _describe_case(source, batch_size, backend)
     known = _recall(path).get(key) if remember else None
     if known is not None:
         return known
     started = perf_counter()
-    order = BatchOrder(len(source), batch_size, 0, sizes=source.sizes)
+    order = BatchSampler(len(source), batch_size, 0, sizes=source.sizes)
     free = find_free_memory()
     budget = int(free * _RAM_SHARE)
     batch_bytes, waits = _measure_batch(source, order, batch_size, budget // (1 + _HELD))
@@ -109,7 +165,7 @@ def tune_workers(
     def count_bytes(workers: int, prefetch: int) -> int:
         return (max(1, workers * prefetch) + _HELD) * batch_bytes
 
-    ways = [way for way in _list_ways(source, hand_off) if count_bytes(way[1], 2) <= budget] or [("inline", 0)]
+    ways = [way for way in _list_ways(source, backend) if count_bytes(way[1], 2) <= budget] or [("threads", 0)]
     if waits:
         best = Trial(*max(ways, key=lambda way: way[1]), prefetch=2, images_per_second=0.0)
         return Tuning(best, (), count_bytes(best.workers, 2), free, perf_counter() - started)
@@ -117,7 +173,7 @@ def tune_workers(
     most_s = min(_TRIAL_S, _ALL_TRIALS_S / rounds)
     with show_progress("tuning workers", total=rounds, unit="trial") as bar, _busy_core():
 
-        def try_all(ways: list[tuple[HandOff, int]], prefetch: int) -> list[Trial]:
+        def try_all(ways: list[tuple[Backend, int]], prefetch: int) -> list[Trial]:
             """The better of two rounds: what else runs on the machine disturbs one of them, seldom both."""
             rates = dict.fromkeys(ways, 0.0)
             for kind, workers in [*ways, *ways]:
@@ -129,7 +185,7 @@ def tune_workers(
         trials = try_all(ways, 2)
         best = _pick(trials)
         if best.workers and count_bytes(best.workers, 4) <= budget:
-            trials += try_all([(best.hand_off, best.workers)], 4)
+            trials += try_all([(best.backend, best.workers)], 4)
             best = _pick([best, trials[-1]])
     tuning = Tuning(
         best=best, trials=tuple(trials), memory_bytes=count_bytes(best.workers, best.prefetch), free_bytes=free,
@@ -140,18 +196,18 @@ def tune_workers(
     return tuning
 
 
-def _list_ways(source: Source, hand_off: HandOff | None) -> list[tuple[HandOff, int]]:
+def _list_ways(source: Fetcher, backend: Backend | None) -> list[tuple[Backend, int]]:
     """What is worth a trial: never more workers than cores; threads only where Python's lock does not stop them."""
     cores = count_cores()
     counts = sorted({n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if n < cores} | {cores})
-    kinds: list[HandOff] = ["processes"]
-    if hand_off is not None:
-        kinds = [hand_off]
+    kinds: list[Backend] = ["processes"]
+    if backend is not None:
+        kinds = [backend]
     elif source.is_decoded:
-        kinds = ["processes", "threads", "inline"]
+        kinds = ["processes", "loader_process", "threads"]
     elif source.writes_itself:
-        kinds = ["processes", "threads"]
-    return [(kind, n) for kind in kinds for n in counts if not (kind == "threads" and n == 1 < cores)]
+        kinds = ["processes", "loader_process"]
+    return [(kind, n) for kind in kinds for n in counts if not (kind == "loader_process" and n == 1 < cores)]
 
 
 def _pick(trials: Sequence[Trial]) -> Trial:
@@ -162,10 +218,10 @@ def _pick(trials: Sequence[Trial]) -> Trial:
 
 
 def _measure_rate(
-    source: Source, order: BatchOrder, kind: HandOff, workers: int, prefetch: int, most_s: float
+    source: Fetcher, order: BatchSampler, kind: Backend, workers: int, prefetch: int, most_s: float
 ) -> float:
-    """Images per second that a crew delivers, as fast as they are taken."""
-    dispatcher = Dispatcher(source, kind, workers, prefetch)
+    """Images per second that a pool delivers, as fast as they are taken."""
+    dispatcher = Prefetcher(source, kind, workers, prefetch)
     try:
         loaded = dispatcher.run(_repeat(order), seed=(0,), in_order=True, tolerant=True)
         for _ in islice(loaded, workers * prefetch + 1):  # the start of the workers, and the first touch of their slots
@@ -180,7 +236,7 @@ def _measure_rate(
         dispatcher.close()
 
 
-def _repeat(order: BatchOrder) -> Iterator[tuple[int, Any]]:
+def _repeat(order: BatchSampler) -> Iterator[tuple[int, Any]]:
     plan = order.plan()
     number = 0
     while True:
@@ -206,7 +262,7 @@ def _busy_core() -> Iterator[None]:
         thread.join()
 
 
-def _measure_batch(source: Source, order: BatchOrder, batch_size: int, most: int) -> tuple[int, bool]:
+def _measure_batch(source: Fetcher, order: BatchSampler, batch_size: int, most: int) -> tuple[int, bool]:
     """Bytes of a large batch: of a few at random, and of the largest images where their sizes are known; and whether
     the first of them waited for its files.
     """
@@ -237,12 +293,12 @@ def _measure_batch(source: Source, order: BatchOrder, batch_size: int, most: int
     return int(max(batches) * _SPARE), False
 
 
-def _describe_case(source: Source, batch_size: int, hand_off: HandOff | None) -> str:
+def _describe_case(source: Fetcher, batch_size: int, backend: Backend | None) -> str:
     machine = describe_machine()
     dataset = source.fingerprint or f"{len(source)} of {type(source.dataset).__qualname__}"
     parts = (
         machine.cpu, machine.cores, machine.ram_bytes, machine.gpu, machine.torch, dataset,
-        source.writes_itself, source.is_decoded, source.dense, batch_size, hand_off,
+        source.writes_itself, source.is_decoded, source.dense, batch_size, backend,
     )  # fmt: skip
     return " | ".join(map(str, parts))
 

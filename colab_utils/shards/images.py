@@ -17,9 +17,18 @@ from colab_utils.errors import ColabUtilsError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["JPEG_QUALITY", "Form", "StoredImage", "dump_record", "fit_size", "make_record", "plan_size", "store_image"]
+__all__ = [
+    "JPEG_QUALITY",
+    "Storage",
+    "StoredImage",
+    "dump_record",
+    "fit_size",
+    "make_record",
+    "plan_size",
+    "store_image",
+]
 
-Form = Literal["shrink", "keep", "pixels"]
+Storage = Literal["shrink", "keep", "pixels"]
 """How images lie in a shard: the larger ones shrunk once, all bytes kept, or shrunk and as raw pixels."""
 JPEG_QUALITY = 95
 _KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
@@ -71,7 +80,7 @@ def store_image(
     *,
     min_size: int,
     max_size: int,
-    form: Form = "shrink",
+    form: Storage = "shrink",
     jpeg_quality: int = JPEG_QUALITY,
 ) -> StoredImage:
     """Decode an image once to be sure it is whole, then keep its bytes, shrink it, or store its pixels.

@@ -2,32 +2,256 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Literal, get_args
+from time import perf_counter, process_time
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pycocotools import mask as coco_mask
 
-from colab_utils.data.parsing import read_bytes
-from colab_utils.drive import DriveProfile, get_profile, is_on_drive
+from colab_utils.data.coco import CocoDataset, read_bytes
+from colab_utils.data.decoding import decode_pixels
+from colab_utils.data.masks import pack_masks, unpack_masks
+from colab_utils.drive import DriveLostError, DriveProfile, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, find_free_memory, format_bytes, is_colab
+from colab_utils.runtime import (
+    COLAB_ROOT,
+    count_cores,
+    find_free_memory,
+    fork_pool,
+    format_bytes,
+    is_colab,
+    show_progress,
+    write_file,
+)
+from colab_utils.shards.arrays import ArraysBuilder, ShardArrays, decode_counts
 from colab_utils.shards.copy import COPY_STREAMS
-from colab_utils.shards.format import explain_write
-from colab_utils.shards.images import JPEG_QUALITY, Form, plan_size
-from colab_utils.shards.jobs import READ_STREAMS
-from colab_utils.shards.trial import MASK_FORMS, FormCost, ImageTrial, time_writing, try_forms
-from colab_utils.shards.write import SAMPLE_IMAGES, check_numbers, find_recipe, open_dataset
-from colab_utils.workspace import COLAB_ROOT
+from colab_utils.shards.format import explain_write, hash_bytes, pad_member
+from colab_utils.shards.images import JPEG_QUALITY, Storage, StoredImage, dump_record, make_record, plan_size
+from colab_utils.shards.write import (
+    READ_STREAMS,
+    SAMPLE_IMAGES,
+    check_numbers,
+    find_recipe,
+    open_dataset,
+    read_image,
+    store_sample,
+)
 
-__all__ = ["MaskOption", "ShardPlan", "StorageOption", "plan_shards"]
+__all__ = [
+    "MASK_STORAGES",
+    "ImageTrial",
+    "MaskOption",
+    "ShardPlan",
+    "StorageCost",
+    "StorageOption",
+    "Trial",
+    "plan_shards",
+    "time_writing",
+    "try_storages",
+]
+
+MASK_STORAGES = ("packed crops (what the loader reads)", "RLE (in the tar)", "dense")
+
+
+TOGETHER_S, ALONE_S = 10.0, 4.0  # seconds
+
+
+FEWEST_IMAGES = 4
+
+
+MOST_OBJECTS = 32  # of an image whose masks are made dense: a thousand dense ones take gigabytes
+
+
+WRITTEN_BYTES = 32_000_000
+
+
+class StorageCost(NamedTuple):
+    """What one image costs in one form of storage."""
+
+    pixels: float
+    """Height times width, as stored."""
+    image_bytes: float
+    json_bytes: float
+    """Both as members of the tar, header and padding included."""
+    table_bytes: float
+    """Of its rows in the arrays beside the tar."""
+    write_s: float
+    """Wall time to make the record, reading the file left out."""
+    write_cpu_s: float
+    read_cpu_s: float
+    """CPU time to decode it into memory that is used again, as the loader does."""
+
+
+class ImageTrial(NamedTuple):
+    """One image tried in every form; of the masks, bytes and CPU seconds until they are dense, as `MASK_STORAGES`."""
+
+    file_bytes: int
+    read_s: float
+    storages: list[StorageCost]
+    masks: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The images that were tried, by their number in the dataset, while every process was busy."""
+
+    images: dict[int, ImageTrial]
+    slowdown: float
+    """How much longer an image takes with every process busy than with one alone: 1 to the number of processes."""
+
+
+def try_storages(
+    dataset: CocoDataset, images: Path, recipes: Sequence[dict[str, Any]], *, sample: int, workers: int
+) -> Trial:
+    """Try each recipe on a seeded sample spread over the dataset, in about 20 seconds at most.
+
+    Args:
+        dataset: the annotations.
+        images: the image folder.
+        recipes: as in the index of a folder of shards.
+        sample: images to try; a time limit may leave some out.
+        workers: processes that will write the shards.
+
+    Raises:
+        ColabUtilsError: if none of the images is usable, or a process was ended.
+        DriveLostError: if Drive went away.
+    """
+    rng, count = np.random.default_rng(0), min(sample, len(dataset))
+    edges = np.linspace(0, len(dataset), count + 1)[:-1]
+    places = np.unique((edges + rng.random(count) * (len(dataset) / count)).astype(int))
+    order = rng.permutation(places).tolist()  # so that those a time limit leaves are spread too
+    parts = [dataset.subset(i, i + 1) for i in order]
+    with suppress(ColabUtilsError):  # the libraries are loaded before anything is timed; a fault is met again below
+        _try_image(parts[-1], images, recipes)
+    together = _try_images(parts, images, recipes, workers=workers, seconds=TOGETHER_S)
+    slowdown = 1.0
+    if workers > 1:
+        few = list(together)[: max(FEWEST_IMAGES, len(together) // 3)]
+        alone = _try_images([parts[i] for i in few], images, recipes, workers=1, seconds=ALONE_S)
+        busy_s, calm_s = 0.0, 0.0
+        for i, calm in alone.items():
+            busy_s += sum(form.write_s for form in together[few[i]].storages)
+            calm_s += sum(form.write_s for form in calm.storages)
+        slowdown = min(max(busy_s / calm_s, 1.0), float(workers))
+    return Trial({order[i]: found for i, found in together.items()}, slowdown)
+
+
+def time_writing() -> float:
+    """Bytes per second that one process hashes and writes to this machine's disk, in whole files."""
+    with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
+        data, started = np.random.default_rng(0).bytes(WRITTEN_BYTES), perf_counter()
+        hash_bytes(data)
+        write_file(Path(folder) / "data", data)
+        return WRITTEN_BYTES / (perf_counter() - started)
+
+
+def _try_images(
+    parts: Sequence[CocoDataset], images: Path, recipes: Sequence[dict[str, Any]], *, workers: int, seconds: float
+) -> dict[int, ImageTrial]:
+    """Try datasets of one image each, until the time is over; {position: what was found} of the good ones."""
+    found: dict[int, ImageTrial] = {}
+    reason, started = "", perf_counter()
+    with (
+        show_progress("trial", total=len(parts), unit="image") as bar,
+        fork_pool(workers) as pool,
+    ):
+        futures: list[Future[ImageTrial]] = []
+        try:
+            for position in range(len(parts)):
+                if len(found) < FEWEST_IMAGES or perf_counter() - started < seconds:
+                    following = parts[len(futures) : position + 2 * workers + 1]  # so that none is idle
+                    futures += [pool.submit(_try_image, part, images, recipes) for part in following]
+                if position == len(futures):
+                    break
+                try:
+                    found[position] = futures[position].result()
+                except DriveLostError:
+                    raise
+                except ColabUtilsError as error:
+                    reason = f"{parts[position].file_name(0)}: {error}"
+                bar.update(1)
+        except BrokenExecutor:
+            raise ColabUtilsError(
+                "expected every process to try its images, found one that the system ended, most often for want of "
+                "memory. Run the same with fewer workers (--workers 1)."
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    if not found:
+        raise ColabUtilsError(
+            f"expected usable images in {images}, found every one that was looked at bad, such as {reason}. Name the "
+            "right image folder, or see `check`."
+        )
+    return found
+
+
+def _try_image(part: CocoDataset, images: Path, recipes: Sequence[dict[str, Any]]) -> ImageTrial:
+    data, read_s, _ = _time(read_image, images, part, 0)
+    storages, tables = [], {}
+    for recipe in recipes:
+        stored, store_s, store_cpu_s = _time(store_sample, data, part, 0, recipe)
+        size = stored.height, stored.width
+        if size not in tables:  # the same for every form of one size
+            tables[size] = _time(_make_table, part, stored)
+        (text, arrays), table_s, table_cpu_s = tables[size]
+        _, _, read_cpu_s = _time(_decode_into, np.ones((*size, 3), np.uint8), stored.data)
+        storages.append(
+            StorageCost(
+                pixels=size[0] * size[1],
+                image_bytes=len(pad_member("0", stored.data)),
+                json_bytes=len(pad_member("0", text)),
+                table_bytes=sum(array.nbytes for array in vars(arrays).values()),
+                write_s=store_s + table_s,
+                write_cpu_s=store_cpu_s + table_cpu_s,
+                read_cpu_s=read_cpu_s,
+            )
+        )
+    return ImageTrial(len(data), read_s, storages, _try_masks(json.loads(text)))
+
+
+def _make_table(part: CocoDataset, stored: StoredImage) -> tuple[bytes, ShardArrays]:
+    record = make_record(part.image(0), part.annotations(0), stored)
+    text, builder = dump_record(record), ArraysBuilder()
+    builder.add(record, stored.data, (0, 0), (0, 0))
+    return text, builder.build()
+
+
+def _try_masks(record: dict[str, Any]) -> list[tuple[float, float]]:
+    rles = [decode_counts(row["segmentation"]) for row in record["annotations"] if not row["iscrowd"]]
+    few, shape = rles[:MOST_OBJECTS], (record["height"], record["width"])
+    if not few:
+        return [(0, 0)] * len(MASK_STORAGES)
+    packed = pack_masks(few)
+    dense, scale = unpack_masks(packed, *shape), len(rles) / len(few)
+    sizes = packed.bits.nbytes + packed.crops.nbytes, sum(len(rle["counts"]) for rle in few), dense.nbytes
+    times = _time(unpack_masks, packed, *shape), _time(coco_mask.decode, few), _time(np.copy, dense)
+    return [(size * scale, cpu_s * scale) for size, (_, _, cpu_s) in zip(sizes, times, strict=True)]
+
+
+def _decode_into(pixels: NDArray[np.uint8], data: bytes) -> None:
+    np.copyto(pixels, decode_pixels(data))
+
+
+def _time(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float, float]:
+    """What a call gives, and the wall and CPU seconds that it took."""
+    started, cpu_started = perf_counter(), process_time()
+    result = call(*arguments)
+    return result, perf_counter() - started, process_time() - cpu_started
+
 
 QUALITIES = (JPEG_QUALITY, 90)
+
+
 BUSY_CORES = 0.9  # what a training process takes to launch kernels
 
 
@@ -36,7 +260,7 @@ class StorageOption:
     """One way to store the images and what it costs here; ``bytes`` and seconds are of the whole dataset."""
 
     name: str
-    form: Form
+    form: Storage
     jpeg_quality: int
     bytes_per_image: float
     bytes: int
@@ -118,7 +342,7 @@ def plan_shards(
     *,
     shards: str | Path | None = None,
     local: str | Path | None = None,
-    form: Form | Literal["auto"] = "auto",
+    form: Storage | Literal["auto"] = "auto",
     jpeg_quality: int | None = None,
     shard_mb: float = 128,
     min_size: int = 800,
@@ -160,7 +384,7 @@ def plan_shards(
 
     Example:
         >>> import tempfile
-        >>> from colab_utils.data.builtin import make_dataset
+        >>> from colab_utils.sample_data import make_dataset
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     made = make_dataset(folder, n=4, width=64, height=64, workers=1)
         ...     plan = plan_shards(made.images, made.annotations, workers=1)
@@ -172,8 +396,8 @@ def plan_shards(
     check_numbers(shard_mb=shard_mb, min_size=min_size, max_size=max_size, batch_size=batch_size, sample=sample)
     given = {"workers": processes, "jpeg_quality": jpeg_quality, "step_ms": step_ms}
     check_numbers(**{name: value for name, value in given.items() if value is not None})
-    if form not in ("auto", *get_args(Form)):
-        raise ColabUtilsError(f"expected form as auto, {', '.join(get_args(Form))}, found {form!r}: choose another")
+    if form not in ("auto", *get_args(Storage)):
+        raise ColabUtilsError(f"expected form as auto, {', '.join(get_args(Storage))}, found {form!r}: choose another")
     wish = "you asked for it"
     begun = find_recipe(shards) if shards is not None and form == "auto" else None
     if begun is not None:
@@ -184,11 +408,11 @@ def plan_shards(
     dataset = open_dataset(images, annotations)
     open_s = perf_counter() - opened
     qualities = (jpeg_quality,) if jpeg_quality else QUALITIES
-    kinds: list[tuple[Form, int]] = [("keep", qualities[0]), *(("shrink", quality) for quality in qualities)]
+    kinds: list[tuple[Storage, int]] = [("keep", qualities[0]), *(("shrink", quality) for quality in qualities)]
     kinds.append(("pixels", qualities[0]))
     limits = {"min_size": min_size, "max_size": max_size}
     recipes = [{**limits, "form": kind, "jpeg_quality": quality} for kind, quality in kinds]
-    trial = try_forms(dataset, Path(images), recipes, sample=sample, workers=processes)
+    trial = try_storages(dataset, Path(images), recipes, sample=sample, workers=processes)
     chosen, tried, count = list(trial.images), list(trial.images.values()), len(dataset)
     reads += [(one.file_bytes, one.read_s) for one in tried]
     speed, written, cores = speed or _describe_reads(reads), time_writing(), count_cores()
@@ -196,7 +420,7 @@ def plan_shards(
     original, stored = _count_pixels(dataset.sizes, **limits)
     options = []
     for row, (kind, quality) in enumerate(kinds):
-        cost = FormCost(*np.mean([one.forms[row] for one in tried], axis=0).tolist())
+        cost = StorageCost(*np.mean([one.storages[row] for one in tried], axis=0).tolist())
         pixels = original if kind == "keep" else stored
         member_bytes = cost.image_bytes * pixels.mean() / pixels[chosen].mean() + cost.json_bytes
         size = count * (member_bytes + cost.table_bytes)
@@ -233,7 +457,7 @@ def plan_shards(
         picked=picked,
         reason=reason,
         options=tuple(options),
-        masks=tuple(MaskOption(name, m[0], m[1] * 1000) for name, m in zip(MASK_FORMS, masks, strict=True)),
+        masks=tuple(MaskOption(name, m[0], m[1] * 1000) for name, m in zip(MASK_STORAGES, masks, strict=True)),
         images=count,
         sampled_images=len(tried),
         setting=f"Measured on {len(tried):,} of {count:,} images in {seconds:.0f} s: {cores} cores, room for shards: "
@@ -285,7 +509,7 @@ def _pick(
 
 
 def _is_larger(tried: ImageTrial) -> bool:
-    return tried.forms[-1].pixels < tried.forms[0].pixels
+    return tried.storages[-1].pixels < tried.storages[0].pixels
 
 
 def _count_pixels(sizes: NDArray[np.int32], *, min_size: int, max_size: int) -> tuple[NDArray[Any], NDArray[Any]]:

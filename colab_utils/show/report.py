@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import Machine, format_bytes, write_file
+from colab_utils.show.comparison_charts import name_strategy, plot_comparison, plot_epochs, plot_first_seconds
 from colab_utils.show.html import WIDE, build_page, embed_figure
-from colab_utils.show.strategies import name_strategy, plot_comparison, plot_epochs, plot_first_seconds
 from colab_utils.show.table import Table, make_table
 
 if TYPE_CHECKING:
-    from colab_utils.diagnosis.comparison import Comparison
+    from colab_utils.comparison.compare import Comparison
 
 __all__ = [
     "check_receipt_folder", "describe_comparison", "describe_null_results", "read_receipt", "tabulate_comparison",

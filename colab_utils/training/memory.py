@@ -2,28 +2,155 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import dropwhile
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchvision.models.detection import MaskRCNN
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, collate_packed
+from colab_utils.loading.batch import PackedBatch, PackedSample, collate_packed
 from colab_utils.loading.masks import MaskBits
-from colab_utils.loading.sample import PackedSample
 from colab_utils.runtime import format_bytes
-from colab_utils.training.savings import SAVINGS
-from colab_utils.training.step import TrainingStep, free_memory
+from colab_utils.training.model import shrink_transform
+from colab_utils.training.step import MOST_PARTS, TrainingStep, free_memory
 
-__all__ = ["DoesNotFitError", "Gauge", "MemoryFit", "MemoryPlan", "find_gauge", "fit_memory", "plan_memory"]
+__all__ = [
+    "MEMORY_REDUCTIONS",
+    "DoesNotFitError",
+    "MemoryFit",
+    "MemoryPlan",
+    "MemoryProbe",
+    "MemoryReduction",
+    "apply_memory_reductions",
+    "find_memory_probe",
+    "fit_memory",
+    "plan_memory",
+]
+
+_LEAST_PROPOSALS = 100
+
+
+_SMALLER, _LEAST_SIDE = 0.8, 64  # of each side; pixels
+
+
+@dataclass(frozen=True)
+class MemoryReduction:
+    """One way: what it does, what it costs, and ``apply``, which is False where nothing is left to save this way."""
+
+    name: str
+    text: str
+    cost: str
+    apply: Callable[[TrainingStep, int], bool]
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.cost})"
+
+
+def apply_memory_reductions(step: TrainingStep, names: Sequence[str], *, images: int) -> None:
+    """Apply what a run was begun with, in its order; ``images``: of a batch, of this process."""
+    known = {saving.name: saving for saving in MEMORY_REDUCTIONS}
+    for name in names:
+        known[name].apply(step, images)
+
+
+def _halve_parts(step: TrainingStep, images: int) -> bool:
+    if step.parts * 2 > min(MOST_PARTS, images):
+        return False
+    step.parts *= 2
+    return True
+
+
+def _checkpoint_activations(step: TrainingStep, images: int) -> bool:
+    stages = [stage for stage in _list_trained(step.model) if "forward" not in vars(stage)]
+    for stage in stages:
+        vars(stage)["forward"] = partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=False)
+        _change_momentum(stage, lambda momentum: 1 - math.sqrt(1 - momentum))  # it sees each batch twice now
+    return bool(stages)
+
+
+def _change_momentum(stage: nn.Module, change: Callable[[float], float]) -> None:
+    for norm in stage.modules():
+        if isinstance(norm, nn.BatchNorm2d) and norm.momentum:
+            norm.momentum = change(norm.momentum)
+
+
+def _halve_proposals(step: TrainingStep, images: int) -> bool:
+    model: Any = step.model
+    counts = (model.rpn._pre_nms_top_n, model.rpn._post_nms_top_n)
+    if min(count["training"] for count in counts) < 2 * _LEAST_PROPOSALS:
+        return False
+    for count in counts:
+        count["training"] //= 2
+    model.roi_heads.fg_bg_sampler.batch_size_per_image //= 2
+    return True
+
+
+def _freeze_stages(step: TrainingStep, images: int) -> bool:
+    """All but the last of the backbone's stages that train; of random weights none."""
+    if getattr(step.model, "starts_from", "random") == "random":
+        return False
+    trained = _list_trained(step.model)
+    for stage in trained[:-1]:
+        stage.requires_grad_(False)
+        if vars(stage).pop("forward", None):  # nothing of it is run again
+            _change_momentum(stage, lambda momentum: 1 - (1 - momentum) ** 2)
+    for group in step.optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                step.optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+    return len(trained) > 1
+
+
+def _list_trained(model: nn.Module) -> list[nn.Module]:
+    """From the first of the backbone's stages on that has a weight to train: the others need no gradients."""
+    return [*dropwhile(lambda stage: not any(p.requires_grad for p in stage.parameters()), _list_stages(model))]
+
+
+def _shrink_input(step: TrainingStep, images: int) -> bool:
+    if not shrink_transform(step.model.transform):
+        return False
+    if step.jitter_side:
+        step.jitter_side = round(_SMALLER * step.jitter_side / 32) * 32
+    step.shapes = ()
+    return True
+
+
+def _list_stages(model: nn.Module) -> list[nn.Module]:
+    body: Any = model.backbone.body if isinstance(model, MaskRCNN) else model
+    return [stage for stage in body.children() if any(True for _ in stage.parameters())]
+
+
+MEMORY_REDUCTIONS = (
+    MemoryReduction("2 parts", "each batch in 2 parts", "a little slower", _halve_parts),
+    MemoryReduction("4 parts", "in 4 parts", "slower", _halve_parts),
+    MemoryReduction("8 parts", "in 8 parts", "slower again", _halve_parts),
+    MemoryReduction("checkpointing", "the backbone run again in the backward pass", "slower", _checkpoint_activations),
+    MemoryReduction("proposals", "half of the proposals", "may cost some precision", _halve_proposals),
+    MemoryReduction("frozen", "only the backbone's last stage trained", "may cost precision", _freeze_stages),
+    MemoryReduction("input 0.8", "images at 0.8 of their size", "costs precision of small objects", _shrink_input),
+    MemoryReduction("input 0.64", "images at 0.64 of their size", "costs precision of small objects", _shrink_input),
+)
+
+
+"""In the order of least harm; each adds to those before it."""
 
 _MARGIN = 0.9  # of the memory: proposals differ from step to step, and pieces of memory are lost between others
+
+
 _BATCH_SIZES = (16, 8, 4, 2, 1)
+
+
 _NAMED = 3  # images that do not fit, by their ids
 
 
@@ -31,7 +158,7 @@ class DoesNotFitError(ColabUtilsError):
     """An image that does not fit into the GPU's memory, whatever is saved."""
 
 
-class Gauge(Protocol):
+class MemoryProbe(Protocol):
     """What tells a device's memory."""
 
     def measure_limit(self) -> int:
@@ -58,11 +185,11 @@ class _CudaGauge:
         return torch.cuda.max_memory_allocated(self._device)
 
 
-def find_gauge(device: torch.device) -> Gauge | None:
+def find_memory_probe(device: torch.device) -> MemoryProbe | None:
     """The gauge of a GPU; None on a CPU, whose memory no batch of a detection model fills.
 
     Example:
-        >>> find_gauge(torch.device("cpu")) is None
+        >>> find_memory_probe(torch.device("cpu")) is None
         True
     """
     return _CudaGauge(device) if device.type == "cuda" else None
@@ -122,7 +249,7 @@ def fit_memory(pixels: Sequence[float], objects: Sequence[float], peaks: Sequenc
 class MemoryPlan:
     """What was measured before the first step, and what was chosen; sizes in bytes.
 
-    ``peak`` is that of the heaviest batch, which was trained once and forgotten; ``savings`` are names of `SAVINGS`;
+    ``peak`` is that of the heaviest batch, which was trained once and forgotten; ``savings`` name `MEMORY_REDUCTIONS`;
     ``too_large`` are the ids of images that would not fit without them, even alone.
     """
 
@@ -135,7 +262,7 @@ class MemoryPlan:
     too_large: tuple[int, ...]
 
     def __str__(self) -> str:
-        chosen = [saving for saving in SAVINGS if saving.name in self.savings]
+        chosen = [saving for saving in MEMORY_REDUCTIONS if saving.name in self.savings]
         costs = f"; so that it fits: {', '.join(map(str, chosen))}" if chosen else ""
         named = ", ".join(map(str, self.too_large[:_NAMED]))
         more = f" and {len(self.too_large) - _NAMED} more" if len(self.too_large) > _NAMED else ""
@@ -148,7 +275,7 @@ class MemoryPlan:
 
 def plan_memory(
     step: TrainingStep,
-    gauge: Gauge,
+    gauge: MemoryProbe,
     *,
     read: Callable[[int], PackedSample],
     ids: NDArray[np.integer],
@@ -160,7 +287,7 @@ def plan_memory(
     """Make every batch of a dataset fit: measure, run the heaviest batch, and save memory where it does not fit.
 
     Six batches of noise tell what pixels and objects take. The heaviest batch is then trained once; as long as it does
-    not fit into nine tenths of the memory, the next of `SAVINGS` is applied. Weights, statistics and random states are
+    not fit into nine tenths of the memory, the next reduction is applied. Weights, statistics and random states are
     left as they were. No object is ever left out.
 
     Args:
@@ -188,7 +315,7 @@ def plan_memory(
         heaviest = order[:batch_size]
         batch = collate_packed([read(int(i)) for i in heaviest]).to(step.device)
         applied: list[str] = []
-        savings = iter(SAVINGS)
+        savings = iter(MEMORY_REDUCTIONS)
         while True:
             peak = _try_batch(step, gauge, batch)
             fitting = peak is not None and peak < _MARGIN * limit
@@ -224,7 +351,7 @@ def _predict_batch(fit: MemoryFit, areas: Any, counts: Any, images: NDArray[np.i
     return float(fit.fixed + alone.sum())
 
 
-def _probe(step: TrainingStep, gauge: Gauge, areas: NDArray[np.int64], counts: NDArray[np.integer]) -> MemoryFit:
+def _probe(step: TrainingStep, gauge: MemoryProbe, areas: NDArray[np.int64], counts: NDArray[np.integer]) -> MemoryFit:
     """Noise of few and many pixels, with few and many objects."""
     low, middle, high = (float(np.quantile(areas, share)) for share in (0.0, 0.5, 1.0))
     few, many = int(np.quantile(counts, 0.5)), int(counts.max())
@@ -265,7 +392,7 @@ def _make_noise(side: int, objects: int, device: torch.device) -> PackedBatch:
     ).to(device)
 
 
-def _try_batch(step: TrainingStep, gauge: Gauge, batch: PackedBatch, *, side: int | None = None) -> int | None:
+def _try_batch(step: TrainingStep, gauge: MemoryProbe, batch: PackedBatch, *, side: int | None = None) -> int | None:
     """Peak bytes of the gradients of a batch as large as chance may make it; None where memory runs out.
 
     ``side``: not resized.

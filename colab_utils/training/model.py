@@ -6,27 +6,141 @@ import http.client
 import pickle
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import get_weight, mobilenet_v3_large
 from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn_v2
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.backbone_utils import BackboneWithFPN, resnet_fpn_backbone
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import is_watched
+from colab_utils.training.checkpoint import CheckpointFolder
 
-__all__ = ["GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "assemble_mask_rcnn", "build_mask_rcnn", "check_model_name"]
+__all__ = [
+    "GPU_MODEL",
+    "LIGHT_MODEL",
+    "MODEL_NAMES",
+    "assemble_mask_rcnn",
+    "build_mask_rcnn",
+    "check_model_name",
+    "choose_precision",
+    "fold_norms",
+    "keep_boxes_exact",
+    "load_trained_model",
+    "shrink_transform",
+]
+
+
+def fold_norms(model: nn.Module) -> int:
+    """Fold every ``FrozenBatchNorm2d`` that follows a convolution into it; the model's results stay, but for rounding.
+
+    torchvision's layer works out its factors anew at each call, and multiplies and adds in float32, also where
+    autocast computes in half precision. Names, parameters and ``state_dict`` do not change: weights stay compatible
+    both ways, and trainable ones go on training.
+
+    Returns:
+        How many layers were folded.
+
+    Example:
+        >>> block = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), FrozenBatchNorm2d(4))
+        >>> fold_norms(block), list(block.state_dict())
+        (1, ['0.weight', '1.weight', '1.bias', '1.running_mean', '1.running_var'])
+    """
+    pairs = list(_find_pairs(model))
+    for conv, norm in pairs:
+        conv.__class__, norm.__class__ = _FoldedConv2d, _FoldedNorm
+        for name in ("scale", "shift", "folded"):
+            conv.register_buffer(name, None, persistent=False)
+    _refresh(pairs)
+    if pairs:  # weights that are loaded later bring factors of their own
+        model.register_load_state_dict_post_hook(_refresh_model)
+    return len(pairs)
+
+
+def _find_pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    for conv, norm in _list_neighbours(model):
+        follows = type(conv) is nn.Conv2d and conv.bias is None and type(norm) is FrozenBatchNorm2d
+        if follows:
+            yield conv, norm
+
+
+def _list_neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Layers that follow each other in a module, in the order in which torchvision's blocks call them."""
+    for module in model.modules():
+        yield from pairwise(module.children())
+
+
+def _refresh_model(model: nn.Module, _: Any) -> None:
+    _refresh([pair for pair in _list_neighbours(model) if isinstance(pair[0], _FoldedConv2d)])
+
+
+@torch.no_grad()
+def _refresh(pairs: list[tuple[Any, Any]]) -> None:
+    for conv, norm in pairs:
+        scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+        conv.scale = scale[:, None, None, None]
+        conv.shift = norm.bias - norm.running_mean * scale
+        conv.folded = None if conv.weight.requires_grad else conv.weight * conv.scale
+
+
+class _FoldedConv2d(nn.Conv2d):
+    scale: Tensor
+    shift: Tensor
+    folded: Tensor | None
+
+    def forward(self, given: Tensor) -> Tensor:
+        weight = self.weight * self.scale if self.folded is None or self.weight.requires_grad else self.folded
+        return self._conv_forward(given, weight, self.shift)
+
+
+class _FoldedNorm(FrozenBatchNorm2d):
+    def forward(self, given: Tensor) -> Tensor:
+        return given
+
+
+def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
+    """The model of a run's newest checkpoint, on the CPU, in evaluation mode; averaged weights where there are such.
+
+    ``which="best"`` takes the weights with the highest average precision of masks on the validation images.
+
+    Raises:
+        ColabUtilsError: ``run`` holds no such checkpoint.
+
+    Example:
+        >>> load_trained_model("no/such/run")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a checkpoint in no/such/run, found none. Train first.
+    """
+    folder = CheckpointFolder(run)
+    state = folder.load_best() if which == "best" else folder.load_newest()
+    if state is None:
+        cure = "Train with validation shards first" if which == "best" else "Train first"
+        raise ColabUtilsError(f"expected a checkpoint in {run}, found none. {cure}.")
+    plan = state["plan"]
+    names = ("num_classes", "starts_from", "min_size", "max_size")
+    model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
+    for saving in plan.get("savings", ()):
+        if saving.startswith("input"):  # it was trained on smaller images than asked for
+            shrink_transform(model.transform)
+    model.load_state_dict((state.get("average") or state)["model"])
+    return model.eval()
+
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
+
+
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
 
 _WEIGHTS = {
@@ -34,9 +148,13 @@ _WEIGHTS = {
     "maskrcnn_resnet50_fpn": get_weight("MaskRCNN_ResNet50_FPN_Weights.COCO_V1"),
     LIGHT_MODEL: get_weight("MobileNet_V3_Large_Weights.IMAGENET1K_V1"),
 }
+
+
 MODEL_NAMES = tuple(_WEIGHTS)
 
 _COCO_CLASSES = 91  # background and the 90 category ids of COCO
+
+
 _DOWNLOAD_TIMEOUT_S = 15.0
 
 
@@ -216,3 +334,58 @@ def check_model_name(name: str) -> None:
         raise ColabUtilsError(
             f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these names."
         )
+
+
+def choose_precision(device: str | torch.device) -> torch.dtype:
+    """The dtype for autocast: bfloat16 where the GPU has it (a T4 emulates it, slowly), float16, float32 on a CPU.
+
+    Example:
+        >>> choose_precision("cpu")
+        torch.float32
+    """
+    if torch.device(device).type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def keep_boxes_exact(model: nn.Module) -> bool:
+    """Make a model's anchors and proposals in float32, also where autocast computes in half precision.
+
+    torchvision makes them in the dtype of the features. From 512 pixels on, bfloat16 knows only every fourth pixel, and
+    float16 every half: boxes are then learned from, and cut out at, places that are off by as much.
+
+    Returns:
+        Whether the model has a region proposal network.
+
+    Example:
+        >>> keep_boxes_exact(nn.Linear(1, 1))
+        False
+    """
+    rpn = getattr(model, "rpn", None)
+    if not isinstance(rpn, RegionProposalNetwork):
+        return False
+    rpn.head.register_forward_hook(_convert_codes)
+    rpn.anchor_generator.register_forward_pre_hook(_stand_in)
+    return True
+
+
+def _convert_codes(head: nn.Module, given: Any, found: tuple[list[Tensor], list[Tensor]]) -> Any:
+    return tuple([part.float() for part in parts] for parts in found)
+
+
+def _stand_in(generator: nn.Module, given: tuple[Any, list[Tensor]]) -> Any:
+    """Anchors take shapes, device and dtype of the features, nothing else."""
+    images, features = given
+    return images, [part.new_empty((), dtype=torch.float32).expand(part.shape) for part in features]
+
+
+_SMALLER, _LEAST_SIDE = 0.8, 64  # of each side; pixels
+
+
+def shrink_transform(transform: Any) -> bool:
+    """Make the input of a model's transform smaller, in the same shape; False where it is small already."""
+    if _SMALLER * min(transform.min_size) < _LEAST_SIDE:
+        return False
+    transform.min_size = tuple(round(_SMALLER * side) for side in transform.min_size)
+    transform.max_size = round(_SMALLER * transform.max_size)
+    return True

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.runtime import format_bytes
+from colab_utils.training.augment import Size
+from colab_utils.training.distributed import Ranks
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL
-from colab_utils.training.precision import choose_precision, keep_boxes_exact
-from colab_utils.training.ranks import Ranks
-from colab_utils.training.views import Size
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, choose_precision, keep_boxes_exact
 
 __all__ = [
     "MOST_PARTS",
@@ -31,14 +30,23 @@ __all__ = [
     "make_optimizer",
 ]
 
+
 _MAX_GRADIENT_NORM = 10.0
+
+
 _WARMUP_STEPS = 500
+
+
 _STEP_SHARES = (2 / 3, 8 / 9)
+
+
 _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED",
     "valid cuDNN algorithm", "unable to find an engine", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDA out of memory",
     "CUDA error: out of memory",
 )  # fmt: skip
+
+
 MOST_PARTS = 8  # of a batch: it is halved three times
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.peers import pack_record, unpack_record
-from colab_utils.diagnosis.comparison import compare
+from colab_utils.comparison.compare import compare
 from colab_utils.loading.dataset import ShardDataset
 
 MODULES = {"webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "streaming", "tf_data": "tensorflow"}

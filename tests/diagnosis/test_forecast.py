@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.clocks import time_batches
-from colab_utils.diagnosis.forecast import Costs, choose_workers, forecast_rate, measure_crowding
+from colab_utils.diagnosis.fixes import Costs, choose_workers, forecast_rate, measure_contention
 from colab_utils.diagnosis.simulator import simulate
+from colab_utils.diagnosis.timing import time_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -90,8 +90,8 @@ def test_workers_are_chosen_for_the_limit():
 
 
 def test_crowding_is_a_ratio():
-    assert measure_crowding(1) == 1
-    assert 1 <= measure_crowding(2) < 4
+    assert measure_contention(1) == 1
+    assert 1 <= measure_contention(2) < 4
 
 
 class Sleepy(Dataset):

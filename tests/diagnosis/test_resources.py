@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.layers import diagnose
+from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.resources import Sample, Used, summarise_samples, watch_resources
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design

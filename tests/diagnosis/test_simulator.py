@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.clocks import Layer
-from colab_utils.diagnosis.layers import Diagnosis
+from colab_utils.diagnosis.diagnose import Diagnosis
 from colab_utils.diagnosis.simulator import find_cures, read_times, simulate
+from colab_utils.diagnosis.timing import Stage
 from colab_utils.errors import ColabUtilsError
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
@@ -242,20 +242,20 @@ def test_the_range_of_workers_is_the_users():
 # --- the user's own times
 
 
-def make_diagnosis(*layers):
-    return Diagnosis("", 2.0, 16.0, 0.5, layers, (), "high: 40 batches", 40, "real")
+def make_diagnosis(*stages):
+    return Diagnosis("", 2.0, 16.0, 0.5, stages, (), "high: 40 batches", 40, "real")
 
 
 def test_measured_times_are_those_of_a_batch():
     times = read_times(
         make_diagnosis(
-            Layer("read", 50, 50 + 1.6449 * 30, 1, mean_ms=60),
-            Layer("decode", 12, 12 + 1.6449 * 40, 12, mean_ms=15),
-            Layer("collate and hand-off", 4, 40, 2, mean_ms=5),
-            Layer("pin", 100, 100, 2, mean_ms=100),  # not a worker's time
-            Layer("transfer", 100, 100, 2, mean_ms=100),
-            Layer("wait", 40, 50, 1, mean_ms=44),
-            Layer("step", 25, 25 + 1.6449 * 5, 20, mean_ms=25),
+            Stage("read", 50, 50 + 1.6449 * 30, 1, mean_ms=60),
+            Stage("decode", 12, 12 + 1.6449 * 40, 12, mean_ms=15),
+            Stage("collate and hand-off", 4, 40, 2, mean_ms=5),
+            Stage("pin", 100, 100, 2, mean_ms=100),  # not a worker's time
+            Stage("transfer", 100, 100, 2, mean_ms=100),
+            Stage("wait", 40, 50, 1, mean_ms=44),
+            Stage("step", 25, 25 + 1.6449 * 5, 20, mean_ms=25),
         ),
         batch_size=4,
     )
@@ -277,4 +277,4 @@ def test_measured_times_are_those_of_a_batch():
 )
 def test_times_that_are_not_there_are_said(names, batch_size, words):
     with pytest.raises(ColabUtilsError, match=words):
-        read_times(make_diagnosis(*(Layer(name, 10, 11, 1, mean_ms=10) for name in names)), batch_size)
+        read_times(make_diagnosis(*(Stage(name, 10, 11, 1, mean_ms=10) for name in names)), batch_size)

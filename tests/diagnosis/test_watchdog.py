@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from colab_utils.data.builtin import BuiltinDataset
-from colab_utils.diagnosis import stacks, suspects, watch, watchdog
+from colab_utils.diagnosis import stacks, watch, watchdog
+from colab_utils.diagnosis import watchdog as suspects
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
+from colab_utils.sample_data import BuiltinDataset
 
 pytestmark = [
     # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
@@ -69,12 +69,12 @@ def _collate(samples):
 _KINDS = {
     "torch": partial(DataLoader, num_workers=2, collate_fn=_collate),
     "torch alone": partial(DataLoader, collate_fn=_collate),
-    "processes": partial(make_loader, workers=2, hand_off="processes", shuffle=False),
-    "threads": partial(make_loader, workers=2, hand_off="threads", shuffle=False),
-    "inline": partial(make_loader, workers=2, hand_off="inline", shuffle=False),
+    "processes": partial(make_loader, workers=2, backend="processes", shuffle=False),
+    "loader_process": partial(make_loader, workers=2, backend="loader_process", shuffle=False),
+    "threads": partial(make_loader, workers=2, backend="threads", shuffle=False),
     "alone": partial(make_loader, workers=0, shuffle=False),
 }
-_WITH_WORKERS = ("torch", "processes", "threads")
+_WITH_WORKERS = ("torch", "processes", "loader_process")
 
 
 def _list_ids(watched):
@@ -295,7 +295,8 @@ def test_a_batch_that_finds_no_shared_memory(tmp_path):
 _FULL_SHM = """
     import torch
     from torch.utils.data import DataLoader
-    from colab_utils.diagnosis import watch, watchdog
+    from colab_utils.diagnosis import watch
+    from colab_utils.diagnosis import watchdog
     watchdog._MAX_TRIES["skip"] = 0
     images = torch.zeros(6, 8 << 20, dtype=torch.uint8)
     watched = watch(DataLoader(images, num_workers=1, collate_fn=list), timeout_s=1, on_stall="skip")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from colab_utils.data.decoding import find_operator
+from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.drive import DriveLostError, DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import arriving, make_loader
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Drive does not answer")
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory, tiny_dataset):
     """Shards of a few images each."""
-    find_operator()  # the first loader imports torchvision for seconds, in which all would arrive
+    load_jpeg_decoder()  # the first loader imports torchvision for seconds, in which all would arrive
     folder = tmp_path_factory.mktemp("drive") / "shards"
     write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=folder, shard_mb=0.02, workers=1)
     assert len(ShardDataset(folder).index.shards) > 3

@@ -10,8 +10,7 @@ import torch
 from torchvision import tv_tensors
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedBatch, PackedSamples, collate_packed, open_batch, write_batch
-from colab_utils.loading.sample import pack_target
+from colab_utils.loading.batch import PackedBatch, PackedSamples, collate_packed, open_batch, pack_target, write_batch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 

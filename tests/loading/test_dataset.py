@@ -26,9 +26,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from colab_utils.data.masks import unpack_masks
 from colab_utils.drive import DriveLostError, DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import files
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading import dataset as files
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.arrays import dump_arrays, load_arrays, read_head
 from colab_utils.shards.write import write_shards

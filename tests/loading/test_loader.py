@@ -22,12 +22,11 @@ import torch
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import files
+from colab_utils.loading import dataset as files
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.order import BatchOrder
+from colab_utils.loading.sampler import BatchSampler
 from colab_utils.shards.write import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -401,7 +400,7 @@ def test_the_order_of_shards_is_whole(seed):
     sizes = rng.integers(1, 9, (size, 2)).astype(np.int32)
     for streams, batch_size in ((1, 4), (2, 3), (3, 7), (4, 1)):
         for grouped in (sizes, None):
-            order = BatchOrder(size, batch_size, seed, sizes=grouped, shard_of=shard_of, streams=streams)
+            order = BatchSampler(size, batch_size, seed, sizes=grouped, shard_of=shard_of, streams=streams)
             batches = list(order)
             assert len(batches) == len(order) == -(-size // batch_size)
             assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(order) - 1)
@@ -417,14 +416,14 @@ def test_the_order_of_shards_is_whole(seed):
 
 def test_batches_are_wide_or_tall():
     sizes = np.array([[4, 6], [6, 4], [5, 5]], np.int32)[np.random.default_rng(0).integers(0, 3, 103)]
-    order = BatchOrder(103, 4, 5, sizes=sizes)
+    order = BatchSampler(103, 4, 5, sizes=sizes)
     batches = list(order)
     assert sorted(flatten(batches)) == list(range(103))
     assert [len(batch) for batch in batches] == [4] * 25 + [3]
     wide = [{bool(sizes[i, 1] >= sizes[i, 0]) for i in batch} for batch in batches]
     assert all(len(kinds) == 1 for kinds in wide[:24])  # what the two leave over, under two batches, comes last
     assert set.union(*wide[:5]) == {True, False}  # and the two kinds come mixed
-    assert next(iter(BatchOrder(103, 4, None, sizes=sizes))) == [0, 1, 2, 3]  # the dataset's own order is kept
+    assert next(iter(BatchSampler(103, 4, None, sizes=sizes))) == [0, 1, 2, 3]  # the dataset's own order is kept
 
 
 # processes and files

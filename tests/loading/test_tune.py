@@ -13,11 +13,10 @@ from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import loader as loader_module
 from colab_utils.loading import tune
-from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.folder import CocoFolder
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.source import Source
 from colab_utils.loading.tune import Trial, Tuning, tune_workers
+from colab_utils.loading.workers import Fetcher
 from colab_utils.runtime import count_cores
 
 
@@ -50,11 +49,11 @@ def test_auto_tries_the_real_loader_and_remembers(many, tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 2)
     loader = make_loader(many, batch_size=4, deliver="packed")
     tuning = loader.tuning
-    ways = {(trial.hand_off, trial.workers) for trial in tuning.trials}
-    assert ways == {("processes", 1), ("processes", 2), ("threads", 2)}
+    ways = {(trial.backend, trial.workers) for trial in tuning.trials}
+    assert ways == {("processes", 1), ("processes", 2), ("loader_process", 2)}
     assert all(trial.images_per_second > 0 for trial in tuning.trials)
-    assert (loader.hand_off, loader.workers, loader.prefetch) == (
-        tuning.best.hand_off, tuning.best.workers, tuning.best.prefetch)  # fmt: skip
+    assert (loader.backend, loader.workers, loader.prefetch) == (
+        tuning.best.backend, tuning.best.workers, tuning.best.prefetch)  # fmt: skip
     assert tuning.best in tuning.trials
     assert 0 < tuning.memory_bytes < tuning.free_bytes
     assert not tuning.remembered
@@ -73,26 +72,26 @@ def test_a_damaged_memory_is_made_again(many, tmp_path, content):
     path = tmp_path / "cache" / "colab_utils" / "workers.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    tuning = tune_workers(many, batch_size=4, hand_off="inline")
+    tuning = tune_workers(many, batch_size=4, backend="threads")
     assert not tuning.remembered
     assert len(json.loads(path.read_text())) == 1
-    assert tune_workers(many, batch_size=4, hand_off="inline").remembered
+    assert tune_workers(many, batch_size=4, backend="threads").remembered
 
 
 def test_a_home_that_cannot_be_written_to_does_not_matter(many, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder would be")
-    assert tune_workers(many, batch_size=4, hand_off="inline").trials
+    assert tune_workers(many, batch_size=4, backend="threads").trials
 
 
 def test_kinds_that_cannot_gain_are_not_tried(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 8)
-    ways = tune._list_ways(Source(many), None)
+    ways = tune._list_ways(Fetcher(many), None)
     assert {n for _, n in ways} == {1, 2, 3, 4, 6, 8}  # never more than the cores
-    assert {kind for kind, _ in ways} == {"processes", "threads"}
-    assert {kind for kind, _ in tune._list_ways(Source(Small()), None)} == {"processes"}  # Python code: one lock
+    assert {kind for kind, _ in ways} == {"processes", "loader_process"}
+    assert {kind for kind, _ in tune._list_ways(Fetcher(Small()), None)} == {"processes"}  # Python code: one lock
     many.dataset.is_decoded = True
-    assert {kind for kind, _ in tune._list_ways(Source(many), None)} == {"processes", "threads", "inline"}
-    assert {kind for kind, _ in tune._list_ways(Source(many), "threads")} == {"threads"}
+    assert {kind for kind, _ in tune._list_ways(Fetcher(many), None)} == {"processes", "loader_process", "threads"}
+    assert {kind for kind, _ in tune._list_ways(Fetcher(many), "loader_process")} == {"loader_process"}
 
 
 def test_the_smallest_of_the_fastest_is_picked():
@@ -115,7 +114,7 @@ def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
 def test_few_batches_and_whole_shards_are_not_tuned(tiny_shards, monkeypatch):
     monkeypatch.setattr(loader_module, "tune_workers", None)
     few = make_loader(ShardDataset(tiny_shards), batch_size=4)
-    assert (few.tuning, few.hand_off, few.prefetch) == (None, "processes", 2)
+    assert (few.tuning, few.backend, few.prefetch) == (None, "processes", 2)
     whole = Subset(ShardDataset(tiny_shards, whole_shards=True), [i % 12 for i in range(320)])
     assert make_loader(whole, batch_size=4).tuning is None
     assert make_loader(Small(), batch_size=1, workers=2, prefetch=3).prefetch == 3
@@ -125,7 +124,7 @@ def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 2)
     tuning = tune_workers(Small(), batch_size=4)
     assert isinstance(tuning, Tuning)
-    assert {(trial.hand_off, trial.workers) for trial in tuning.trials} == {("processes", 1), ("processes", 2)}
+    assert {(trial.backend, trial.workers) for trial in tuning.trials} == {("processes", 1), ("processes", 2)}
     text = str(tuning)
     assert "images/s" in text
     assert "picked: " in text
@@ -136,7 +135,7 @@ def test_slow_files_are_not_tried(tiny_dataset, monkeypatch):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=DriveProfile("mine", 0.1, 1e9, "a test"))
     monkeypatch.setattr(tune, "_measure_rate", None)
     tuning = tune_workers(folder, batch_size=4)
-    assert (tuning.trials, tuning.best.hand_off, tuning.best.workers) == ((), "processes", count_cores())
+    assert (tuning.trials, tuning.best.backend, tuning.best.workers) == ((), "processes", count_cores())
     assert "the files are slow" in str(tuning)
     assert not tune_workers(folder, batch_size=4).remembered
 
@@ -150,7 +149,7 @@ def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_is_refused(mon
 
     dataset = Bad()
     dataset.first = 390
-    assert tune_workers(dataset, batch_size=1, hand_off="inline", remember=False).trials
+    assert tune_workers(dataset, batch_size=1, backend="threads", remember=False).trials
     dataset.first = 0
     with pytest.raises(ColabUtilsError, match=r"image \d+ is broken"):
         tune_workers(dataset, batch_size=1)

@@ -16,10 +16,10 @@ from pycocotools import mask as coco_mask
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
-from colab_utils.data.builtin import make_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.errors import ColabUtilsError
+from colab_utils.sample_data import make_dataset
 from colab_utils.shards.arrays import convert_boxes
 from colab_utils.shards.images import make_record, plan_size, store_image
 

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from colab_utils.data.builtin import make_dataset
 from colab_utils.drive import DriveLostError, DriveProfile
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards import jobs, plan, trial
+from colab_utils.sample_data import make_dataset
+from colab_utils.shards import plan
+from colab_utils.shards import plan as trial
+from colab_utils.shards import write as jobs
 from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.write import write_shards
 
@@ -130,7 +132,7 @@ def test_raw_pixels_that_do_not_fit_are_not_taken(run, monkeypatch, disk, lackin
     assert (found.picked.form, found.picked.jpeg_quality) == ("shrink", 95)
     assert f"raw pixels do not fit ({lacking})" in found.reason
     assert by_name(found)["pixels"].lacking == (lacking,)
-    if lacking == "RAM":  # which other forms do not need
+    if lacking == "RAM":  # which other storages do not need
         assert by_name(found)["keep"].lacking == ()
 
 
@@ -296,7 +298,7 @@ def test_the_sample_is_seeded_spread_and_cut_by_time(tiny_dataset, monkeypatch):
 
     def find(**options):
         options = {"sample": 6, "workers": 2, **options}
-        return list(trial.try_forms(dataset, tiny_dataset.images, recipes, **options).images)
+        return list(trial.try_storages(dataset, tiny_dataset.images, recipes, **options).images)
 
     found = find()
     assert len(found) == 6

@@ -25,7 +25,9 @@ from PIL import Image
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards import jobs, pool, write
+from colab_utils.shards import write
+from colab_utils.shards import write as jobs
+from colab_utils.shards import write as pool
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.verify import verify_shards
@@ -163,7 +165,7 @@ def test_a_finished_folder_is_left_as_it_is(tiny_dataset, undisturbed, folder):
 
 SLOW_RUN = """
 import sys, time
-from colab_utils.shards import jobs
+from colab_utils.shards import write as jobs
 from colab_utils.shards.write import write_shards
 read = jobs.read_file
 def read_slowly(path, *options):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from colab_utils.diagnosis.comparison import CheckedForecast, Comparison, StrategyTiming
+from colab_utils.comparison.compare import CheckedForecast, Comparison, StrategyTiming
 from colab_utils.runtime import describe_machine
 
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from colab_utils.data.builtin import make_dataset
+from colab_utils.sample_data import make_dataset
 
 SHARD_MB = 0.05
 

@@ -10,8 +10,7 @@ from torch import nn
 from torchvision.models import resnet18, resnet50
 from torchvision.ops import FrozenBatchNorm2d
 
-from colab_utils.training.folding import fold_norms
-from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms
 
 
 def make_resnet(builder=resnet18):

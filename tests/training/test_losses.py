@@ -7,14 +7,13 @@ import torch
 from torchvision.models.detection import roi_heads
 
 from colab_utils.data.coco import read_coco
-from colab_utils.loading.batch import collate_packed
-from colab_utils.loading.folder import CocoFolder
-from colab_utils.loading.sample import pack_target
+from colab_utils.loading.batch import collate_packed, pack_target
+from colab_utils.loading.dataset import CocoFolder
 from colab_utils.training import losses as losses_module
+from colab_utils.training.augment import choose_views
 from colab_utils.training.losses import compute_losses, make_input
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.step import TrainingStep
-from colab_utils.training.views import choose_views
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 FLIPS = [True, False, False, True]

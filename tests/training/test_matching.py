@@ -7,8 +7,8 @@ import torch
 from torchvision.models.detection._utils import Matcher
 from torchvision.ops import box_iou
 
-from colab_utils.training import matching
-from colab_utils.training.matching import assign_anchors, match_boxes
+from colab_utils.training import losses as matching
+from colab_utils.training.losses import assign_anchors, match_boxes
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
 
 

@@ -7,21 +7,19 @@ import pytest
 import torch
 from torch.nn import BatchNorm2d
 
-from colab_utils.data.builtin import make_dataset
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training import loop
-from colab_utils.training.loop import train
+from colab_utils.training import train as loop
+from colab_utils.training.augment import view_sizes
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.memory import MemoryFit, fit_memory, plan_memory
-from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, build_mask_rcnn
-from colab_utils.training.report import TrainingPlan
-from colab_utils.training.savings import SAVINGS
+from colab_utils.training.memory import MEMORY_REDUCTIONS, MemoryFit, fit_memory, plan_memory
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, build_mask_rcnn, load_trained_model
+from colab_utils.training.settings import TrainingPlan
 from colab_utils.training.step import TrainingStep, free_memory
-from colab_utils.training.trained import load_trained_model
-from colab_utils.training.views import view_sizes
+from colab_utils.training.train import train
 from tests.training.fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_objects")
@@ -110,7 +108,7 @@ def test_savings_come_in_the_order_of_least_harm(dataset):
     seen = []
     for share in (0.8, 0.5):
         found = plan(make_step(dataset), dataset, FakeGpu(int(whole.peak * share)), batch_size=4)
-        assert list(found.savings) == [saving.name for saving in SAVINGS if saving.name in found.savings]
+        assert list(found.savings) == [saving.name for saving in MEMORY_REDUCTIONS if saving.name in found.savings]
         assert found.peak < whole.peak
         assert found.objects == whole.objects
         seen.append(len(found.savings))
@@ -143,7 +141,7 @@ def test_a_gpu_that_is_full_is_said(dataset):
         plan(make_step(dataset), dataset, FakeGpu(30_000_000), batch_size=2)
 
 
-@pytest.mark.parametrize("saving", SAVINGS, ids=str)
+@pytest.mark.parametrize("saving", MEMORY_REDUCTIONS, ids=str)
 def test_a_saving_leaves_a_step_that_trains(dataset, saving):
     step = make_step(dataset)
     step.model.starts_from = "imagenet"
@@ -162,7 +160,7 @@ def test_a_saving_leaves_a_step_that_trains(dataset, saving):
 def test_checkpointing_gives_the_same_gradients_and_statistics(dataset):
     batch = collate_packed([dataset.read_packed(i) for i in range(2)])
     plain, saved = make_step(dataset), make_step(dataset)
-    (checkpointing,) = (saving for saving in SAVINGS if saving.name == "checkpointing")
+    (checkpointing,) = (saving for saving in MEMORY_REDUCTIONS if saving.name == "checkpointing")
     assert checkpointing.apply(saved, 2)
     assert not checkpointing.apply(saved, 2)  # nothing is left to save
     for step in (plain, saved):
@@ -176,7 +174,7 @@ def test_checkpointing_gives_the_same_gradients_and_statistics(dataset):
 
 
 def test_random_weights_are_never_frozen(dataset):
-    (freezing,) = (saving for saving in SAVINGS if saving.name == "frozen")
+    (freezing,) = (saving for saving in MEMORY_REDUCTIONS if saving.name == "frozen")
     step = make_step(dataset)
     assert not freezing.apply(step, 1)
     assert all(parameter.requires_grad for parameter in step.model.parameters())
@@ -216,7 +214,7 @@ def fail_in_backward(step, batch, gpu):
 
 def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(dense_shards, tmp_path, monkeypatch):
     gpu, plans = FakeGpu(500_000_000), []
-    monkeypatch.setattr(loop, "find_gauge", lambda device: gpu)
+    monkeypatch.setattr(loop, "find_memory_probe", lambda device: gpu)
     step = TrainingStep.__call__
 
     def count_memory(self, *given, **more):
@@ -242,11 +240,11 @@ def test_a_dense_set_trains_where_torchvisions_path_runs_out_of_memory(dense_sha
 def test_a_resumed_run_saves_as_it_did_before(dataset, tmp_path, monkeypatch):
     """On a machine with more memory, too: what the model sees must not change in the middle of a run."""
     whole = plan(make_step(dataset), dataset, FakeGpu(GENEROUS), batch_size=4)
-    monkeypatch.setattr(loop, "find_gauge", lambda device: FakeGpu(int(whole.peak * 0.7)))
+    monkeypatch.setattr(loop, "find_memory_probe", lambda device: FakeGpu(int(whole.peak * 0.7)))
     sizes = {"weights": None, "min_size": 128, "device": "cpu", "workers": 0, "batch_size": 4}
     first = train(dataset.folder, tmp_path, steps=1, **sizes)
     assert first.plan.savings
-    monkeypatch.setattr(loop, "find_gauge", lambda device: FakeGpu(GENEROUS))
+    monkeypatch.setattr(loop, "find_memory_probe", lambda device: FakeGpu(GENEROUS))
     second = train(dataset.folder, tmp_path, steps=2, **sizes)
     assert second.plan.savings == first.plan.savings
     assert second.plan.first_step == 1
@@ -256,7 +254,7 @@ def test_a_resumed_run_saves_as_it_did_before(dataset, tmp_path, monkeypatch):
 
 def test_layers_that_are_frozen_later_leave_the_optimiser(dataset, tmp_path, monkeypatch):
     """As where a run goes on with less memory than it was begun with."""
-    (freezing,) = (saving for saving in SAVINGS if saving.name == "frozen")
+    (freezing,) = (saving for saving in MEMORY_REDUCTIONS if saving.name == "frozen")
 
     def build(name, *, weights, class_names, **sizes):
         return assemble_mask_rcnn(name, starts_from="imagenet", **sizes)  # random weights are never frozen
@@ -272,7 +270,7 @@ def test_layers_that_are_frozen_later_leave_the_optimiser(dataset, tmp_path, mon
 
 
 def test_what_is_run_again_sees_each_batch_twice_and_nothing_else_does(dataset):
-    (checkpointing, freezing) = (saving for saving in SAVINGS if saving.name in ("checkpointing", "frozen"))
+    (checkpointing, freezing) = (saving for saving in MEMORY_REDUCTIONS if saving.name in ("checkpointing", "frozen"))
     step = make_step(dataset)
     step.model.starts_from = "imagenet"
     stages = [stage for stage in step.model.backbone.body.children() if any(True for _ in stage.parameters())]

@@ -7,20 +7,18 @@ import math
 import pytest
 import torch
 
-from colab_utils.data.builtin import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
+from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training.detections import describe_detections, detect
-from colab_utils.training.folding import fold_norms
-from colab_utils.training.loop import train
+from colab_utils.training.evaluate import describe_detections, detect
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn
-from colab_utils.training.savings import SAVINGS
+from colab_utils.training.memory import MEMORY_REDUCTIONS
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms, load_trained_model
 from colab_utils.training.step import TrainingStep
-from colab_utils.training.trained import load_trained_model
+from colab_utils.training.train import train
 from tests.simulated_gpu import GpuTensor, SimulatedGpu
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_objects")
@@ -200,10 +198,10 @@ def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
         whole = train(shards, tmp_path / "whole", steps=4, log=lines.append, log_steps=4, **QUICK)
     assert whole.plan.savings == ()
     # losses stay there until they are asked for: after the first step, the first epoch, and the last step
-    assert gpu.waits["tolist", "colab_utils.training.session"] <= 3
+    assert gpu.waits["tolist", "colab_utils.training.trainer"] <= 3
     with SimulatedGpu(monkeypatch, limit=int(0.8 * max(line.gpu_bytes for line in lines[1:]))) as gpu:
         saved = train(shards, tmp_path / "saved", epochs=1, **QUICK)
-        assert saved.plan.savings[0] == SAVINGS[0].name
+        assert saved.plan.savings[0] == MEMORY_REDUCTIONS[0].name
         assert saved.plan.batch_size == 4  # the same batch, in parts
         assert gpu.memory.peak <= gpu.memory.limit
 

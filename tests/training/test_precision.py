@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from colab_utils.data.builtin import make_dataset
-from colab_utils.loading.batch import collate_packed
-from colab_utils.loading.folder import CocoFolder
-from colab_utils.loading.sample import pack_target
+from colab_utils.loading.batch import collate_packed, pack_target
+from colab_utils.loading.dataset import CocoFolder
+from colab_utils.sample_data import make_dataset
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.precision import choose_precision, keep_boxes_exact
+from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn, choose_precision, keep_boxes_exact
 
 
 @pytest.mark.parametrize(

@@ -16,26 +16,20 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from colab_utils.data.builtin import make_dataset
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training.average import AveragedWeights
-from colab_utils.training.board import Board
 from colab_utils.training.checkpoint import CheckpointFolder
-from colab_utils.training.evaluation import Scorer, evaluate
-from colab_utils.training.images import check_objects, open_images
-from colab_utils.training.judge import Judge
-from colab_utils.training.loop import train
+from colab_utils.training.distributed import Ranks
+from colab_utils.training.evaluate import AveragePrecision, Judge, Scorer, evaluate
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.ranks import Ranks
-from colab_utils.training.report import LogLine
-from colab_utils.training.scoring import AveragePrecision
-from colab_utils.training.settings import choose_settings
+from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn, load_trained_model
+from colab_utils.training.settings import LogLine, check_objects, choose_settings, open_images
 from colab_utils.training.step import TrainingStep, compute_rate
-from colab_utils.training.trained import load_trained_model
+from colab_utils.training.train import train
+from colab_utils.training.trainer import Board, WeightEMA
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 2}
@@ -154,7 +148,7 @@ def test_ctrl_c_at_the_end_of_a_run_is_not_lost(shards, tmp_path, monkeypatch):
         return save(self, state, step=step, patiently=patiently)
 
     monkeypatch.setattr(CheckpointFolder, "save", interrupt)
-    monkeypatch.setattr("colab_utils.training.loop.evaluate", lambda *given, **more: pytest.fail("it goes on"))
+    monkeypatch.setattr("colab_utils.training.train.evaluate", lambda *given, **more: pytest.fail("it goes on"))
     with pytest.raises(KeyboardInterrupt):
         train(shards, tmp_path, steps=3, val_shards=shards, **TINY)
     assert (tmp_path / "checkpoint-00000003.pt").exists()
@@ -246,7 +240,7 @@ def test_an_evaluation_in_pieces_is_a_whole_one(shards):
 
 def test_averaged_weights_follow_and_lag(shards):
     model = nn.Linear(1, 1, bias=False)
-    averaged = AveragedWeights(model, decay=0.9)
+    averaged = WeightEMA(model, decay=0.9)
     values = []
     for value in [1.0] * 30 + [2.0] * 5:
         nn.init.constant_(model.weight, value)
@@ -254,7 +248,7 @@ def test_averaged_weights_follow_and_lag(shards):
         values.append(averaged.model.weight.item())
     assert values[29] == pytest.approx(1.0)
     assert 1.2 < values[-1] < 2.0
-    again = AveragedWeights(nn.Linear(1, 1, bias=False), decay=0.9)
+    again = WeightEMA(nn.Linear(1, 1, bias=False), decay=0.9)
     again.load_state_dict(averaged.state_dict())
     for one, linear in ((averaged, model), (again, again._source)):
         nn.init.constant_(linear.weight, 3.0)
@@ -396,7 +390,7 @@ def test_events_for_tensorboard(shards, tmp_path):
 
 def test_events_on_drive_are_written_here_and_sent(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    monkeypatch.setattr("colab_utils.training.board.is_on_drive", lambda folder: True)
+    monkeypatch.setattr("colab_utils.training.trainer.is_on_drive", lambda folder: True)
     board = Board(tmp_path)
     ap = AveragePrecision(0.25, 0.2, 0.5, 0.4, 60, ())
     board.add(LogLine(3, 10, 1.5, 0.01, 5.0, 0.1, 2_000_000_000, ap, 2))

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.training.meter import Pace, StepMeter
 from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES
 from colab_utils.training.step import (
     TrainingStep,
@@ -15,6 +14,7 @@ from colab_utils.training.step import (
     compute_rate,
     make_optimizer,
 )
+from colab_utils.training.trainer import StepTimer, Throughput
 
 
 class TinyDetector(nn.Module):
@@ -163,12 +163,12 @@ def test_optimiser_leaves_frozen_weights_alone(name: str):
 
 def test_meter_separates_waiting_from_work(monkeypatch):
     marks = iter([0.0, 3.0, 4.0, 4.0, 4.5, 6.5])  # 3 s wait, 1 s step; 0.5 s wait, 2 s step
-    monkeypatch.setattr("colab_utils.training.meter.perf_counter", lambda: next(marks))
-    meter = StepMeter(torch.device("cpu"))
+    monkeypatch.setattr("colab_utils.training.trainer.perf_counter", lambda: next(marks))
+    meter = StepTimer(torch.device("cpu"))
     for _ in range(6):
         meter.mark()
     pace = meter.collect(images=6)
-    assert pace == Pace(images=6, wait_s=3.5, step_s=3.0)
+    assert pace == Throughput(images=6, wait_s=3.5, step_s=3.0)
     assert pace.wait_share == pytest.approx(3.5 / 6.5)
     assert pace.images_per_second == pytest.approx(6 / 6.5)
 
@@ -190,13 +190,13 @@ def test_meter_on_a_gpu_reads_events_and_only_on_collect(monkeypatch):
             return end.at_ms - self.at_ms
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    meter = StepMeter(torch.device("cuda"))
+    meter = StepTimer(torch.device("cuda"))
     for _ in range(3):
         meter.mark()
     assert FakeEvent.waited == 0
-    assert meter.collect(images=4) == Pace(images=4, wait_s=3.0, step_s=1.0)
+    assert meter.collect(images=4) == Throughput(images=4, wait_s=3.0, step_s=1.0)
 
 
 def test_paces_add_up_and_no_steps_have_none():
-    assert Pace(2, 1.0, 3.0) + Pace(4, 0.5, 1.5) == Pace(6, 1.5, 4.5)
-    assert (Pace().wait_share, Pace().images_per_second) == (0, 0)
+    assert Throughput(2, 1.0, 3.0) + Throughput(4, 0.5, 1.5) == Throughput(6, 1.5, 4.5)
+    assert (Throughput().wait_share, Throughput().images_per_second) == (0, 0)

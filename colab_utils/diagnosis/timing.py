@@ -1,0 +1,255 @@
+"""The clocks: what batches and calls cost, in wall time and in CPU time; and a step for machines without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter, thread_time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.tune import EmulatedStep
+from colab_utils.runtime import quiet_fork
+
+__all__ = ["BatchTimes", "EmulatedStep", "Stage", "count_workers", "measure_tree_cpu", "time_batches", "time_calls"]
+
+_ROUNDS = 3  # of a batch from each worker
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """What `time_batches` measured: seconds of waiting and of the step, one a batch, and the ``images`` in all.
+
+    ``first_batch_s`` is the wait for the very first batch, workers' start included. CPU seconds: ``cpu_s`` of this
+    process and its children; ``step_cpu_s`` and ``wait_cpu_s`` of the calling thread in steps and while it waited.
+    """
+
+    wait_s: tuple[float, ...]
+    step_s: tuple[float, ...]
+    images: int
+    first_batch_s: float
+    cpu_s: float
+    step_cpu_s: float
+    wait_cpu_s: float
+
+    @property
+    def batch_s(self) -> NDArray[np.float64]:
+        """Wait + step, seconds, float64 [batches]."""
+        return np.maximum(np.add(self.wait_s, self.step_s), 1e-9)
+
+    @property
+    def images_per_second(self) -> float:
+        """Images divided by the time of waiting and stepping."""
+        return self.images / float(self.batch_s.sum())
+
+    @property
+    def batch_ms_median(self) -> float:
+        """Median of wait + step, milliseconds a batch."""
+        return float(np.median(self.batch_s)) * 1000
+
+    @property
+    def batch_ms_p95(self) -> float:
+        """95th percentile of wait + step, milliseconds a batch."""
+        return float(np.percentile(self.batch_s, 95)) * 1000
+
+    @property
+    def wait_share(self) -> float:
+        """Stall share: wait / (wait + step), 0 to 1."""
+        return sum(self.wait_s) / float(self.batch_s.sum())
+
+    @property
+    def cpu_ms_per_image(self) -> float:
+        """CPU milliseconds that loading an image took, over all processes, without the step's own thread."""
+        return max(0.0, self.cpu_s - self.step_cpu_s) / self.images * 1000
+
+    def __str__(self) -> str:
+        rate = f"{self.images_per_second:.1f} images/s over {len(self.wait_s)} batches"
+        return f"{rate}, {self.batch_ms_median:.0f} ms a batch, waiting {self.wait_share:.0%}"
+
+
+def time_batches(
+    loader: Iterable[Any], step: Callable[..., Any] | None = None, *, batches: int, warmup: int = 2, max_s: float = 60,
+    least: int = 1,
+) -> BatchTimes:  # fmt: skip
+    """Time ``batches`` batches of any loader: how long each was waited for, and how long its step took.
+
+    A loader that ends earlier is iterated again. Where this process uses CUDA, it is synchronised around each step.
+
+    ``step`` is called as ``step(images, targets)`` where a batch is such a pair, else as ``step(batch)``. ``warmup``
+    batches come first, untimed, or fewer in ``max_s`` seconds, after which it stops with the batches there are. Slow
+    workers deliver in bursts, a batch from each: one such round is untimed, and three are timed, with ``least`` batches
+    in all, or as many whole rounds as three times ``max_s`` allow from the first timed batch on, one at least.
+
+    Raises:
+        ColabUtilsError: the loader yields nothing, too little, or raises; the message says at which batch.
+
+    Example:
+        >>> times = time_batches([("images", "targets")], EmulatedStep(2), batches=3)
+        >>> len(times.wait_s), times.wait_share < 0.5
+        (3, True)
+    """
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() and torch.cuda.is_initialized() else int
+    waits, steps = [], []
+    images, first_batch_s, wait_cpu_s, step_cpu_s, cpu_began_s = 0, 0.0, 0.0, 0.0, measure_tree_cpu()
+    source, lanes = _fetch_batches(loader), max(1, count_workers(loader))
+    untimed = max(warmup, lanes) if warmup else 0
+    began_s = timed_s = asked_s = perf_counter()
+    asked_cpu_s = thread_time()
+    for seen, batch in enumerate(source, start=1):
+        synchronize()  # what the loader queued on the device belongs to the wait
+        got_s, got_cpu_s = perf_counter(), thread_time()
+        first_batch_s = first_batch_s or got_s - asked_s
+        if step is not None:
+            step(*batch) if _is_pair(batch) else step(batch)
+            synchronize()
+        ended_s, ended_cpu_s = perf_counter(), thread_time()
+        if seen <= untimed:
+            late = ended_s - began_s > max_s and seen % lanes == 0
+            untimed = seen if late else untimed
+            if seen == untimed:
+                cpu_began_s, timed_s = measure_tree_cpu(), ended_s
+        else:
+            waits.append(got_s - asked_s)
+            steps.append(ended_s - got_s)
+            wait_cpu_s += got_cpu_s - asked_cpu_s
+            step_cpu_s += ended_cpu_s - got_cpu_s
+            images += _count_images(batch)
+            rounds, rest = divmod(len(waits), lanes)
+            enough = rounds >= _ROUNDS and len(waits) >= least and ended_s - began_s > max_s
+            if len(waits) >= batches or (not rest and (enough or ended_s - timed_s > _ROUNDS * max_s)):
+                break
+        asked_s, asked_cpu_s = perf_counter(), thread_time()
+    cpu_s = measure_tree_cpu() - cpu_began_s
+    source.close()
+    if not waits:
+        raise ColabUtilsError(
+            f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: pass a loader that "
+            "can be iterated again, such as a DataLoader, or warmup=0"
+        )
+    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), first_batch_s, cpu_s, step_cpu_s, wait_cpu_s)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one part of loading, or of training, takes **per image**, milliseconds: wall time of ``calls``, and mean
+    CPU time.
+    """
+
+    name: str
+    median_ms: float
+    p95_ms: float
+    cpu_ms: float
+    mean_ms: float = 0.0
+    p99_ms: float = 0.0
+    std_ms: float = 0.0
+    calls: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.median_ms:.1f} ms an image (p95 {self.p95_ms:.1f} ms, CPU {self.cpu_ms:.1f} ms)"
+
+
+def make_stage(name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Stage:
+    """A stage from the wall time of each of its calls, milliseconds [calls]."""
+    median, p95, p99 = np.percentile(wall_ms, (50, 95, 99)).tolist()
+    return Stage(name, median, p95, cpu_ms, float(np.mean(wall_ms)), p99, float(np.std(wall_ms)), len(wall_ms))
+
+
+def time_calls(
+    name: str, call: Callable[[Any], Any], arguments: Iterable[Any], *, max_s: float, images: float = 1
+) -> Stage:
+    """Time ``call(argument)`` for each of ``arguments`` (one at least), in this thread, for about ``max_s`` seconds.
+
+    A call handles so many ``images``: the stage is per image.
+    """
+    wall_ms = []
+    began_s, cpu_began_s = perf_counter(), thread_time()
+    for argument in arguments:
+        call_began_s = perf_counter()
+        call(argument)
+        ended_s = perf_counter()
+        wall_ms.append((ended_s - call_began_s) * 1000 / images)
+        if ended_s - began_s > max_s:
+            break
+    return make_stage(name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000)
+
+
+def count_workers(loader: Any) -> int:
+    """Workers of a `Loader` or a ``DataLoader``; 0 where a loader does not say.
+
+    Example:
+        >>> count_workers([1, 2])
+        0
+    """
+    workers: int = getattr(loader, "workers", getattr(loader, "num_workers", 0))
+    return workers
+
+
+def describe_error(error: BaseException) -> str:
+    """Kind and message in one line; of an error that a DataLoader worker raised, the worker's own last line.
+
+    Example:
+        >>> describe_error(ValueError("not an image"))
+        'ValueError: not an image'
+    """
+    kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
+    message = lines[0]
+    if message.startswith("Caught ") and len(lines) > 1:  # torch wraps the worker's whole traceback
+        kind, _, message = lines[-1].partition(": ")
+    return message if isinstance(error, ColabUtilsError) else f"{kind}: {message}"
+
+
+def _fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
+    """The batches of one epoch after the other; an error in the loader becomes one line that says where."""
+    number, batches = 0, None
+    while True:
+        before = number
+        try:
+            with quiet_fork():
+                batches = iter(loader)
+            for batch in batches:
+                number += 1
+                yield batch
+        except Exception as error:
+            if not getattr(loader, "persistent_workers", False):
+                getattr(batches, "_shutdown_workers", int)()  # the traceback would keep them alive
+            cure = "" if isinstance(error, ColabUtilsError) else ": correct the dataset"
+            found = f"found {describe_error(error)}{cure}".replace("found expected a batch, ", "")
+            raise ColabUtilsError(f"expected batch {number + 1} from the loader, {found}") from error
+        if number == 0:
+            raise ColabUtilsError("expected batches from the loader, found none: is the dataset smaller than a batch?")
+        if number == before:
+            return  # an iterator: it cannot start again
+
+
+def _is_pair(batch: Any) -> bool:
+    return type(batch) in (tuple, list) and len(batch) == 2
+
+
+def _count_images(batch: Any) -> int:
+    """Images in a batch: of ``(images, targets)``, a packed batch, a dict of tensors, or a bare tensor."""
+    if isinstance(batch, Mapping):
+        batch = next(iter(batch.values()))
+    elif _is_pair(batch) and hasattr(batch[0], "__len__"):
+        batch = batch[0]
+    if isinstance(batch, torch.Tensor) and not batch.ndim:
+        return 1
+    return len(batch) if hasattr(batch, "__len__") else 1
+
+
+def measure_tree_cpu() -> float:
+    """CPU seconds that this process and all its children have used so far, ended children included."""
+    import psutil
+
+    total_s = 0.0
+    process = psutil.Process()
+    for member in (process, *process.children(recursive=True)):
+        try:
+            times = member.cpu_times()
+        except psutil.NoSuchProcess:  # it ended a moment ago: its parent counts it now
+            continue
+        total_s += times.user + times.system + getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
+    return total_s

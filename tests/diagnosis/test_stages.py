@@ -1,0 +1,127 @@
+"""Each part of loading timed alone: on a slowed folder, on shards, on anybody's own dataset and batches."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from colab_utils.diagnosis.diagnose import diagnose
+from colab_utils.diagnosis.stages import time_batch_parts, time_dataset_stages, time_reads, time_samples
+from colab_utils.drive import DriveProfile
+from colab_utils.loading import CocoFolder, ShardDataset
+
+# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+SLOW = DriveProfile("test", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
+
+
+def collate(samples):
+    time.sleep(0.008)
+    return tuple(zip(*samples, strict=True))
+
+
+class Transformed(Dataset):
+    """As torchvision's datasets are: reading takes 5 ms, transforms 15 ms."""
+
+    def __init__(self, transforms):
+        self.transforms = transforms
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        image, target = torch.zeros(3, 8, 8), {"boxes": torch.zeros(1, 4)}
+        return self.transforms(image, target) if self.transforms else (image, target)
+
+
+def transform(image, target):
+    time.sleep(0.015)
+    return image, target
+
+
+def test_transforms_are_told_apart_without_a_change_to_the_dataset():
+    dataset = Transformed(transform)
+    sample, transformed = time_samples(dataset, range(30), seconds=2)
+    assert (sample.name, transformed.name) == ("sample", "transform")
+    assert 5 <= sample.median_ms < 15 <= transformed.median_ms + 1
+    assert transformed.cpu_ms < 5
+    assert dataset.transforms is transform
+
+
+def test_a_dataset_that_needs_its_transforms_is_timed_whole():
+    class Stubborn(Transformed):
+        def __getitem__(self, index):
+            return self.transforms(torch.zeros(3, 8, 8), {})
+
+    (whole,) = time_samples(Stubborn(transform), range(10), seconds=1)
+    assert whole.name == "sample"
+    assert whole.median_ms >= 15
+
+
+def test_collate_is_per_image():
+    loader = DataLoader(Transformed(None), batch_size=4, collate_fn=collate)
+    samples = [loader.dataset[i] for i in range(4)]
+    (stage,) = time_batch_parts(loader, collate(samples), samples, images=4, seconds=1)
+    assert stage.name == "collate"
+    assert 2 <= stage.median_ms < 6
+
+
+def test_hand_off_grows_with_the_bytes():
+    loader = DataLoader(Transformed(None), batch_size=2, num_workers=1)
+    few, many = (
+        time_batch_parts(loader, [torch.zeros(size, dtype=torch.uint8)], [], images=2, seconds=2)[0]
+        for size in (1000, 60_000_000)
+    )
+    assert few.name == many.name == "hand-off"
+    assert many.median_ms > 5 * few.median_ms
+    assert many.cpu_ms > few.cpu_ms
+
+
+def test_what_lies_on_a_device_is_not_handed_over():
+    loader = DataLoader(Transformed(None), batch_size=2, num_workers=1)
+    assert time_batch_parts(loader, [torch.zeros(3, device="meta")], [], images=2, seconds=1) == []
+
+
+def test_cold_and_warm_reads(tiny_dataset, tiny_shards):
+    slow = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+    cold, warm = time_reads(slow, range(8), seconds=2)
+    assert (cold.name, warm.name) == ("cold", "warm")
+    assert min(cold.median_ms, warm.median_ms) >= 20  # the slowed folder is always cold
+    cold, warm = time_reads(ShardDataset(tiny_shards), range(8), seconds=2)
+    assert cold.calls == warm.calls == 8
+    assert cold.p95_ms <= cold.p99_ms
+    assert warm.median_ms < 20
+
+
+def test_layers_of_a_folder_and_of_shards(tiny_dataset, tiny_shards):
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+    for dataset in (folder, ShardDataset(tiny_shards)):
+        stages = time_dataset_stages(dataset, range(6), dense=True, packs=False, seconds=2)
+        assert list(stages) == ["read", "decode", "masks"]
+    slow = time_dataset_stages(folder, range(6), dense=True, packs=False, seconds=2)
+    assert slow["read"].median_ms >= 20 > slow["read"].cpu_ms
+
+
+def test_a_users_own_loader_is_taken_apart():
+    loader = DataLoader(Transformed(transform), batch_size=4, collate_fn=collate, num_workers=1)
+    found = diagnose(loader, lambda images, targets: time.sleep(0.002), seconds=5)
+    stages = {stage.name: stage for stage in found.stages}
+    assert list(stages) == ["sample", "transform", "collate", "hand-off", "wait", "step"]
+    assert max(list(stages.values())[:4], key=lambda stage: stage.median_ms).name == "transform"
+    assert "the largest stage is transform" in found.verdict
+    assert all(stage.calls >= 2 and stage.median_ms <= stage.p95_ms <= stage.p99_ms for stage in found.stages)
+    assert found.reads == ()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_pin_and_transfer_on_a_gpu():
+    loader = DataLoader(Transformed(None), batch_size=2, pin_memory=True)
+    batch = [torch.zeros(100_000_000, dtype=torch.uint8)]
+    pin, transfer = time_batch_parts(loader, batch, [], images=1, seconds=2)
+    assert (pin.name, transfer.name) == ("pin", "transfer")
+    assert transfer.median_ms > 0.5  # 100 MB at no more than 200 GB/s

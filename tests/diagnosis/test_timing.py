@@ -1,0 +1,248 @@
+"""The clocks: what they count, what they leave out, and what they say of a broken loader."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from colab_utils.diagnosis.timing import EmulatedStep, time_batches, time_calls
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError
+
+# Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+def _burn(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class _Samples(Dataset):
+    """Zeros; sleeps and burns as told; raises at one index."""
+
+    def __init__(self, n, *, sleep_s=0.0, burn_s=0.0, broken=None, error=None):
+        self.n, self.sleep_s, self.burn_s, self.broken, self.error = (
+            n,
+            sleep_s,
+            burn_s,
+            broken,
+            error or ValueError("bad jpeg"),
+        )
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise self.error
+        time.sleep(self.sleep_s)
+        _burn(self.burn_s)
+        return torch.zeros(3, 4, 4), index
+
+
+class TestEmulatedStep:
+    def test_takes_its_time_and_its_cpu(self):
+        step = EmulatedStep(40)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        step([torch.zeros(3, 4, 4)], [{}])
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        assert step.emulated
+        assert step.step_ms == 40
+        assert wall >= 0.0399
+        assert 0.9 * 0.040 <= cpu < wall
+
+    @pytest.mark.parametrize("step_ms", [0, -5, float("nan"), float("inf")])
+    def test_refuses_what_no_step_could_be(self, step_ms):
+        with pytest.raises(ColabUtilsError, match="step_ms over 0"):
+            EmulatedStep(step_ms)
+
+
+class TestTimeBatches:
+    def test_splits_waiting_from_stepping(self):
+        loader = DataLoader(_Samples(12, sleep_s=0.004), batch_size=2)
+        times = time_batches(loader, lambda images, targets: time.sleep(0.010), batches=4)
+        assert len(times.wait_s) == len(times.step_s) == 4
+        assert min(times.wait_s) >= 0.008
+        assert min(times.step_s) >= 0.010
+        assert times.images == 8
+        total = sum(times.wait_s) + sum(times.step_s)
+        assert times.images_per_second == pytest.approx(8 / total)
+        assert times.wait_share == pytest.approx(sum(times.wait_s) / total)
+        assert times.batch_ms_median == pytest.approx(np.median(np.add(times.wait_s, times.step_s)) * 1000)
+        assert times.batch_ms_p95 >= times.batch_ms_median
+        assert "images/s over 4 batches" in str(times)
+
+    def test_warm_up_and_first_batch_stand_apart(self):
+        waits = iter([0.08, 0.05, 0.0, 0.0, 0.0])
+
+        def batches():
+            for wait in waits:
+                time.sleep(wait)
+                yield ["image"]
+
+        times = time_batches(batches(), batches=3, warmup=2)
+        assert times.first_batch_s >= 0.08
+        assert len(times.wait_s) == 3
+        assert max(times.wait_s) < 0.05
+
+    def test_goes_on_with_new_epochs(self):
+        epochs = []
+
+        class Loader:
+            def __iter__(self):
+                epochs.append(1)
+                return iter([(["a", "b"], [{}, {}]), (["c"], [{}])])
+
+        times = time_batches(Loader(), batches=5, warmup=0)
+        assert len(epochs) == 3
+        assert times.images == 2 + 1 + 2 + 1 + 2
+
+    def test_stops_at_the_time_cap_with_one_batch_at_least(self):
+        times = time_batches(DataLoader(_Samples(50, sleep_s=0.02)), batches=50, warmup=1, max_s=0.005)
+        assert len(times.wait_s) == 1
+
+    def test_counts_cpu_of_workers_but_not_of_the_step(self):
+        loader = DataLoader(_Samples(24, burn_s=0.03), batch_size=2, num_workers=2, persistent_workers=True)
+        times = time_batches(loader, EmulatedStep(20), batches=8)
+        assert times.step_cpu_s >= 8 * 0.018
+        # the kernel counts CPU in ticks of 10 ms, and workers run a few batches ahead or behind
+        assert 10 < times.cpu_ms_per_image < 90
+
+    def test_slow_workers_that_deliver_in_bursts_are_timed_in_whole_rounds(self):
+        # 2 workers, 0.5 s a batch: two batches at once every half second, 4 batches a second, whatever the cap
+        loader = DataLoader(_Samples(60, sleep_s=0.5), batch_size=1, num_workers=2)
+        times = time_batches(loader, batches=100, max_s=0.1)
+        assert len(times.wait_s) == 2  # three rounds would take longer than three times the cap
+        assert times.images_per_second == pytest.approx(4, rel=0.3)
+
+    def test_an_iterator_gives_what_it_has(self):
+        assert len(time_batches(iter([["a"]] * 5), batches=10, warmup=2).wait_s) == 3
+
+    def test_an_iterator_that_ends_in_the_warm_up(self):
+        with pytest.raises(ColabUtilsError, match="iterated again"):
+            time_batches(iter([["a"]] * 2), batches=10, warmup=2)
+
+    def test_nothing_at_all(self):
+        with pytest.raises(ColabUtilsError, match="found none"):
+            time_batches([], batches=3)
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_names_the_error_and_the_batch(self, workers):
+        loader = DataLoader(_Samples(8, broken=5), batch_size=2, num_workers=workers)
+        with pytest.raises(ColabUtilsError, match=r"expected batch 3 .* ValueError: bad jpeg") as caught:
+            time_batches(loader, batches=4)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_keeps_the_cure_of_our_own_errors(self, workers):
+        lost = DriveLostError("expected to read a.jpg, found no Drive: remount it")
+        loader = DataLoader(_Samples(8, broken=0, error=lost), batch_size=2, num_workers=workers)
+        with pytest.raises(ColabUtilsError, match=r"batch 1 .* remount it$") as caught:
+            time_batches(loader, batches=4)
+        assert "\n" not in str(caught.value)
+
+    def test_an_error_of_the_step_is_the_users_own(self):
+        with pytest.raises(ZeroDivisionError):
+            time_batches([["a"]], lambda batch: 1 / 0, batches=1)
+
+    def test_cuda_is_synchronised_around_the_step(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronise"))
+        time_batches([["a"]] * 2, lambda batch: calls.append("step"), batches=2, warmup=0)
+        assert calls == ["synchronise", "step", "synchronise"] * 2
+
+    def test_a_naive_clock_lies_about_a_queued_step_and_ours_does_not(self, monkeypatch):
+        busy_until = [0.0]  # a device that works off a queue, as CUDA does
+
+        def synchronise():
+            time.sleep(max(0.0, busy_until[0] - time.perf_counter()))
+
+        def step(batch):
+            busy_until[0] = max(busy_until[0], time.perf_counter()) + 0.03  # queued, and back at once
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronise)
+        began_s = time.perf_counter()
+        step(["a"])
+        naive_s = time.perf_counter() - began_s
+        times = time_batches([["a"]] * 6, step, batches=4, warmup=1)
+        assert naive_s < 0.01
+        assert min(times.step_s) >= 0.03
+        assert times.wait_share < 0.2
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    def test_the_same_on_a_gpu(self):
+        matrix = torch.rand(4096, 4096, device="cuda")
+
+        def step(batch):
+            for _ in range(20):
+                matrix @ matrix
+
+        step(None)
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        step(None)
+        naive_s = time.perf_counter() - began_s
+        torch.cuda.synchronize()
+        times = time_batches([["a"]] * 6, step, batches=4, warmup=1)
+        assert min(times.step_s) > 2 * naive_s
+
+    def test_cuda_is_left_alone_where_nobody_uses_it(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("no CUDA here"))
+        time_batches([["a"]] * 2, batches=2, warmup=0)
+
+
+def test_time_calls_caps_its_time_and_counts_cpu():
+    calls = []
+
+    def call(number):
+        calls.append(number)
+        time.sleep(0.005)
+
+    slept = time_calls("sleep", call, range(100), max_s=0.03)
+    assert 1 <= len(calls) <= 7
+    assert 5 <= slept.median_ms <= slept.p95_ms
+    assert slept.cpu_ms < slept.mean_ms
+    assert time_calls("burn", _burn, [0.005] * 3, max_s=2).cpu_ms >= 5
+
+
+@pytest.mark.parametrize(
+    ("batch", "images"),
+    [
+        ((torch.zeros(4, 3, 2, 2), torch.zeros(4)), 4),  # tensors, as default_collate makes them
+        ([[torch.zeros(3, 2, 2)] * 3, [{}] * 3], 3),  # lists, as torchvision's references make them
+        ({"pixel_values": torch.zeros(5, 3), "labels": torch.zeros(5)}, 5),  # transformers
+        (torch.zeros(6, 3), 6),  # a bare tensor
+        ((torch.tensor(1.0), 2), 1),  # batch_size=None
+    ],
+)
+def test_images_of_any_batch(batch, images):
+    assert time_batches([batch], batches=2, warmup=0).images == 2 * images
+
+
+@pytest.mark.parametrize(
+    ("batch", "arguments"),
+    [
+        ((["a"], [{}]), 2),  # images and targets
+        (torch.zeros(2), 1),  # one packed batch, which has two images and is no pair
+    ],
+)
+def test_a_pair_is_spread_and_a_packed_batch_is_not(batch, arguments):
+    got = []
+    time_batches([batch], lambda *given: got.append(len(given)), batches=1, warmup=0)
+    assert got == [arguments]
+
+
+def test_ended_children_stay_counted():
+    loader = DataLoader(_Samples(4, burn_s=0.05), num_workers=1)  # each epoch starts and ends its worker
+    times = time_batches(loader, batches=8, warmup=0)
+    assert times.cpu_s >= 0.36  # of 0.40, in ticks of 10 ms

@@ -1,0 +1,404 @@
+"""Who loads, where the batches lie, and what is left when memory, a worker or a sample fails."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import random
+import shutil
+import signal
+import tarfile
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset
+from torchvision.transforms import v2
+
+from colab_utils.data.decoding import decode_pixels
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading import buffers as slots
+from colab_utils.loading import workers
+from colab_utils.loading.buffers import SharedBuffer, SharedBufferPool
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.loader import make_loader
+from colab_utils.loading.transforms import apply_transforms
+from colab_utils.loading.workers import Fetcher
+from colab_utils.shards.arrays import dump_arrays, rebuild_arrays
+from colab_utils.shards.format import ShardInfo, hash_file, pad_member, read_index, write_index
+
+from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, list_ids, spoil_image
+
+HAND_OFFS = [("threads", 0), ("threads", 2), ("loader_process", 2), ("processes", 2)]
+
+
+@pytest.fixture
+def make(request):
+    def build(dataset, **options):
+        loader = make_loader(dataset, **options)
+        request.addfinalizer(loader.close)
+        return loader
+
+    return build
+
+
+@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
+def test_every_hand_off_delivers_the_same(tiny_shards, make, backend, count):
+    dataset = ShardDataset(tiny_shards)
+    place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
+    expected = list_ids(make(dataset, batch_size=5, workers=0, deliver="packed", seed=4))
+    loader = make(dataset, batch_size=5, workers=count, backend=backend, seed=4)
+    assert (loader.backend, loader.workers) == (backend, count)
+    seen = []
+    for images, targets in loader:
+        assert_equal_batches(dataset, place, images, targets)
+        seen.append([target["image_id"] for target in targets])
+    assert seen == expected
+
+
+@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
+def test_batches_that_are_kept_stay_as_they_were(tiny_shards, make, backend, count):
+    dataset = ShardDataset(tiny_shards)
+    place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
+    loader = make(dataset, batch_size=1, workers=count, backend=backend, deliver="packed")
+    for _ in range(2):
+        kept = list(loader)  # more than there are slots
+        for batch in kept:
+            assert_equal_batches(dataset, place, batch.to_images("cpu"), batch.to_targets("cpu"))
+
+
+def test_memory_is_used_again():
+    ring = SharedBufferPool(1, 2)
+    numbers = [ring.take() for _ in range(3)]
+    for number in numbers:
+        ring.slots[number].reserve(100)[:] = number
+    first, second, third = (ring.lend(number, 100) for number in numbers)
+    assert [part.unique().tolist() for part in (first, second, third)] == [[number] for number in numbers]
+    assert ring.take() == numbers[2]  # the third was copied out, because two are lent
+    part = first[10:20]
+    del first
+    gc.collect()
+    with pytest.raises(IndexError):
+        ring.take()  # a piece of it is still in use
+    del part
+    assert ring.take() == numbers[0]
+    assert second.unique().tolist() == [numbers[1]]
+
+
+def test_a_slot_grows_and_what_was_lent_keeps_its_content():
+    slot = SharedBuffer()
+    small = slot.reserve(10)
+    small[:] = 7
+    large = slot.reserve(5 << 20)
+    assert small.tolist() == [7] * 10
+    assert large[:10].tolist() == [7] * 10
+    assert large.size == 5 << 20
+
+
+def test_a_batch_larger_than_memory_is_refused(make, monkeypatch):
+    monkeypatch.setattr(slots, "find_free_memory", lambda: 1000)
+    for count in (0, 2):
+        with pytest.raises(ColabUtilsError, match=r"shared memory for a batch.*1.0 kB free.*smaller batch"):
+            list(make(Numbers(20), batch_size=4, workers=count))
+
+
+def test_workers_that_cannot_start_are_said_and_done_without(make, monkeypatch):
+    def refuse(*_):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(workers, "_Processes", refuse)
+    loader = make(Numbers(6), batch_size=2, workers=2, shuffle=False, deliver="packed")
+    with pytest.warns(ColabUtilsWarning, match=r"2 worker processes, found that they cannot be started.*in this proc"):
+        assert flatten(list_ids(loader)) == list(range(6))
+    assert loader.workers == 0
+
+
+def kill_one(index):
+    if index == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_loader_process_with_threads_is_said(make):
+    loader = make(Numbers(40, kill_one), batch_size=2, workers=2, backend="loader_process", shuffle=False)
+    with pytest.raises(ColabUtilsError, match="killed by signal: Killed"):
+        list(loader)
+
+
+class OddError(Exception):
+    """An exception that cannot be copied to another process."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+        self.two = two
+
+
+def act_oddly(index):
+    raise OddError("odd", lambda: None)
+
+
+def test_an_error_that_cannot_be_copied_is_still_told(make):
+    with pytest.raises(RuntimeError, match="OddError: odd") as error:
+        list(make(Numbers(4, act_oddly), batch_size=2, workers=1))
+    assert "act_oddly" in error.value.__notes__[0]
+
+
+# bad samples
+
+
+def act_with_two_bad(index):
+    if index in (5, 6, 9):
+        raise ColabUtilsError(f"expected a whole image, found half of {index}.jpg")
+
+
+@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
+def test_bad_samples_are_left_out_named_and_counted(make, backend, count):
+    options = {"batch_size": 2, "workers": count, "backend": backend, "deliver": "packed", "shuffle": False}
+    loader = make(Numbers(12, act_with_two_bad), max_bad=3, **options)
+    with pytest.warns(ColabUtilsWarning) as said:
+        batches = list_ids(loader)
+    assert [str(warning.message)[-5:] for warning in said] == ["5.jpg", "6.jpg", "9.jpg"]
+    assert "(number 3 so far)" in str(said[2].message)
+    assert batches == [[0, 1], [2, 3], [4], [7], [8], [10, 11]]
+    assert [index for index, _ in loader.bad] == [5, 6, 9]
+    assert loader.epoch == 1
+    loader = make(Numbers(12, act_with_two_bad), max_bad=2, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ColabUtilsWarning)
+        with pytest.raises(ColabUtilsError, match=r"at most 2 bad images \(max_bad\), found 3.*9.jpg"):
+            list(loader)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_batch_of_bad_samples_alone_is_passed_over(make, count):
+    def act(index):
+        if index in (2, 3):
+            raise ColabUtilsError("bad")
+
+    loader = make(Numbers(6, act), batch_size=2, workers=count, deliver="packed", shuffle=False, max_bad=2)
+    with pytest.warns(ColabUtilsWarning):
+        assert list_ids(loader) == [[0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize("whole_shards", [False, True])
+def test_a_broken_image_in_a_shard_is_left_out_and_named(tiny_shards, tmp_path, make, whole_shards):
+    folder = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
+    name = spoil_image(folder, 3)
+    dataset = ShardDataset(folder, whole_shards=whole_shards)
+    loader = make(dataset, batch_size=5, workers=2, deliver="packed", max_bad=1)
+    with pytest.warns(ColabUtilsWarning, match=name):
+        got = flatten(list_ids(loader))
+    assert sorted([*got, int(dataset.image_ids[3])]) == sorted(dataset.image_ids.tolist())
+
+
+# order
+
+
+def test_batches_out_of_order_are_the_same_batches_and_their_state_is_exact(make):
+    def act(index):
+        if index == 0:
+            time.sleep(0.5)  # the first batch is slow
+
+    options = {"batch_size": 2, "workers": 2, "deliver": "packed", "shuffle": False, "in_order": False}
+    loader = make(Numbers(20, act), **options)
+    order = []
+    for batch in loader:
+        order.append(batch.image_ids.tolist())
+        if len(order) == 2:
+            state = loader.state_dict()
+    assert order[0] != [0, 1]
+    assert sorted(order) == [[i, i + 1] for i in range(0, 20, 2)]
+    assert state["batch"] == 0
+    assert len(state["ahead"]) == 2
+    again = make(Numbers(20), **options)
+    again.load_state_dict(state)
+    assert sorted(order[:2] + list_ids(again)) == sorted(order)
+    assert again.epoch == 1
+
+
+# subsets, subclasses, raw pixels
+
+
+def test_a_subset_is_read_as_its_dataset(tiny_shards, make):
+    dataset = ShardDataset(tiny_shards)
+    inner = Subset(dataset, [7, 3, 3, 9, 1, 0])
+    subset = Subset(inner, [5, 1, 2, 0])  # a subset of a subset
+    source = Fetcher(subset)
+    assert source.writes_itself
+    assert source.sizes.shape == (4, 2)
+    loader = make(subset, batch_size=4, workers=1, deliver="packed", shuffle=False)
+    assert list_ids(loader) == [dataset.image_ids[[0, 3, 3, 7]].tolist()]
+
+
+class Darker(ShardDataset):
+    """Somebody's own subclass that changes the samples."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return image // 2, target
+
+
+def test_a_subclass_gives_its_own_samples(tiny_shards, make):
+    darker = Darker(tiny_shards)
+    assert not Fetcher(darker).writes_itself
+    place = {image_id: i for i, image_id in enumerate(darker.image_ids.tolist())}
+    for images, targets in make(darker, batch_size=4, workers=1):
+        assert_equal_batches(darker, place, images, targets)
+
+
+@pytest.fixture
+def raw_shards(tiny_shards, tmp_path):
+    """The tiny shards with every image as raw pixels."""
+    folder = Path(shutil.copytree(tiny_shards, tmp_path / "raw"))
+    index, infos = read_index(folder), []
+    for info in index.shards:
+        content = b""
+        with tarfile.open(folder / info.name) as tar:
+            for member in tar:
+                data, name = tar.extractfile(member).read(), member.name
+                if not name.endswith(".json"):
+                    file = io.BytesIO()
+                    np.save(file, decode_pixels(data))
+                    data, name = file.getvalue(), name.rsplit(".", 1)[0] + ".npy"
+                content += pad_member(name, data)
+        (folder / info.name).write_bytes(content + bytes(1024))
+        arrays = dump_arrays({}, rebuild_arrays(folder / info.name))
+        (folder / info.arrays_name).write_bytes(arrays)
+        infos.append(ShardInfo(
+            info.name, info.images, info.annotations, len(content) + 1024, hash_file(folder / info.name),
+            info.arrays_name, len(arrays), hash_file(folder / info.arrays_name)))  # fmt: skip
+    write_index(folder, replace(index, shards=tuple(infos), recipe={**index.recipe, "form": "pixels"}))
+    return folder
+
+
+@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
+@pytest.mark.parametrize("whole_shards", [False, True])
+def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, backend, count, whole_shards):
+    compressed, raw = ShardDataset(tiny_shards), ShardDataset(raw_shards, whole_shards=whole_shards)
+    assert raw.is_decoded
+    assert not compressed.is_decoded
+    assert torch.equal(raw[2][0], compressed[2][0])
+    assert torch.equal(raw.decode(raw.read(2)), compressed[2][0])
+    place = {image_id: i for i, image_id in enumerate(raw.image_ids.tolist())}
+    for images, targets in make(raw, batch_size=4, workers=count, backend=backend):
+        assert_equal_batches(compressed, place, images, targets)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"'|u1'", b"'|i1'"), (b"(128, 160, 3)", b"(160, 128, 3)"), (b"False", b"True ")]
+)
+def test_damaged_raw_pixels_are_named(raw_shards, make, old, new):
+    path = sorted(raw_shards.glob("*.tar"))[0]
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(ColabUtilsError, match=path.name) as error:
+        list(make(ShardDataset(raw_shards), batch_size=4, workers=1))
+    assert "\n" not in str(error.value)
+
+
+# users' own transforms
+
+
+def test_transforms_on_the_device_and_on_the_worker_give_the_same(tiny_shards, make):
+    dataset = ShardDataset(tiny_shards)
+    flip = v2.RandomHorizontalFlip(p=1)
+    options = {"batch_size": 5, "workers": 2, "transforms": flip}
+    on_device, on_worker = (list(make(dataset, transform_on=where, **options)) for where in ("device", "worker"))
+    plain = list(make(dataset, batch_size=5, workers=0))
+    for (images, targets), (also, also_targets), (before, targets_before) in zip(
+        on_device, on_worker, plain, strict=True
+    ):
+        for one, other, image in zip(images, also, before, strict=True):
+            assert one.dtype == torch.float32
+            assert type(one) is torch.Tensor
+            assert torch.equal(one, other)
+            assert torch.equal(one, image.flip(-1))
+        for one, other, target in zip(targets, also_targets, targets_before, strict=True):
+            for key in TENSORS:
+                assert type(one[key]) is torch.Tensor
+                assert torch.equal(one[key], other[key])
+            assert torch.equal(one["masks"], target["masks"].flip(-1))
+            assert torch.equal(one["boxes"][:, 0], 160 - target["boxes"][:, 2])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
+    dataset = ShardDataset(tiny_shards)
+    options = {"batch_size": 5, "shuffle": False, "workers": workers, "image_dtype": torch.uint8}
+    plain = [pair for batch in make(dataset, **options) for pair in zip(*batch, strict=True)]
+    some = [make(dataset, transforms=v2.RandomHorizontalFlip(0.5), seed=seed, **options) for seed in (1, 1, 2)]
+    assert all(loader.transforms is None for loader in some)
+    found = [[pair for batch in loader for pair in zip(*batch, strict=True)] for loader in some]
+    chosen = []
+    for samples in found:
+        flips = []
+        for (image, target), (before, target_before) in zip(samples, plain, strict=True):
+            flips.append(not torch.equal(image, before))
+            if flips[-1]:
+                before, target_before = apply_transforms(v2.RandomHorizontalFlip(1), before, target_before)
+            assert torch.equal(image, before)
+            assert all(torch.equal(target[key], target_before[key]) for key in TENSORS)
+        chosen.append(flips)
+    assert chosen[0] == chosen[1] != chosen[2]
+    assert 0 < sum(chosen[0]) < len(plain)
+    later = [pair for batch in some[0] for pair in zip(*batch, strict=True)]
+    assert any(not torch.equal(one[0], other[0]) for one, other in zip(found[0], later, strict=True))
+
+
+class Chance:
+    """A transform that draws from all three generators."""
+
+    def __call__(self, image, target):
+        shift = random.randrange(50) + np.random.randint(50) + int(torch.randint(50, ()))
+        return image + shift, target
+
+
+def test_chance_on_the_worker_is_the_seeds_whatever_the_workers(tiny_shards, make):
+    dataset, runs = ShardDataset(tiny_shards), []
+    state = random.getstate(), torch.get_rng_state()
+    for count in (0, 1, 2):
+        loader = make(
+            dataset, batch_size=5, workers=count, transforms=Chance(), transform_on="worker", deliver="packed"
+        )
+        runs.append([batch.pixels.clone() for _ in range(2) for batch in loader])
+    assert (random.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
+    for other in runs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+    assert any(not torch.equal(one, two) for one, two in zip(runs[0][:3], runs[0][3:], strict=True))
+
+
+def test_objects_that_a_transform_drops_are_gone_everywhere(tiny_shards, make):
+    class Drop:
+        def __call__(self, image, target):
+            kept = {key: target[key][:1] for key in ("boxes", "labels", "masks")}
+            return image, {**target, **kept}
+
+    for where in ("device", "worker"):
+        loader = make(ShardDataset(tiny_shards), batch_size=5, workers=0, transforms=Drop(), transform_on=where)
+        for _, targets in loader:
+            for target in targets:
+                assert len({len(target[key]) for key in TENSORS}) == 1
+
+
+def test_transforms_that_do_not_fit_are_refused(tiny_shards, make):
+    dataset = ShardDataset(tiny_shards)
+    with pytest.raises(ColabUtilsError, match="deliver='dense' for transforms on the device"):
+        make(dataset, batch_size=2, transforms=v2.Identity(), deliver="packed")
+    with pytest.raises(ColabUtilsError, match=r"from your transforms, found Image"):
+        list(make(dataset, batch_size=2, workers=0, transforms=lambda image, target: image))
+    floats = v2.ToDtype(torch.float32, scale=True)
+    with pytest.raises(ColabUtilsError, match=r"Leave out ToTensor"):
+        list(make(dataset, batch_size=2, workers=1, transforms=floats, transform_on="worker"))
+    images, _ = next(iter(make(dataset, batch_size=2, workers=0, transforms=floats)))
+    assert images[0].max() <= 1
+
+
+def test_a_loader_says_what_it_does(tiny_shards, make):
+    loader = make(ShardDataset(tiny_shards), batch_size=2, workers=2, deliver="packed")
+    assert str(loader) == "6 batches of 2, packed, by 2 worker processes, 2 batches ahead each"
+    assert "by this process" in str(make(ShardDataset(tiny_shards), batch_size=2, workers=0))

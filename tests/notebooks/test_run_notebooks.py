@@ -1,0 +1,250 @@
+"""The demo: the five notebooks in order with tiny settings, and what it does with notebooks that misbehave."""
+
+from __future__ import annotations
+
+import json
+import sys
+from html.parser import HTMLParser
+
+import nbformat
+import nbformat.v4 as v4
+import pytest
+
+from colab_utils.errors import ColabUtilsError
+from tools.run_notebooks import inject_parameters, run_demo
+
+TINY = {
+    "N_BUILTIN_IMAGES": 16,
+    "N_BUILTIN_VAL_IMAGES": 6,
+    "DRIVE_PROFILE": "fast",
+    "EMULATED_STEP_MS": 20,
+    "MEASURED_SECONDS": 3,
+    "SHARD_SIZE_MB": 0.6,
+    "COMPARED_SAMPLES": 4,
+    "MEASURED_SAMPLES": 8,
+    "STEPS": 4,
+    "PRETRAINED": False,
+    "BATCHES": 3,
+    "REPEATS": 1,
+    "STRATEGIES": "sequential, dataloader, shards_on_ssd, packed, train_while_copying",
+    "TIMELINE_SECONDS": 0.3,
+    "FORECAST_SECONDS": 1,
+}
+
+
+class Page(HTMLParser):
+    """What a page loads, where it leads, and what it says."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.loads, self.links, self.text, self.folded = [], [], "", 0
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.loads += [attributes[key] for key in ("src", "srcset") if key in attributes]
+        self.loads += [attributes["href"]] if tag == "link" else []
+        self.links += [attributes["href"]] if tag == "a" and "href" in attributes else []
+        self.folded += tag == "details"
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return run_demo(tmp_path_factory.mktemp("demo"), parameters=TINY)
+
+
+@pytest.fixture
+def results(demo):
+    folder = demo.work / "drive" / "results"
+    return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+def test_all_five_ran_in_order(demo):
+    assert [run.name[:2] for run in demo.notebooks] == ["01", "02", "03", "04", "05"]
+    for run in demo.notebooks:
+        cells = [cell for cell in nbformat.read(run.notebook, as_version=4).cells if cell.cell_type == "code"]
+        assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+        assert run.seconds > 0
+
+
+def test_01_finds_where_the_time_goes(results):
+    found = results["01"]
+    assert found["images_per_second"] > 0
+    assert 0 <= found["stall_share"] <= 1
+    assert found["headspace"] > 0.5
+    assert found["layers"]["read"] >= 15  # the profile's milliseconds for a file
+    assert {"decode", "masks", "step"} <= set(found["layers"])
+    assert found["step"] == "emulated 20 ms"
+
+
+def test_02_loses_nothing_on_the_way_to_shards(results):
+    found = results["02"]
+    assert (found["images"], found["skipped"], found["bad"]) == (16, 0, 0)
+    assert found["files_before"] == 16
+    assert found["files_after"] == 2 * found["shards"] + 1
+    assert found["shards"] >= 3
+    assert found["same_samples"] == 4
+    assert found["form"] == "keep"  # no built-in image is larger than training needs
+    assert 0.85 < found["planned_bytes"] / found["bytes_after"] < 1.15
+
+
+def test_03_copies_once_and_reads_faster(results):
+    found = results["03"]
+    assert found["shards"] == results["02"]["shards"]
+    assert found["trained_images"] == 16
+    assert found["first_step_s"] > 0
+    assert (found["copied_again_bytes"], found["bad"]) == (0, 0)
+    assert found["read_rates"]["loose files on Drive"] < 1 / 0.015
+    assert found["read_rates"]["shards on SSD"] > found["read_rates"]["loose files on Drive"]
+
+
+def test_04_trains_resumes_and_measures(results):
+    found = results["04"]
+    assert (found["steps"], found["resumed_after"]) == (4, 2)
+    assert 0 < found["last_loss"] < 20
+    assert found["images_per_second"] > 0
+    assert 0 <= found["wait_share"] <= 1
+    assert all(-1 <= found[key] <= 1 for key in ("ap_bbox", "ap_segm"))
+
+
+def test_05_times_strategies_on_equal_samples(results):
+    found = results["05"]
+    assert found["comparable"]
+    assert list(found["images_per_second"]) == TINY["STRATEGIES"].split(", ")
+    # nothing passes an emulated step of 20 ms for 4 images, and Drive's 15 ms a file cost what they cost
+    assert all(0 < rate <= 1.05 * 4 / 0.020 for rate in found["images_per_second"].values())
+    assert found["images_per_second"]["sequential"] < 1 / 0.015
+
+
+def test_the_index_shows_the_result_first_and_leads_to_all_pages(demo):
+    page = Page(demo.index)
+    assert page.text.index("loose files on Drive") < page.text.index("Detect the bottleneck")
+    assert "images/s" in page.text
+    assert [link for link in page.links if link.endswith(".html")] == [run.page.name for run in demo.notebooks]
+    assert any(source.startswith("data:image/svg+xml") for source in page.loads)
+    assert "emulated" in page.text
+
+
+def test_the_pages_need_no_network(demo):
+    for path in (demo.index, *(run.page for run in demo.notebooks)):
+        assert all(source.startswith("data:") for source in Page(path).loads), path.name
+
+
+def test_the_pages_show_code_figures_and_links(demo):
+    for number, run in enumerate(demo.notebooks):
+        page = Page(run.page)
+        assert "What you should see" in page.text
+        assert any(source.startswith("data:image/png") for source in page.loads)
+        assert page.folded >= 2  # the set-up and the solution
+        neighbours = [demo.notebooks[n].page.name for n in (number - 1, number + 1) if 0 <= n < 5]
+        assert set(neighbours) <= set(page.links)
+
+
+def test_the_checkout_is_not_touched(demo):
+    assert not list(demo.index.parents[0].glob("**/*.part"))
+    assert demo.work.is_relative_to(demo.index.parent)
+
+
+# --- small notebooks of our own, for what a demo does when things go wrong
+
+
+def write_notebooks(folder, *sources):
+    folder.mkdir()
+    for number, source in enumerate(sources, start=1):
+        cells = [
+            v4.new_markdown_cell(f"# {number}. Small\n\n[next](02_small.ipynb)", id="title"),
+            v4.new_code_cell("LIMIT = 3\nNAME = ''", id="parameters", metadata={"tags": ["parameters"]}),
+            v4.new_code_cell(source, id="work"),
+        ]
+        nbformat.write(v4.new_notebook(cells=cells), folder / f"{number:02d}_small.ipynb")
+    return folder
+
+
+def test_settings_are_injected_after_the_tagged_cell(tmp_path):
+    notebooks = write_notebooks(tmp_path / "notebooks", "print(LIMIT == 7, 'NAME' in dir())")
+    report = run_demo(tmp_path / "out", notebooks=notebooks, parameters={"LIMIT": 7})
+    cells = nbformat.read(report.notebooks[0].notebook, as_version=4).cells
+    assert [cell.source for cell in cells[1:3]] == ["LIMIT = 3\nNAME = ''", "LIMIT = 7"]
+    assert cells[3].outputs[0].text == "True True\n"
+
+
+def test_a_failing_notebook_names_itself_and_its_cell_and_keeps_its_page(tmp_path):
+    notebooks = write_notebooks(tmp_path / "notebooks", "print('so far')\nraise ValueError('one line\\nthe last line')")
+    with pytest.raises(ColabUtilsError) as error:
+        run_demo(tmp_path / "out", notebooks=notebooks)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in ("01_small", "'work'", "the last line", str(tmp_path / "out" / "01_small.html")):
+        assert part in message
+    assert "so far" in Page(tmp_path / "out" / "01_small.html").text
+    assert not (tmp_path / "out" / "index.html").exists()
+
+
+def test_a_kernel_that_dies_is_said(tmp_path):
+    notebooks = write_notebooks(tmp_path / "notebooks", "import os; os._exit(1)")
+    with pytest.raises(ColabUtilsError, match=r"01_small.*'work'.*died"):
+        run_demo(tmp_path / "out", notebooks=notebooks)
+
+
+def test_a_second_demo_replaces_its_own_files_only(tmp_path):
+    source = "import os; os.makedirs('empty/folder'); open('made.txt', 'w').close()"
+    notebooks, out = write_notebooks(tmp_path / "notebooks", source), tmp_path / "out"
+    first = run_demo(out, notebooks=notebooks)
+    mine = [out / "mine.txt", first.work / "mine.txt"]
+    for path in mine:
+        path.write_text("keep me")
+    second = run_demo(out, notebooks=notebooks)
+    assert all(path.read_text() == "keep me" for path in mine)
+    assert [path.name for path in first.work.iterdir()] == ["mine.txt"]
+    assert (second.work / "made.txt").exists()
+    third = run_demo(out, notebooks=notebooks)
+    assert third.index.exists()
+    assert not second.work.exists()
+
+
+def test_files_of_somebody_else_are_not_overwritten(tmp_path):
+    notebooks, out = write_notebooks(tmp_path / "notebooks", "pass"), tmp_path / "out"
+    out.mkdir()
+    (out / "index.html").write_text("mine")
+    with pytest.raises(ColabUtilsError, match=r"found index\.html"):
+        run_demo(out, notebooks=notebooks)
+    assert [path.name for path in out.iterdir()] == ["index.html"]
+    assert (out / "index.html").read_text() == "mine"
+
+
+def test_progress_bars_leave_one_line_on_the_page(tmp_path):
+    source = "import sys\nfor n in range(5): print(f'\\rbar {n}', end='', file=sys.stderr, flush=True)"
+    report = run_demo(tmp_path / "out", notebooks=write_notebooks(tmp_path / "notebooks", source))
+    text = Page(report.notebooks[0].page).text
+    assert "bar 4" in text
+    assert "bar 3" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"images": "photos"}, "found only images"),  # half of a dataset
+        ({"annotations": "a.json"}, "found only annotations"),  # the other half
+        ({"parameters": {"LIMITS": 1}}, "found LIMITS"),  # a slip of the pen
+        ({"notebooks": "no/such/folder"}, "Clone the repository"),  # an installed package has none
+    ],
+)
+def test_bad_arguments_are_said_before_anything_runs(tmp_path, arguments, message):
+    arguments = {"notebooks": write_notebooks(tmp_path / "notebooks", "pass"), **arguments}
+    with pytest.raises(ColabUtilsError, match=message):
+        run_demo(tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_nbclient_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nbclient", None)
+    with pytest.raises(ColabUtilsError, match="pip install nbclient"):
+        run_demo(tmp_path / "out", notebooks=write_notebooks(tmp_path / "notebooks", "pass"))
+
+
+def test_a_notebook_without_settings_is_said():
+    with pytest.raises(ColabUtilsError, match="tagged 'parameters'"):
+        inject_parameters(v4.new_notebook(cells=[v4.new_code_cell("A = 1")]), {"A": 2})

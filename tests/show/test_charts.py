@@ -1,0 +1,185 @@
+"""Charts: the title is the finding, the bars are the numbers, whatever the numbers are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from colab_utils.diagnosis.diagnose import Diagnosis, Stage
+from colab_utils.diagnosis.simulator import simulate
+from colab_utils.errors import ColabUtilsError
+from colab_utils.show.charts import plot_bars, plot_stages, plot_timeline, plot_training
+from colab_utils.show.comparison_charts import name_strategy, plot_comparison, plot_epochs, plot_first_seconds
+
+
+def read_bars(figure):
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    return dict(zip(labels, [patch.get_width() for patch in figure.axes[0].patches], strict=True))
+
+
+def read_texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ({"a": 3.0}, ["3"]),  # one bar
+        ({"a": 0.0, "b": 0.0}, ["0", "0"]),  # nothing at all
+        ({"a": 12345.6, "b": 0.123}, ["12,346", "0.12"]),  # far apart
+    ],
+)
+def test_bars_carry_their_numbers(values, texts):
+    figure = plot_bars(values, title="A finding", unit="images/s")
+    figure.canvas.draw()
+    assert read_bars(figure) == values
+    assert read_texts(figure) == texts
+    assert figure.get_suptitle() == "A finding"
+
+
+def test_no_bars_is_said():
+    with pytest.raises(ColabUtilsError, match="expected values to draw"):
+        plot_bars({}, title="", unit="")
+
+
+def test_a_long_title_is_broken_not_cut():
+    title = plot_bars({"a": 1.0}, title="word " * 40, unit="").get_suptitle()
+    assert title.count("word") == 40
+    assert "\n" in title
+
+
+def test_the_comparison_says_what_waits_and_what_wins(timing, fast, make_comparison):
+    figure = plot_comparison(make_comparison(timing, fast))
+    assert figure.get_suptitle().replace("\n", " ") == (
+        "Packed shards on SSD train 3.0 times as fast as loose files on Drive, where the step waits 70% of the time"
+    )
+    assert read_bars(figure) == {"loose files on Drive": 12.0, "packed shards on SSD": 36.0}
+    assert read_texts(figure) == ["12  waits 70%", "36  waits 10%", "the step alone: 40"]
+    assert "emulated 100 ms" in figure.axes[0].get_xlabel()
+
+
+def test_a_null_result_is_said(timing, make_comparison):
+    equal = replace(timing, name="shards_on_ssd", images_per_second=12.5)
+    title = plot_comparison(make_comparison(timing, equal)).get_suptitle().replace("\n", " ")
+    assert title.endswith("and no other way of loading is 10% faster")
+
+
+def test_a_tie_is_said(timing, fast, make_comparison):
+    close = replace(fast, name="shards_on_ssd", images_per_second=35.0, wait_share=0.13)
+    figure = plot_comparison(make_comparison(timing, close, fast))
+    assert figure.get_suptitle().replace("\n", " ") == (
+        "2 other ways train about 3.0 times as fast as loose files on Drive, where the step waits 70% of the time"
+    )
+
+
+def test_what_is_not_the_same_data_never_wins(timing, fast, make_comparison):
+    cheat = replace(fast, comparable=False, difference="labels are missing")
+    figure = plot_comparison(make_comparison(timing, cheat))
+    assert "acked" not in figure.get_suptitle()
+    assert "36  waits 10%, NOT the same data" in read_texts(figure)
+
+
+def test_what_was_not_timed_has_no_bar(timing, fast, make_comparison):
+    lost = replace(fast, images_per_second=None, wait_share=None, repeats_images_per_second=(), note="disk is full")
+    assert list(read_bars(plot_comparison(make_comparison(timing, lost)))) == ["loose files on Drive"]
+    with pytest.raises(ColabUtilsError, match="strategy that was timed"):
+        plot_comparison(make_comparison(lost))
+
+
+def make_diagnosis(*stages, stall_share=0.6, step="emulated 100 ms"):
+    return Diagnosis("Verdict.", 2.5, 16.0, stall_share, stages, (), "high: 40 batches", 40, step)
+
+
+def test_layers_name_the_largest_and_leave_the_wait_to_the_title():
+    stages = [
+        Stage("read", 60, 70, 1),
+        Stage("decode", 15, 20, 15),
+        Stage("wait", 40, 50, 1),
+        Stage("step", 25, 26, 20),
+    ]
+    figure = plot_stages(make_diagnosis(*stages))
+    assert figure.get_suptitle() == "The step waits 60% of the time; read is 80% of loading an image"
+    assert read_bars(figure) == {"read": 60, "decode": 15, "step": 25}
+    assert read_texts(figure) == ["60", "15", "25  (emulated 100 ms)"]
+
+
+def test_a_loader_that_is_not_ours_shows_its_wait():
+    figure = plot_stages(make_diagnosis(Stage("wait", 40, 50, 1), Stage("step", 25, 26, 20), step="real"))
+    assert read_bars(figure) == {"wait": 40, "step": 25}
+
+
+def test_without_a_step_the_loader_alone_is_the_finding():
+    figure = plot_stages(make_diagnosis(Stage("read", 60, 70, 1), Stage("wait", 62, 70, 1), step="none"))
+    assert figure.get_suptitle().startswith("The loader alone gives 16 images/s")
+
+
+def test_the_timeline_has_a_lane_for_each_worker_and_the_step():
+    figure = plot_timeline(simulate(workers=3, load_s=0.4, step_s=0.1, seconds=4), seconds=2)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "worker 0", "worker 1", "worker 2", "step",
+    ]  # fmt: skip
+    assert figure.axes[0].get_xlim() == (0, 2)
+
+
+def test_the_timeline_without_workers():
+    figure = plot_timeline(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4))
+    assert figure.get_suptitle() == "With 0 workers the step waits 75% of the time"
+
+
+@pytest.mark.parametrize(
+    ("losses", "title"),
+    [
+        ([4.0, 3.0, 2.0, 1.0], "The loss fell from 3.50 to 1.50 in 4 steps"),
+        ([1.0, 2.0], "The loss did not fall: it went from 1.00 to 2.00 in 2 steps"),  # too few for a mean
+        ([1.5], "The loss is 1.50 after one step"),  # one step
+    ],
+)
+def test_training_says_where_the_loss_went(losses, title):
+    figure = plot_training([{"step": n, "loss": loss} for n, loss in enumerate(losses, 1)])
+    figure.canvas.draw()
+    assert figure.get_suptitle() == title
+
+
+def test_no_losses_is_said():
+    with pytest.raises(ColabUtilsError, match="losses of a training"):
+        plot_training([])
+
+
+def test_first_seconds_show_how_many_batches_each_trained(timing, fast, make_comparison):
+    figure = plot_first_seconds(make_comparison(timing, fast))
+    # as long as both ran: 4 s
+    assert figure.get_suptitle().replace("\n", " ") == (
+        "In the first 4 s packed shards on SSD trained 33 batches, loose files on Drive 8"
+    )
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["loose files on Drive", "packed shards on SSD"]
+    with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
+        plot_first_seconds(make_comparison(replace(timing, timeline=())))
+
+
+def test_epochs_say_when_it_is_paid_back(timing, fast, make_comparison):
+    figure = plot_epochs(make_comparison(timing, fast))
+    assert figure.get_suptitle().replace("\n", " ") == (
+        "3 epochs take 19 minutes with packed shards on SSD, 32 with loose files on Drive: paid back after 0.9 epochs"
+    )
+    lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].get_lines()}
+    assert list(lines["loose files on Drive"]) == [0, 12, 22, 32]
+    assert list(lines["packed shards on SSD"]) == [7, 11, 15, 19]
+    with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
+        plot_epochs(make_comparison(replace(timing, epoch_minutes=None)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dataloader", "loose files on Drive"),
+        ("dataloader_on_ssd", "loose files on SSD"),
+        ("dataloader_4", "loose files on Drive, 4 workers"),
+        ("saved_tensors_on_ssd", ".pt files on SSD"),
+        ("packed", "packed shards on SSD"),
+        ("my own", "my own"),
+    ],
+)
+def test_strategies_are_named_as_people_say_it(name, said):
+    assert name_strategy(name) == said

@@ -1,0 +1,251 @@
+"""The built-in dataset: pixels and annotations agree, the same arguments give the same bytes, nothing is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+
+from colab_utils import sample_data as builtin
+from colab_utils.errors import ColabUtilsError
+from colab_utils.sample_data import CATEGORIES, encode_runs, make_dataset, paint_scene, trace_polygons
+
+SMALL = {"n": 12, "width": 160, "height": 120}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("builtin"), **SMALL, workers=2)
+
+
+@pytest.fixture(scope="module")
+def content(made):
+    return json.loads(made.annotations.read_text())
+
+
+def hash_folder(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def draw_polygons(polygons, height, width):
+    return coco_mask.decode(coco_mask.merge(coco_mask.frPyObjects(polygons, height, width))) > 0
+
+
+def measure_iou(first, second):
+    return (first & second).sum() / (first | second).sum()
+
+
+def test_dataset_is_what_pycocotools_reads(made, capsys):
+    coco = COCO(made.annotations)
+    capsys.readouterr()
+    assert len(coco.imgs) == made.n == 12
+    assert len(coco.anns) == made.objects
+    assert {c["name"]: c["id"] for c in coco.dataset["categories"]} == {c["name"]: c["id"] for c in CATEGORIES}
+    ids = sorted(coco.imgs)
+    assert ids != list(range(ids[0], ids[0] + 12)), "image ids have gaps, as in COCO"
+    for image in coco.imgs.values():
+        with Image.open(made.images / image["file_name"]) as picture:
+            assert (picture.format, picture.mode, picture.size) == ("JPEG", "RGB", (160, 120))
+    for annotation in coco.anns.values():
+        mask = coco.annToMask(annotation)
+        rows, columns = np.nonzero(mask)
+        x, y, width, height = annotation["bbox"]
+        assert annotation["area"] == mask.sum() > 0
+        assert (x, y) == (columns.min(), rows.min())
+        assert (x + width, y + height) == (columns.max() + 1, rows.max() + 1)
+    assert str(made).startswith(f"12 images, {made.objects} objects")
+
+
+def test_one_image_shows_a_crowd_and_one_nothing(content):
+    singles, crowds = dict.fromkeys((i["id"] for i in content["images"]), 0), []
+    for annotation in content["annotations"]:
+        if annotation["iscrowd"]:
+            crowds.append(annotation)
+        else:
+            singles[annotation["image_id"]] += 1
+    counts = list(singles.values())
+    assert counts[9] == 0
+    assert all(1 <= count <= 15 for count in counts[:9] + counts[10:])
+    [crowd] = crowds
+    assert crowd["image_id"] == content["images"][4]["id"]
+    assert crowd["segmentation"]["size"] == [120, 160]
+    assert sum(crowd["segmentation"]["counts"]) == 120 * 160
+    assert sum(crowd["segmentation"]["counts"][1::2]) == crowd["area"]
+
+
+def test_polygons_cover_the_painted_pixels():
+    worst, compared, parted = 1.0, 0, 0
+    for seed in range(6):
+        scene = paint_scene(np.random.default_rng(seed), 320, 240, objects=15, crowd=True)
+        for number, annotation in enumerate(builtin._annotate(scene), start=1):
+            painted = scene.ids == number
+            if annotation["iscrowd"]:
+                rle = coco_mask.frPyObjects(annotation["segmentation"], 240, 320)
+                assert np.array_equal(coco_mask.decode(rle) > 0, painted)
+            elif painted.sum() >= 150:
+                drawn = draw_polygons(annotation["segmentation"], 240, 320)
+                worst, compared = min(worst, measure_iou(drawn, painted)), compared + 1
+                parted += len(annotation["segmentation"]) > 1
+    assert compared > 50
+    assert parted > 0, "some objects are seen in several parts"
+    assert worst >= 0.9
+
+
+def test_every_object_stays_in_sight_inside_its_window():
+    scene = paint_scene(np.random.default_rng(3), 320, 240, objects=15, crowd=False)
+    assert len(scene.things) == 15
+    for number, thing in enumerate(scene.things, start=1):
+        x0, y0, x1, y1 = thing.window
+        seen = scene.ids == number
+        assert seen.sum() == seen[y0:y1, x0:x1].sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        (["#"], 1),  # one pixel
+        (["#.", ".#"], 2),  # two pixels that touch at a corner are two parts
+        (["####.....####"] * 6, 2),  # a hidden middle
+        (["#########"] * 3 + ["###...###"] * 4 + ["#########"] * 3, 2),  # a hole of 12 pixels: cut in two
+        (["#########"] * 3 + ["###.#####"] * 2 + ["#########"] * 3, 1),  # a hole of 2 pixels: filled
+        (["########."] * 6 + [".........", "........#"], 1),  # a sliver beside a large part: dropped
+    ],
+)
+def test_tracing_parts_and_holes(rows, parts):
+    mask = np.array([[c == "#" for c in row] for row in rows])
+    polygons = trace_polygons(mask)
+    assert len(polygons) == parts
+    assert all(len(polygon) >= 6 for polygon in polygons)
+    height, width = mask.shape
+    assert measure_iou(draw_polygons(polygons, height, width), mask) >= 0.9
+
+
+def test_tracing_follows_random_masks():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        grid = Image.fromarray(rng.integers(0, 256, (5, 6), np.uint8)).resize((90, 70), Image.Resampling.BICUBIC)
+        mask = np.asarray(grid) > 128
+        assert measure_iou(draw_polygons(trace_polygons(mask), 70, 90), mask) >= 0.95
+
+
+def test_runs_are_those_of_pycocotools():
+    for seed in range(4):
+        mask = np.random.default_rng(seed).random((7, 5)) < 0.5
+        rle = coco_mask.frPyObjects(encode_runs(mask), 7, 5)
+        assert np.array_equal(coco_mask.decode(rle) > 0, mask)
+
+
+def test_workers_do_not_change_a_byte_but_the_seed_does(made, tmp_path):
+    alone = make_dataset(tmp_path / "alone", **SMALL, workers=1)
+    assert hash_folder(tmp_path / "alone") == hash_folder(made.annotations.parent)
+    other = make_dataset(tmp_path / "other", **SMALL, workers=1, seed=1)
+    assert other.annotations.read_bytes() != alone.annotations.read_bytes()
+    assert not set(hash_folder(other.images).values()) & set(hash_folder(alone.images).values())
+
+
+def test_finished_dataset_is_returned_untouched(made):
+    before = {path: path.stat().st_mtime_ns for path in made.images.iterdir()}
+    again = make_dataset(made.annotations.parent, **SMALL)
+    assert (again.n, again.objects, again.bytes) == (made.n, made.objects, made.bytes)
+    assert {path: path.stat().st_mtime_ns for path in made.images.iterdir()} == before
+
+
+def test_foreign_content_is_never_overwritten(made, tmp_path):
+    with pytest.raises(ColabUtilsError, match=r"made with .*Choose another folder"):
+        make_dataset(made.annotations.parent, **{**SMALL, "n": 13})
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "annotations.json").write_text('{"images": []}')
+    with pytest.raises(ColabUtilsError, match="another file of that name"):
+        make_dataset(mine, **SMALL)
+    assert (mine / "annotations.json").read_text() == '{"images": []}'
+    photos = tmp_path / "photos"
+    (photos / "images").mkdir(parents=True)
+    (photos / "images" / "cat.jpg").write_bytes(b"cat")
+    with pytest.raises(ColabUtilsError, match=r"without annotations\.json"):
+        make_dataset(photos, **SMALL)
+    assert [path.name for path in photos.rglob("*") if path.is_file()] == ["cat.jpg"]
+    with pytest.raises(ColabUtilsError, match="expected a folder to write to"):
+        make_dataset(photos / "images" / "cat.jpg", **SMALL)
+
+
+@pytest.mark.parametrize("fault", ["lost", "cut"])  # an image deleted, an image cut short
+def test_damaged_dataset_is_refused(tmp_path, fault):
+    made = make_dataset(tmp_path, n=2, width=64, height=48, workers=1)
+    image = next(made.images.iterdir())
+    if fault == "lost":
+        image.unlink()
+    else:
+        image.write_bytes(image.read_bytes()[:-10])
+    with pytest.raises(ColabUtilsError, match="expected all 2 images"):
+        make_dataset(tmp_path, n=2, width=64, height=48)
+
+
+@pytest.mark.parametrize("workers", [1, 2])  # in this process, and in a pool
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_failure_leaves_nothing_behind(tmp_path, monkeypatch, workers, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(builtin, "_annotate", fail)  # workers are forked: they see it too
+    expected = ColabUtilsError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        make_dataset(tmp_path, **SMALL, workers=workers)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 0},
+        {"n": 2.5},
+        {"width": 31},
+        {"height": 70_000},  # more than a JPEG holds
+        {"objects": (5, 2)},  # reversed
+        {"objects": (-1, 2)},
+        {"objects": 5},  # no range
+        {"objects": (1, 100_000)},  # more than fit
+        {"seed": -1},
+        {"workers": -1},
+        {"workers": "many"},
+    ],
+)
+def test_parameters_without_sense_are_refused(tmp_path, wrong):
+    with pytest.raises(ColabUtilsError, match=r"expected .*found"):
+        make_dataset(tmp_path / "new", **wrong)
+    assert not (tmp_path / "new").exists()
+
+
+def test_many_images_go_to_sub_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(builtin, "_FOLDER_HOLDS", 4)
+    made = make_dataset(tmp_path, n=10, width=32, height=32, objects=(0, 2), workers=1)
+    names = [image["file_name"] for image in json.loads(made.annotations.read_text())["images"]]
+    assert [name[:3] for name in names] == ["00/"] * 4 + ["01/"] * 4 + ["02/"] * 2
+    assert all((made.images / name).is_file() for name in names)
+
+
+def test_files_weigh_what_photos_weigh(tmp_path):
+    made = make_dataset(tmp_path, n=6)
+    assert 100_000 <= np.median([path.stat().st_size for path in made.images.iterdir()]) <= 200_000
+
+
+def test_three_hundred_small_objects_and_tiny_pictures(tmp_path):
+    crowded = make_dataset(tmp_path / "crowded", n=1, objects=(300, 300), workers=1)
+    assert crowded.objects == 300
+    tiny = make_dataset(tmp_path / "tiny", n=30, width=32, height=33, workers=1)
+    assert tiny.objects >= 29
+
+
+def test_twelve_megapixels():
+    scene = paint_scene(np.random.default_rng(0), 4000, 3000, objects=2, crowd=False)
+    file = BytesIO()
+    Image.fromarray(scene.pixels).save(file, "JPEG", quality=90)
+    assert 2e6 < file.tell() < 8e6

@@ -1,0 +1,562 @@
+"""The loop: it learns, it logs, it stops and goes on bit for bit, and it refuses in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from colab_utils.drive import DriveLostError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.loader import make_loader
+from colab_utils.sample_data import BuiltinDataset, make_dataset
+from colab_utils.shards.write import write_shards
+from colab_utils.training import trainer as session
+from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.model import load_trained_model
+from colab_utils.training.settings import LogLine, TrainingPlan, TrainReport
+from colab_utils.training.step import TrainingStep
+from colab_utils.training.train import train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 2}
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the package catches it."""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> BuiltinDataset:
+    """Six small images, so that a run of five steps of two is more than an epoch."""
+    folder = tmp_path_factory.mktemp("six")
+    return make_dataset(folder, n=6, width=96, height=80, objects=(1, 3), workers=1)
+
+
+@pytest.fixture(scope="module")
+def tiny_shards(dataset, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    write_shards(dataset.images, dataset.annotations, shards=folder, shard_mb=dataset.bytes / 2e6, workers=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def logged(one_thread, tiny_shards, tmp_path_factory) -> tuple[TrainReport, list]:
+    """Five steps in one go, more than an epoch of the six images, and what was logged."""
+    lines, run = [], tmp_path_factory.mktemp("runs") / "whole"
+    return train(tiny_shards, run, steps=5, checkpoint_steps=2, log=lines.append, log_steps=3, **TINY), lines
+
+
+@pytest.fixture(scope="module")
+def undisturbed(logged) -> TrainReport:
+    return logged[0]
+
+
+def load_weights(report: TrainReport) -> dict[str, torch.Tensor]:
+    return torch.load(report.checkpoint, weights_only=True)["model"]
+
+
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_report_holds_every_step(undisturbed, tiny_shards):
+    images = int(ShardDataset(tiny_shards).has_objects.sum())
+    assert undisturbed.steps == 5
+    assert [point.step for point in undisturbed.losses] == list(range(1, 6))
+    assert undisturbed.plan.images == images
+    assert undisturbed.plan.skipped_images == len(ShardDataset(tiny_shards)) - images
+    assert undisturbed.plan.num_classes == 7
+    assert undisturbed.plan.starts_from == "random"
+    assert undisturbed.images_per_second > 0
+    assert 0 <= undisturbed.wait_share < 1
+    assert undisturbed.ap is None
+    assert Path(undisturbed.checkpoint).name == "checkpoint-00000005.pt"
+    assert json.loads(json.dumps(dataclasses.asdict(undisturbed)))["losses"][0]["step"] == 1
+    assert str(undisturbed).startswith("5 steps, loss ")
+
+
+def test_learns_and_measures(tiny_shards, tmp_path, capsys):
+    report = train(tiny_shards, tmp_path, steps=20, val_shards=tiny_shards, **TINY)
+    losses = [point.loss for point in report.losses]
+    assert sum(losses[-5:]) < sum(losses[:5]) * 2 / 3
+    assert 0 <= report.ap.bbox <= 1
+    assert report.ap.images == 6
+    assert "maskrcnn_mobilenet_v3_large_fpn from random weights on cpu in float32: 6 classes" in str(report.plan)
+    assert capsys.readouterr().out == ""
+
+
+def test_log_line_reads_as_promised():
+    line = LogLine(40, 200, 1.9123, 0.005, 5.31, 0.024)
+    assert str(line) == "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%"
+
+
+@pytest.mark.parametrize("killed_after", [3, 4])  # the checkpoint before lies in an epoch, and at its end
+def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_path, monkeypatch, killed_after):
+    def kill(line: object) -> None:
+        if isinstance(line, LogLine) and line.step == killed_after:
+            while not (tmp_path / f"checkpoint-{killed_after - 1:08d}.pt").exists():
+                time.sleep(0.01)  # a thread is still writing it
+            monkeypatch.setattr(CheckpointFolder, "save", lambda self, state, **more: self.run)  # nothing after that
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(tiny_shards, tmp_path, steps=5, checkpoint_steps=1, log=kill, log_steps=1, **TINY)
+    monkeypatch.undo()
+    assert list_names(tmp_path)[-1] == f"checkpoint-{killed_after - 1:08d}.pt"
+    torch.rand(17)  # what happened in between must not matter
+    resumed = train(tiny_shards, tmp_path, steps=5, **TINY)
+    assert resumed.plan.first_step == killed_after - 1
+    assert resumed.losses == undisturbed.losses
+    expected = load_weights(undisturbed)
+    assert all(torch.equal(value, expected[key]) for key, value in load_weights(resumed).items())
+
+
+def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path):
+    code = (
+        "import os, signal, sys, time, warnings, torch; warnings.simplefilter('ignore'); torch.set_num_threads(1)\n"
+        "from colab_utils.training.train import train; from colab_utils.training.settings import LogLine\n"
+        "def kill(line):\n"
+        "    if isinstance(line, LogLine) and line.step == 4:\n"
+        "        while not os.path.exists(sys.argv[2] + '/checkpoint-00000002.pt'): time.sleep(0.01)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"train(sys.argv[1], sys.argv[2], steps=5, checkpoint_steps=2, log=kill, log_steps=1, **{TINY!r})\n"
+    )
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
+    command = [sys.executable, "-c", code, str(tiny_shards), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
+    resumed = train(tiny_shards, tmp_path, steps=5, **{**TINY, "workers": 2})
+    assert resumed.plan.first_step == 2
+    assert resumed.losses == undisturbed.losses
+
+
+def test_interrupt_during_a_log_line_saves(tiny_shards, tmp_path):
+    def interrupt(line: object) -> None:
+        if isinstance(line, LogLine) and line.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_shards, tmp_path, steps=5, log=interrupt, log_steps=1, **TINY)
+    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
+
+
+def test_log_lines_cover_every_step_once(logged):
+    report, (plan, *lines) = logged  # checkpoints fell between the lines and took no losses from them
+    losses = [point.loss for point in report.losses]
+    assert plan == report.plan
+    assert isinstance(plan, TrainingPlan)
+    assert all(isinstance(line, LogLine) for line in lines)
+    assert [line.step for line in lines] == [1, 3, 5]
+    assert [line.loss for line in lines] == pytest.approx([losses[0], sum(losses[1:3]) / 2, sum(losses[3:]) / 2])
+
+
+def test_interrupt_finishes_the_step_and_saves(undisturbed, tiny_shards, tmp_path, monkeypatch):
+    real = TrainingStep.__call__
+    calls = []
+
+    def interrupt_third(self, batch, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C in the middle of a step
+        return real(self, batch, **options)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(TrainingStep, "__call__", interrupt_third)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_shards, tmp_path, steps=5, **TINY)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert list_names(tmp_path) == ["checkpoint-00000003.pt"]
+    assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
+
+
+def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp_path, monkeypatch):
+    real = ShardDataset.read_into
+    calls = []
+
+    def fail(self, index, pixels, bits):
+        calls.append(index)
+        if len(calls) == 6:  # the second image of the third batch
+            raise KeyboardInterrupt  # the second Ctrl-C, or whatever else
+        real(self, index, pixels, bits)
+
+    monkeypatch.setattr(ShardDataset, "read_into", fail)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_shards, tmp_path, steps=5, **TINY)
+    monkeypatch.undo()
+    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
+    assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
+
+
+@pytest.mark.parametrize("where", ["log", "judge"])
+def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, monkeypatch, where):
+    def fail(*given, **more):
+        raise DriveLostError("gone")  # say that of the validation images
+
+    def note(line):
+        if where == "log" and getattr(line, "step", 0) == 4:
+            fail()
+
+    monkeypatch.setattr(
+        "colab_utils.training.evaluate.detect", fail
+    )  # first called after step 4, the first of an epoch
+    with pytest.raises(DriveLostError):
+        train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, log=note, log_steps=1, **TINY)
+    monkeypatch.undo()
+    assert list_names(tmp_path)[-1] == "checkpoint-00000004.pt"
+    assert train(tiny_shards, tmp_path, epochs=2, **TINY).plan.first_step == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, (192, 320)),  # a laptop's
+        ({"min_size": 96}, (96, 160)),  # the usual shape
+        ({"max_size": 200}, (192, 200)),  # as named
+    ],
+)
+def test_light_model_on_a_cpu_is_small(tiny_shards, tmp_path, options, sizes):
+    plans = []
+
+    def stop(plan: TrainingPlan) -> None:
+        plans.append(plan)
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(tiny_shards, tmp_path, weights=None, device="cpu", workers=0, log=stop, **options)
+    assert (plans[0].min_size, plans[0].max_size) == sizes
+    assert (plans[0].batch_size, plans[0].learning_rate) == (2, 0.001)
+
+
+def test_finished_run_has_nothing_left_to_do(undisturbed, tiny_shards):
+    again = train(tiny_shards, Path(undisturbed.checkpoint).parent, steps=5, **TINY)
+    assert again.losses == undisturbed.losses
+    assert again.checkpoint == undisturbed.checkpoint
+    assert again.images_per_second == 0
+
+
+def test_torn_checkpoint_costs_only_its_steps(undisturbed, tiny_shards, tmp_path):
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    os.truncate(run / "checkpoint-00000005.pt", 10_000)
+    with pytest.warns(ColabUtilsWarning, match=r"00000005.pt is torn"):
+        resumed = train(tiny_shards, run, steps=5, **TINY)
+    assert resumed.plan.first_step == 4
+    assert resumed.losses == undisturbed.losses
+
+
+def test_never_moves_older_checkpoints_away(undisturbed, tiny_shards, tmp_path):
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    report = train(tiny_shards, run, steps=1, resume="never", **TINY)
+    assert report.plan.first_step == 0
+    assert report.losses == undisturbed.losses[:1]
+    assert list_names(run) == ["checkpoint-00000001.pt", "previous-1"]
+    assert list_names(run / "previous-1") == ["checkpoint-00000004.pt", "checkpoint-00000005.pt"]
+
+
+def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, tmp_path):
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    train(tiny_shards, run, steps=6, workers=0, device="cpu", learning_rate=0.0005)
+    report = train(tiny_shards, run, steps=6, workers=0, device="cpu")
+    assert report.plan.learning_rate == 0.0005
+    assert (report.plan.min_size, report.plan.max_size, report.plan.batch_size) == (64, 96, 2)
+    assert report.plan.starts_from == "random"  # and so nothing was downloaded
+    assert report.losses[:5] == undisturbed.losses
+
+
+def test_another_batch_size_goes_on_with_the_images_that_are_left(undisturbed, tiny_shards, tmp_path, monkeypatch):
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    seen, real = [], session.Trainer._train_batch
+    position = CheckpointFolder(run).load_newest()["loader"]
+    assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)  # two of six images are left
+
+    def note(self, batch, **more):
+        seen.append(batch.image_ids.tolist())
+        return real(self, batch, **more)
+
+    monkeypatch.setattr(session.Trainer, "_train_batch", note)
+    report = train(tiny_shards, run, steps=8, **{**TINY, "batch_size": 1})
+    assert "resumed after step 5 (1 images a batch, before 2)" in str(report.plan)
+    position = CheckpointFolder(run).load_newest()["loader"]
+    assert (position["epoch"], position["batch"], position["batch_size"]) == (2, 1, 1)
+    monkeypatch.undo()
+    loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0, deliver="packed")
+    loader.epoch = 1
+    every = [batch.image_ids.tolist() for batch in loader]
+    assert sorted(seen[0] + seen[1]) == sorted(every[2])
+    # and again from a state in such an epoch
+    train(tiny_shards, run, steps=9, **{**TINY, "batch_size": 3})
+
+
+def test_epochs_are_counted_in_images_whatever_the_batches(tiny_shards, tmp_path):
+    train(tiny_shards, tmp_path, steps=2, **TINY)
+    report = train(tiny_shards, tmp_path, epochs=2, **{**TINY, "batch_size": 1})
+    assert report.steps == 2 + 2 + 6  # two batches of two, then two images and six
+    again = train(tiny_shards, tmp_path, epochs=2, workers=0, device="cpu")
+    assert again.steps == report.steps
+
+
+def test_fewer_images_of_the_same_dataset_are_said(undisturbed, tiny_shards, dataset, tmp_path):
+    images = shutil.copytree(dataset.images, tmp_path / "images")
+    next(images.iterdir()).unlink()  # since the first session, preprocessing had to skip one
+    write_shards(images, dataset.annotations, shards=tmp_path / "shards", workers=1, max_bad=0.5)
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    report = train(tmp_path / "shards", run, steps=6, workers=0, device="cpu")
+    assert "resumed after step 5 (in a new epoch, 5 images, before 6)" in str(report.plan)
+    assert report.losses[:5] == undisturbed.losses
+
+
+def test_trained_model_is_the_one_of_the_checkpoint(undisturbed, tmp_path):
+    model = load_trained_model(Path(undisturbed.checkpoint).parent)
+    assert not model.training
+    assert model.transform.min_size == (64,)
+    expected = load_weights(undisturbed)
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+def test_one_epoch_is_the_default(tiny_shards, tmp_path):
+    report = train(tiny_shards, tmp_path, **{**TINY, "batch_size": 4})
+    assert report.steps == -(-report.plan.images // 4) == 2
+
+
+def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monkeypatch):
+    real = TrainingStep.__call__
+    calls = []
+
+    def break_third(self, batch, **options):
+        calls.append(1)
+        loss = real(self, batch, **options)
+        return loss * float("nan") if len(calls) == 3 else loss
+
+    monkeypatch.setattr(TrainingStep, "__call__", break_third)
+    with pytest.raises(
+        ColabUtilsError, match=r"found nan at step 3, of the images with the ids \d+, \d+ .*00002.pt.*learning_rate"
+    ):
+        train(tiny_shards, tmp_path, steps=5, checkpoint_steps=2, **TINY)
+    assert list_names(tmp_path) == ["checkpoint-00000002.pt", "nonfinite-00000003.pt"]
+
+
+def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkeypatch):
+    real = TrainingStep.__call__
+    calls = []
+
+    def break_down(self, batch, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise IndexError("deep inside torchvision")
+        return real(self, batch, **options) * float("inf")
+
+    monkeypatch.setattr(TrainingStep, "__call__", break_down)
+    with pytest.raises(ColabUtilsError, match="found inf at step 1"):
+        train(tiny_shards, tmp_path, steps=5, **TINY)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "yolo"}, "maskrcnn_resnet50_fpn_v2, .* found 'yolo'"),  # unknown model
+        ({"steps": 0}, "steps of at least 1, found 0"),  # no steps
+        ({"steps": 1, "epochs": 1}, "found both"),  # two lengths
+        ({"resume": "maybe"}, "'auto' or 'never'"),  # unknown choice
+        ({"batch_size": 0}, "batch_size as a whole number of 1 or more"),  # empty batches
+    ],
+)
+def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, message):
+    with pytest.raises(ColabUtilsError, match=message) as caught:
+        train(tiny_shards, tmp_path / "run", **{**TINY, **options})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
+    run = tmp_path / "run"
+    run.write_text("the user's")
+    with pytest.raises(ColabUtilsError, match=r"run cannot be written to \(File exists\)"):
+        train(tiny_shards, run, steps=1, log=pytest.fail, **TINY)
+    assert run.read_text() == "the user's"
+
+
+def test_unknown_model_is_named_before_the_checkpoint(undisturbed, tiny_shards):
+    with pytest.raises(ColabUtilsError, match="expected one of the models"):
+        train(tiny_shards, Path(undisturbed.checkpoint).parent, **{**TINY, "model": "yolo"})
+
+
+def test_folder_without_index_is_refused(tmp_path):
+    with pytest.raises(ColabUtilsError, match="index"):
+        train(tmp_path, tmp_path / "run", **TINY)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "maskrcnn_resnet50_fpn"}, "model maskrcnn_resnet50_fpn, found maskrcnn_mobilenet"),
+        ({"min_size": 32}, "min size 32, found 64"),
+        ({"seed": 7}, "seed 7, found 0"),
+    ],
+)
+def test_checkpoint_of_other_settings_is_refused(undisturbed, tiny_shards, options, message):
+    run = Path(undisturbed.checkpoint).parent
+    names = list_names(run)
+    with pytest.raises(ColabUtilsError, match=message):
+        train(tiny_shards, run, steps=6, **{**TINY, **options})
+    assert list_names(run) == names
+
+
+@pytest.fixture(scope="module")
+def other_shards(tmp_path_factory) -> dict[str, Path]:
+    """Shards of another dataset, of one without objects, and of one with other categories."""
+    folder = tmp_path_factory.mktemp("other")
+    made = make_dataset(folder / "dataset", n=3, width=96, height=96, objects=(1, 2), seed=5, workers=1)
+    content = json.loads(made.annotations.read_text())
+    shifted = [{**category, "id": category["id"] + 1} for category in content["categories"]]
+    variants = {
+        "other": content,
+        "no objects": {**content, "annotations": []},
+        "other categories": {**content, "categories": content["categories"] + shifted[-1:]},
+    }
+    shards = {}
+    for name, variant in variants.items():
+        annotations = folder / f"{name}.json"
+        annotations.write_text(json.dumps(variant))
+        shards[name] = folder / f"{name} shards"
+        write_shards(made.images, annotations, shards=shards[name], workers=1)
+    return shards
+
+
+@pytest.mark.filterwarnings("ignore:.*have no object in the training images")
+def test_checkpoint_of_another_dataset_is_refused(undisturbed, other_shards):
+    with pytest.raises(ColabUtilsError, match=r"checkpoint with dataset .* resume='never'"):
+        train(other_shards["other"], Path(undisturbed.checkpoint).parent, steps=6, **TINY)
+
+
+def test_dataset_without_objects_is_refused(other_shards, tmp_path):
+    with pytest.raises(ColabUtilsError, match=r"expected images with objects .* found none in 3 images"):
+        train(other_shards["no objects"], tmp_path, **TINY)
+
+
+def test_validation_with_other_categories_is_refused_before_training(tiny_shards, other_shards, tmp_path):
+    with pytest.raises(ColabUtilsError, match=r"same category ids .*7 and 6 categories"):
+        train(tiny_shards, tmp_path, val_shards=other_shards["other categories"], **TINY)
+    assert list_names(tmp_path) == []
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(undisturbed, tiny_shards, tmp_path, monkeypatch):
+    real_save, real_step = CheckpointFolder.save, TrainingStep.__call__
+    later_steps, done, saved = threading.Event(), [], {}
+
+    def save_slowly(self, state, *, step, **options):
+        if step < 5:
+            assert later_steps.wait(60), "no step was done while the checkpoint was written"
+        saved[step] = state
+        return real_save(self, state, step=step, **options)
+
+    def count(self, batch, **options):
+        done.append(1)
+        if len(done) == 4:
+            later_steps.set()
+        return real_step(self, batch, **options)
+
+    monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
+    monkeypatch.setattr(TrainingStep, "__call__", count)
+    report = train(tiny_shards, tmp_path, steps=5, checkpoint_minutes=0, **TINY)
+    assert report.losses == undisturbed.losses
+    first = saved[1]  # as it was when it was asked for
+    assert (len(first["losses"]), first["loader"]["batch"]) == (1, 1)
+    key = "roi_heads.box_predictor.cls_score.weight"
+    assert not torch.equal(first["model"][key], saved[5]["model"][key])
+
+
+def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
+    saved, save = [], CheckpointFolder.save
+
+    def note(self, state, *, step, **more):
+        saved.append(step)
+        return save(self, state, step=step, **more)
+
+    monkeypatch.setattr(CheckpointFolder, "save", note)
+    train(tiny_shards, tmp_path, steps=5, checkpoint_minutes=60, **TINY)
+    assert saved == [3, 5]  # six images, two a step; and the last
+
+
+def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
+    undisturbed, tiny_shards, tmp_path, monkeypatch
+):
+    content = torch.load(undisturbed.checkpoint, weights_only=True)
+    assert all(tensor.is_contiguous() for tensor in content["model"].values())
+    seen, load = [], session.Trainer.load_state
+
+    def note(self, state):
+        load(self, state)
+        for parameter, averages in self.step.optimizer.state.items():
+            seen.extend((averages[name].stride(), parameter.stride()) for name in ("exp_avg", "exp_avg_sq"))
+            assert not averages["exp_avg"].requires_grad
+
+    monkeypatch.setattr(session.Trainer, "load_state", note)
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    train(tiny_shards, run, steps=5, **TINY)
+    assert seen
+    assert all(ours == theirs for ours, theirs in seen)
+
+
+@pytest.mark.parametrize(("cost_s", "pause_s"), [(0.1, 60), (1.5, 150), (20, 300)])
+def test_checkpoints_take_a_hundredth_of_the_time(cost_s, pause_s, tiny_shards, tmp_path, monkeypatch):
+    """One a minute, and fewer where that would be more; what you name is obeyed."""
+    pauses, choose = [], session.Trainer._choose_pause
+
+    def note(self, minutes):
+        self._cost_s = cost_s
+        pauses.append(choose(self, minutes))
+        return pauses[-1]
+
+    monkeypatch.setattr(session.Trainer, "_choose_pause", note)
+    train(tiny_shards, tmp_path, steps=1, **TINY)
+    train(tiny_shards, tmp_path, steps=2, checkpoint_minutes=0.5, **TINY)
+    assert pauses == [pause_s, 30]
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, tmp_path, monkeypatch):
+    real, steps = TrainingStep.__call__, []
+
+    def fail(self, state, *, step, **options):
+        raise ColabUtilsError("could not write checkpoint (No space left on device)")
+
+    def count(self, batch, **options):
+        steps.append(1)
+        time.sleep(0.05)
+        return real(self, batch, **options)
+
+    monkeypatch.setattr(CheckpointFolder, "save", fail)
+    monkeypatch.setattr(TrainingStep, "__call__", count)
+    with pytest.raises(ColabUtilsError, match="No space left"):
+        train(tiny_shards, tmp_path, steps=50, checkpoint_minutes=0, **TINY)
+    assert len(steps) < 10
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, "x:1"),
+        ({"PYTORCH_ALLOC_CONF": "x:1"}, None),
+    ],
+)
+def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(own, expected, monkeypatch, tmp_path):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, own.get(name, ""))  # so that it is put back
+        if name not in own:
+            monkeypatch.delenv(name)
+    with pytest.raises(ColabUtilsError, match="folder of shards"):
+        train(tmp_path / "none", tmp_path / "run")
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected

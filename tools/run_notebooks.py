@@ -1,0 +1,286 @@
+"""The demo: the five notebooks run in order without a browser, as pages that anybody can read offline."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import show_progress, write_file
+from tools.pages import PageLink, write_demo_index, write_notebook_page
+
+__all__ = ["DemoReport", "NotebookRun", "inject_parameters", "main", "run_demo"]
+
+_MANIFEST = "demo.json"
+_CELL_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class NotebookRun:
+    """One notebook that ran: its executed copy, its page, and the seconds it took."""
+
+    name: str
+    notebook: Path
+    page: Path
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """A finished demo: ``index`` is the page to open; ``work`` holds what the notebooks made."""
+
+    index: Path
+    work: Path
+    notebooks: tuple[NotebookRun, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{len(self.notebooks)} notebooks in {self.seconds:.0f} s. Open {self.index}"
+
+
+def run_demo(
+    output: str | Path,
+    *,
+    images: str | Path | None = None,
+    annotations: str | Path | None = None,
+    notebooks: str | Path | None = None,
+    parameters: Mapping[str, Any] | None = None,
+) -> DemoReport:
+    """Run the five notebooks in order, and write them as pages with an index whose first screen is the result.
+
+    Args:
+        output: folder for the pages; made where it is not. Of an earlier demo, only its own files are replaced.
+        images: your image folder, in place of the built-in dataset.
+        annotations: your COCO instance JSON.
+        notebooks: folder of the notebooks. Default: ``notebooks`` beside the package.
+        parameters: settings by name, such as ``{"BATCH_SIZE": 2}``, for every notebook that has them.
+
+    Raises:
+        ColabUtilsError: a notebook fails (it names the cell, and the page up to there is kept), nbclient or
+            nbconvert is missing, a setting is in no notebook, or ``output`` holds files of somebody else.
+
+    Example:
+        >>> run_demo("runs/demo", images="photos")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected images and annotations, found only images. ...
+    """
+    started = perf_counter()
+    if bool(images) != bool(annotations):
+        found, lacking = ("images", "annotations") if images else ("annotations", "images")
+        raise ColabUtilsError(
+            f"expected images and annotations, found only {found}. Name the {lacking} too, or neither."
+        )
+    sources = _find_notebooks(notebooks)
+    loaded = [(path.stem, _read_notebook(path)) for path in sources]
+    settings = dict(parameters or {})
+    if images and annotations:
+        settings |= {"IMAGES": os.path.abspath(images), "ANNOTATIONS": os.path.abspath(annotations)}
+    unknown = set(settings).difference(*(_list_settings(notebook) for _, notebook in loaded))
+    if unknown:
+        raise ColabUtilsError(
+            f"expected settings that a notebook has, found {', '.join(sorted(unknown))}. Correct the name."
+        )
+    output = Path(os.path.abspath(output))
+    names = [f"{name}{suffix}" for name, _ in loaded for suffix in (".ipynb", ".html")]
+    _prepare_output(output, [*names, "index.html"])
+    work = Path(tempfile.mkdtemp(prefix="work-", dir=output))
+    folders = {"DRIVE_FOLDER": str(work / "drive"), "SSD_FOLDER": str(work / "ssd"), "USE_GOOGLE_DRIVE": False}
+    runs: list[NotebookRun] = []
+    try:
+        cells = sum(cell.cell_type == "code" for _, notebook in loaded for cell in notebook.cells)
+        with show_progress("demo", total=cells, unit="cell") as bar:
+            for name, notebook in loaded:
+                bar.set_description(name)
+                known = _list_settings(notebook)
+                inject_parameters(notebook, {key: value for key, value in (folders | settings).items() if key in known})
+                runs.append(_run_notebook(name, notebook, output, work, on_cell=bar.update))
+        titles = [_read_title(notebook) for _, notebook in loaded]
+        links = [PageLink(run.page.name, title, run.seconds) for run, title in zip(runs, titles, strict=True)]
+        index = write_demo_index(output / "index.html", links, comparison=_read_comparison(work))
+    finally:
+        _write_manifest(output, [*names, "index.html"], work)
+    return DemoReport(index, work, tuple(runs), perf_counter() - started)
+
+
+def inject_parameters(notebook: Any, values: Mapping[str, Any]) -> None:
+    """Insert a cell that sets ``values`` after the cell tagged ``parameters``; the tagged cell stays as it is.
+
+    Args:
+        notebook: an nbformat notebook, changed in place.
+        values: literals by name.
+
+    Raises:
+        ColabUtilsError: no cell is tagged ``parameters``, or it has no such name.
+
+    Example:
+        >>> import nbformat.v4 as v4
+        >>> cell = v4.new_code_cell("STEPS = 100", id="parameters", metadata={"tags": ["parameters"]})
+        >>> notebook = v4.new_notebook(cells=[cell])
+        >>> inject_parameters(notebook, {"STEPS": 2})
+        >>> [cell.source for cell in notebook.cells]
+        ['STEPS = 100', 'STEPS = 2']
+    """
+    import nbformat.v4 as v4
+
+    unknown = set(values) - _list_settings(notebook)
+    if unknown:
+        raise ColabUtilsError(
+            f"expected settings of this notebook, found {', '.join(sorted(unknown))}. Correct the name."
+        )
+    source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    if source:
+        cell = v4.new_code_cell(source, id="injected-parameters", metadata={"tags": ["injected-parameters"]})
+        notebook.cells.insert(_find_parameters(notebook) + 1, cell)
+
+
+def _find_parameters(notebook: Any) -> int:
+    for position, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code" and "parameters" in cell.metadata.get("tags", ()):
+            return position
+    raise ColabUtilsError("expected a code cell tagged 'parameters', found none. Tag the cell that holds the settings.")
+
+
+def _list_settings(notebook: Any) -> set[str]:
+    tree = ast.parse(notebook.cells[_find_parameters(notebook)].source)
+    return {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _find_notebooks(folder: str | Path | None) -> list[Path]:
+    place = Path(folder) if folder else Path(__file__).resolve().parent.parent / "notebooks"
+    found = sorted(place.glob("[0-9][0-9]_*.ipynb"))
+    if not found:
+        raise ColabUtilsError(
+            f"expected the notebooks, found none in {place}. Clone the repository and run the demo there: "
+            "an installed package does not carry them."
+        )
+    return found
+
+
+def _read_notebook(path: Path) -> Any:
+    try:
+        import nbclient  # noqa: F401
+        import nbconvert  # noqa: F401
+        import nbformat
+    except ImportError as error:
+        raise ColabUtilsError(
+            f"expected nbclient, nbconvert and ipykernel, found no {error.name}. "
+            "Install them: pip install nbclient nbconvert ipykernel"
+        ) from None
+    return nbformat.read(path, as_version=4)
+
+
+def _run_notebook(name: str, notebook: Any, output: Path, work: Path, *, on_cell: Callable[[], object]) -> NotebookRun:
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellControlSignal, CellExecutionError, DeadKernelError
+
+    root = str(Path(__file__).resolve().parent.parent)
+    search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    # Threads of a CPU training that spin while they wait make it several times slower on a busy machine.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": search}
+    running: list[Any] = []
+    client = NotebookClient(
+        notebook,
+        timeout=_CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(work)}},
+        on_cell_start=lambda cell, cell_index: running.append(cell),
+        on_cell_executed=lambda cell, cell_index, execute_reply: on_cell() if cell.cell_type == "code" else None,
+    )
+    started = perf_counter()
+    failure: Exception | None = None
+    try:
+        with open(work / "kernel.log", "ab") as log:  # what the kernel says beside the notebook
+            client.execute(env=environment, stdout=log, stderr=log)
+    except (CellExecutionError, CellControlSignal, DeadKernelError, RuntimeError, TimeoutError) as error:
+        failure = error
+    run = NotebookRun(name, output / f"{name}.ipynb", output / f"{name}.html", perf_counter() - started)
+    write_file(run.notebook, nbformat.writes(notebook).encode())
+    write_notebook_page(notebook, run.page)
+    if failure is not None:
+        cell = f"cell '{running[-1].id}'" if running else "its start"
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", str(failure)).strip().splitlines()
+        raise ColabUtilsError(
+            f"expected notebook {name} to run, found in {cell}: {lines[-1] if lines else type(failure).__name__} "
+            f"(the page up to there: {run.page})"
+        ) from failure
+    return run
+
+
+def _read_title(notebook: Any) -> str:
+    heading = next(line for line in notebook.cells[0].source.splitlines() if line.startswith("# "))
+    return heading.removeprefix("# ")
+
+
+def _read_comparison(work: Path) -> dict[str, Any] | None:
+    """What notebook 05 measured; None where another set of notebooks was run."""
+    path = work / "drive" / "receipt" / "comparison.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _prepare_output(output: Path, names: list[str]) -> None:
+    """Remove what an earlier demo left in ``output``: only the files that its manifest lists."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        manifest = output / _MANIFEST
+        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else []
+    except (OSError, ValueError, KeyError) as error:
+        raise ColabUtilsError(
+            f"expected a folder for the demo at {output}, found: {error}. Choose another --output."
+        ) from error
+    strangers = [name for name in names if (output / name).exists() and name not in listed]
+    if strangers:
+        raise ColabUtilsError(
+            f"expected a folder of an earlier demo or a new one, found {strangers[0]} in {output}, which no demo made. "
+            "Choose another --output."
+        )
+    for name in sorted(listed, reverse=True):  # what lies in a folder comes before the folder
+        path = (output / name).resolve()
+        if path.is_relative_to(output.resolve()):
+            with suppress(OSError):  # a folder that holds somebody's file stays
+                path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _write_manifest(output: Path, names: list[str], work: Path) -> None:
+    made = [name for name in names if (output / name).is_file()]
+    made += [str(path.relative_to(output)) for path in (work, *work.rglob("*"))]
+    write_file(output / _MANIFEST, json.dumps({"files": made}, indent=1).encode())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the notebooks from a terminal; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.run_notebooks", description=__doc__)
+    parser.add_argument("--output", metavar="DIR", default="runs/demo", help="folder for the pages (runs/demo)")
+    parser.add_argument("--images", metavar="DIR", help="your own image folder")
+    parser.add_argument("--annotations", metavar="FILE", help="your own COCO instance JSON")
+    options = parser.parse_args(arguments)
+    try:
+        print(run_demo(options.output, images=options.images, annotations=options.annotations))
+    except ColabUtilsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
