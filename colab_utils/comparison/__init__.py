@@ -1,1 +1,5 @@
-"""The race of ways of loading: every strategy on the same work, checked for equality first."""
+"""The comparison: the same images by every strategy, checked for equality first, then timed in turns.
+
+`compare` lists the steps, `strategies` has the datasets, the prefetchers and the strategies that join them, `prepared`
+makes the data that they read, and `equality` checks their samples.
+"""

@@ -1,4 +1,4 @@
-"""Every strategy side by side, on the same images: checked to be equal first, then timed in turns."""
+"""`compare`: every strategy on the same images, checked to be equal first, then timed in turns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from colab_utils.comparison.equality import find_difference
@@ -26,169 +27,80 @@ from colab_utils.comparison.strategies import (
     end_workers,
     find_strategy,
 )
-from colab_utils.data.coco import read_coco
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.resources import measure_memory
 from colab_utils.diagnosis.stages import drop_cached
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, describe_error, time_batches
 from colab_utils.drive import DriveProfile, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import CocoFolder
 from colab_utils.runtime import Machine, describe_machine, quiet_fork, show_progress
 
-__all__ = [
-    "FORECASTS",
-    "CheckedForecast",
-    "Comparison",
-    "StrategyTiming",
-    "Trial",
-    "TrialRunner",
-    "compare",
-    "find_pay_back",
-    "forecast_fixes",
-]
+__all__ = ["CheckedForecast", "Comparison", "StrategyTiming", "compare", "find_pay_back"]
 
 _MAX_RUN_S = 30.0  # for one repeat of one strategy
-
-
-FORECASTS = {
-    "image files on the local SSD": "dataloader_on_ssd", "shards on the local SSD": "shards_on_ssd",
-    "packed masks": "packed", "samples in memory": "in_memory",
-}  # fmt: skip
-
-
-"""Fixes that `diagnose` forecasts, and the strategy that is each."""
-
-
-@dataclass
-class Trial:
-    """A strategy while it is being measured."""
-
-    strategy: Strategy
-    place: str
-    note: str = ""
-    difference: str = "not checked"
-    failed: bool = False
-    cold: BatchTimes | None = None
-    ram_bytes: int = 0
-    times: list[BatchTimes] = field(default_factory=list)
-
-
-class TrialRunner:
-    """Runs one strategy at a time: to check it, cold, or warm."""
-
-    def __init__(self, fast: Setting, slow: Setting, step: Any, *, batches: int, timeline_s: float) -> None:
-        self._fast, self._slow, self._step, self._batches, self._timeline_s = fast, slow, step, batches, timeline_s
-        self._reference = CocoFolder(fast.prepared.images, fast.prepared.annotations)
-        self._epoch = -(-len(self._reference) // fast.batch_size)
-
-    def try_to(self, run: Callable[[Trial], None], row: Trial) -> None:
-        """Where a strategy fails, a note says why, and it is not run again."""
-        try:
-            if not row.failed:
-                run(row)
-        except Exception as error:
-            row.note, row.failed = describe_error(error), True
-
-    def check(self, row: Trial) -> None:
-        """Hold an epoch against the reference."""
-        with closing(row.strategy.open(self._fast)) as loader:
-            row.difference = find_difference(islice(loader, self._epoch), self._reference)
-
-    def run_cold(self, row: Trial) -> None:
-        """The first batches, with nothing of the files in the system's memory, from the first one on."""
-        path = self._slow.prepared.get(row.strategy.form).path
-        for file in path.rglob("*") if path.is_dir() else (path,):
-            drop_cached(file)
-        began_s = perf_counter()
-        with closing(row.strategy.open(self._slow)) as loader:
-            opened_s = perf_counter() - began_s  # who reads everything at the start waits here
-            cold = time_batches(loader, self._step, batches=10_000, warmup=0, max_s=self._timeline_s)
-        waits = (cold.wait_s[0] + opened_s, *cold.wait_s[1:])
-        row.cold = replace(cold, wait_s=waits, first_batch_s=cold.first_batch_s + opened_s)
-
-    def run_warm(self, row: Trial) -> None:
-        """Timed batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
-        before = measure_memory()
-        with closing(row.strategy.open(self._slow)) as loader:
-            warmup = self._epoch if row.strategy.keeps else 2
-            times = time_batches(loader, self._step, batches=self._batches, warmup=warmup, max_s=_MAX_RUN_S)
-            row.ram_bytes = max(row.ram_bytes, measure_memory() - before)
-        row.times.append(times)
-
-
-def forecast_fixes(setting: Setting, step: Any, *, seconds: float) -> dict[str, float]:
-    """What `diagnose` forecasts of a plain ``DataLoader`` over the files on Drive; images a second, by fix."""
-    dataset = PillowFolder(setting.prepared.images, setting.prepared.annotations, profile=setting.profile)
-
-    def take(images: Any, targets: Any) -> None:
-        step([image.to(setting.device).float().div_(255) for image in images], targets)
-
-    taken = step if getattr(step, "emulated", False) else take
-    with quiet_fork():
-        loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=setting.batch_size, shuffle=True, num_workers=setting.workers, collate_fn=_collate,
-            persistent_workers=setting.workers > 0,
-        )  # fmt: skip
-    try:
-        found = diagnose(loader, taken, seconds=seconds)
-    except ColabUtilsError:
-        return {}  # its row says why
-    finally:
-        end_workers(loader)
-    return {fix.name: fix.forecast_images_per_second for fix in found.fixes if fix.name in FORECASTS}
-
-
-def _collate(samples: list[Any]) -> tuple[Any, ...]:
-    return tuple(zip(*samples, strict=True))
-
-
 _BASELINES = ("dataloader", "sequential")  # what the others are compared with: the first that was timed
-
-
 _HELPS = 1.1  # times as fast as the baseline
+_STRATEGY_OF_FIX = {
+    "local_files": "dataloader_on_ssd", "shards": "shards_on_ssd", "packed_masks": "packed", "in_memory": "in_memory",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class StrategyTiming:
-    """One strategy's row: medians over the repeats, None where it could not be timed (``note`` says why).
-
-    ``comparable`` is False where its samples are not the reference's; ``difference`` then says how. ``wait_share`` is
-    0 to 1; ``cpu_ms_per_image`` is loading alone, over all processes; ``first_batch_s`` includes the workers' start.
-    ``cold_images_per_second`` is that of the first epoch, with nothing in the system's memory. ``ratio`` is to the
-    baseline, repeat by repeat: median, lowest and highest. ``ram_bytes`` is what it held more than before, workers
-    included. ``timeline`` has for each batch when it was asked for, when its step began, and when that ended, seconds.
-
-    Minutes are of the whole dataset: what is made once, what each session copies, the first epoch, each later one.
-    ``paid_back_epochs`` says after how many epochs of one session that has paid, against the baseline; None: never.
-    """
+    """One strategy's row; figures are medians over the repeats, and None where it could not be timed."""
 
     name: str
+    """Of the strategy."""
     idea: str
+    """What it does, in one sentence."""
     place: str
+    """Where it reads from while it trains."""
     comparable: bool
+    """Whether its samples are the reference's."""
     difference: str
+    """How they differ; empty where they do not."""
     images_per_second: float | None
+    """Images trained in a second, warm."""
     batch_ms_median: float | None
+    """Wait and step of a batch, milliseconds: the median."""
     batch_ms_p95: float | None
+    """The same: the 95th percentile."""
     wait_share: float | None
+    """Wait / (wait + step), 0 to 1."""
     first_batch_s: float | None
+    """Seconds until the first batch came, cold, the start of the workers included."""
     cpu_ms_per_image: float | None
+    """CPU milliseconds of loading an image, over all processes."""
     repeats_images_per_second: tuple[float, ...]
+    """``images_per_second`` of each repeat."""
     note: str
+    """Why it could not be timed."""
     cold_images_per_second: float | None = None
+    """Images trained in a second of the first epoch, with nothing in the system's memory, start included."""
     ratio: float | None = None
+    """Times as fast as the baseline, repeat by repeat: the median."""
     ratio_low: float | None = None
+    """The lowest of the repeats."""
     ratio_high: float | None = None
+    """The highest of the repeats."""
     ram_bytes: int | None = None
+    """Memory that it took, workers included."""
     drive_bytes: int | None = None
+    """What it needs on Drive."""
     ssd_bytes: int | None = None
+    """What it needs on the local disk."""
     once_minutes: float | None = None
+    """Minutes to prepare the complete dataset, once."""
     session_minutes: float | None = None
+    """Minutes to copy the complete dataset, in each session."""
     first_epoch_minutes: float | None = None
+    """Minutes of the first epoch of the complete dataset."""
     epoch_minutes: float | None = None
+    """Minutes of each later epoch of the complete dataset."""
     paid_back_epochs: float | None = None
+    """Epochs of one session after which it stays ahead of the baseline (see `find_pay_back`); None: never."""
     timeline: tuple[tuple[float, float, float], ...] = ()
+    """For each batch of the cold run: when it was asked for, when its step began and when it ended, seconds."""
 
     def __str__(self) -> str:
         if self.images_per_second is None:
@@ -201,12 +113,16 @@ class StrategyTiming:
 
 @dataclass(frozen=True)
 class CheckedForecast:
-    """What `diagnose` said of a fix, looking at the baseline alone, and what that strategy then gave."""
+    """What `diagnose` forecast for a fix, from the baseline alone, and what the strategy with that fix reached."""
 
     fix: str
+    """Its name."""
     strategy: str
+    """The strategy with that fix."""
     forecast_images_per_second: float
+    """What `diagnose` forecast."""
     measured_images_per_second: float
+    """What the strategy reached."""
 
     @property
     def error(self) -> float:
@@ -216,24 +132,34 @@ class CheckedForecast:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; its fields are the keys of the command's JSON. ``step`` is "real" or "emulated ...".
-
-    ``baseline`` is the strategy that the others are compared with; ``no_help`` are those less than 1.1 times as fast.
-    """
+    """What `compare` found; its fields are the keys of the command's JSON."""
 
     machine: Machine
+    """Where it ran."""
     dataset: dict[str, Any]
+    """``name``, ``fingerprint``, ``images`` (compared) and ``total`` (in the dataset)."""
     strategies: tuple[StrategyTiming, ...]
+    """One row each."""
     step: str
+    """"real" or "emulated ..."."""
     drive: str
+    """How slow Drive was made."""
     batch_size: int
+    """Images in a batch."""
     batches: int
+    """Timed batches of each repeat."""
     repeats: int
+    """How often each strategy was timed."""
     workers: int
+    """Worker processes."""
     note: str
+    """What is missing, and images that were left out."""
     baseline: str = ""
+    """The strategy that the others are compared with."""
     no_help: tuple[str, ...] = ()
+    """The strategies that are less than 1.1 times as fast as the baseline."""
     forecasts: tuple[CheckedForecast, ...] = ()
+    """What `diagnose` forecast, and what was measured."""
 
     def __str__(self) -> str:
         head = f"{self.dataset['images']} images of {self.dataset['name']}, step {self.step}, {self.machine}"
@@ -250,15 +176,15 @@ def compare(
     """Time every strategy on the same images with the same step, after checking that their samples are equal.
 
     Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if there is one. First
-    each gives a whole epoch, which must hold every image once, and samples equal to the reference's; then each runs
-    cold, with nothing of its files in the system's memory, which makes its timeline; then all are timed warm, in
-    turns, so that a machine that slows down slows all of them. Figures are medians over the repeats. A strategy that
-    fails gets a row that says why, and the others go on; Ctrl-C keeps the rows that are measured.
+    each gives an epoch, which must hold every image once, and samples equal to the reference's. Then each runs cold,
+    with nothing of its files in the system's memory. Then all are timed warm, in turns, so that a machine that slows
+    down slows all of them. Figures are medians over the repeats. A strategy that fails gets a row with the reason, and
+    the others go on. Ctrl-C keeps the rows that are measured.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        folder: where shards and copies for the comparison are kept (and found again); made if need be.
+        folder: where prepared data is kept for the next comparison; made if need be.
         strategies: names of `STRATEGIES`, or your own `Strategy`; None takes `DEFAULT_STRATEGIES`.
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as they are.
         step: the training step, called as ``step(images, targets)``; None takes ``EmulatedStep(step_ms)``.
@@ -266,68 +192,38 @@ def compare(
         batch_size: images in a batch.
         batches: timed batches of each repeat.
         repeats: how often each strategy is timed, each time with new workers.
-        workers: worker processes of the strategies that have such.
+        workers: worker processes of the strategies that have workers.
         max_images: the comparison takes the first so many images of the dataset.
-        min_size: the shorter side that training needs, pixels: shards are made for it.
+        min_size: the shorter side that training needs, pixels: larger images are stored smaller.
         max_size: the longer side that training needs, pixels.
-        timeline_s: seconds that each strategy runs cold, an epoch's batches at least where that is shorter.
-        forecast_s: seconds for `diagnose`, whose forecasts from the baseline are held against what is measured; 0
-            leaves that out.
+        timeline_s: seconds that each strategy runs cold.
+        forecast_s: seconds for `diagnose`, whose forecasts for the baseline are shown with what was measured; 0 makes
+            no forecasts.
 
     Raises:
         ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
     """
-    named = list(dict.fromkeys(DEFAULT_STRATEGIES if strategies is None else strategies))
-    chosen = [one if isinstance(one, Strategy) else find_strategy(one.strip()) for one in named]
-    if not chosen:
-        raise ColabUtilsError(f"expected strategies among {', '.join(STRATEGIES)}; found none: choose some of them")
-    if min(batch_size, batches, repeats, max_images) < 1 or workers < 0:
-        found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
-        raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}")
-    images, folder = Path(images), Path(folder)
-    if not images.is_dir():
-        raise ColabUtilsError(f"expected an image folder, found nothing at {images}. On Colab, mount Drive first.")
-    profile, coco = get_profile(drive_profile), read_coco(annotations)
-    if not len(coco):
-        raise ColabUtilsError(f"expected images in {annotations}, found none: name the instances file of your dataset")
-    step = EmulatedStep(step_ms) if step is None else step
+    chosen = _choose_strategies(strategies)
+    _check_counts(batch_size=batch_size, batches=batches, repeats=repeats, max_images=max_images, workers=workers + 1)
+    profile = get_profile(drive_profile)
     prepared = PreparedData(
-        images, coco, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
+        images, annotations, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     fast, slow = (Setting(prepared, speed, batch_size, workers, device) for speed in (None, profile))
-    runner = TrialRunner(fast, slow, step, batches=batches, timeline_s=timeline_s)
-    rows = [Trial(strategy, _name_place(strategy, prepared, profile)) for strategy in chosen]
-    note, found_forecasts = "", dict[str, float]()
-    try:
-        with show_progress("comparing", total=(repeats + 2) * len(rows), unit="run") as bar:
-            for row in rows:
-                runner.try_to(runner.check, row)
-                bar.update(1)
-            if forecast_s and any(row.strategy.name == _BASELINES[0] for row in rows):
-                found_forecasts = forecast_fixes(slow, step, seconds=forecast_s)
-            for row in rows:
-                runner.try_to(runner.run_cold, row)
-                bar.update(1)
-            for repeat in range(repeats):
-                for row in rows[repeat % len(rows) :] + rows[: repeat % len(rows)]:
-                    runner.try_to(runner.run_warm, row)
-                    bar.update(1)
-    except KeyboardInterrupt:
-        rows = [row for row in rows if row.times]
-        if not rows:
-            raise
-        note = "Stopped by Ctrl-C: strategies or repeats are missing."
-    if not any(row.times for row in rows):
-        raise ColabUtilsError(f"expected a strategy that can be timed, found that none could: {rows[0].note}")
-    if prepared.bad:
-        note = f"{note} {len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}".strip()
-    timings = _summarise(rows, prepared, total=len(coco))
+    step = EmulatedStep(step_ms) if step is None else step
+    names = [strategy.name for strategy in chosen]
+    forecasts = _forecast_fixes(slow, step, seconds=forecast_s) if forecast_s and _BASELINES[0] in names else []
+    runner = _Runner(fast, slow, step, batches=batches, timeline_s=timeline_s)
+    rows, note = _run_in_turns(runner, chosen, repeats=repeats)
+    timings = _compare_with_baseline([_summarise(row, slow) for row in rows])
     baseline = _find_baseline(timings)
-    rates = {timing.name: timing.images_per_second for timing in timings if timing.comparable}
     return Comparison(
         machine=describe_machine(folder),
-        dataset={"name": images.name, "fingerprint": coco.fingerprint, "images": len(prepared), "total": len(coco)},
+        dataset={
+            "name": prepared.images.name, "fingerprint": prepared.fingerprint, "images": len(prepared),
+            "total": prepared.total,
+        },
         strategies=timings,
         step=str(step) if getattr(step, "emulated", False) else "real",
         drive=f"{profile}. {profile.source}" if profile else "as it is, not slowed",
@@ -335,39 +231,200 @@ def compare(
         batches=batches,
         repeats=repeats,
         workers=workers,
-        note=note,
-        baseline=baseline,
-        no_help=tuple(
-            timing.name for timing in timings
-            if timing.comparable and timing.ratio is not None and timing.ratio < _HELPS and timing.name != baseline
-        ),
-        forecasts=tuple(
-            CheckedForecast(fix, FORECASTS[fix], forecast, rate)
-            for fix, forecast in found_forecasts.items()
-            if (rate := rates.get(FORECASTS[fix])) is not None
-        ),
+        note=f"{note} {_describe_bad(prepared)}".strip(),
+        baseline=baseline.name,
+        no_help=_list_no_help(timings, baseline),
+        forecasts=_check_forecasts(forecasts, timings),
     )  # fmt: skip
 
 
-def _name_place(strategy: Strategy, prepared: PreparedData, profile: DriveProfile | None) -> str:
-    if not strategy.on_drive:
-        return "local disk"
-    if profile:
-        return f"slowed Drive folder, profile {profile.name}"
-    return "Google Drive" if is_on_drive(prepared.images) else "local disk"
+def _choose_strategies(strategies: Sequence[str | Strategy] | None) -> list[Strategy]:
+    named = dict.fromkeys(DEFAULT_STRATEGIES if strategies is None else strategies)
+    if not named:
+        raise ColabUtilsError(f"expected strategies among {', '.join(STRATEGIES)}; found none: choose some of them")
+    return [one if isinstance(one, Strategy) else find_strategy(one.strip()) for one in named]
 
 
-def _find_baseline(timings: Sequence[StrategyTiming]) -> str:
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            least, found = (0, count - 1) if name == "workers" else (1, count)
+            raise ColabUtilsError(f"expected {name} of {least} or more, found {found}")
+
+
+def _describe_bad(prepared: PreparedData) -> str:
+    return f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
+
+
+def _forecast_fixes(setting: Setting, step: Any, *, seconds: float) -> list[Any]:
+    """The fixes that `diagnose` finds for a plain ``DataLoader`` over the files on Drive."""
+    dataset = PillowFolder(setting.prepared.images, setting.prepared.annotations, profile=setting.profile)
+
+    def scale_and_step(images: Any, targets: Any) -> None:
+        step([image.to(setting.device).float().div_(255) for image in images], targets)
+
+    with quiet_fork():
+        loader: DataLoader[Any] = DataLoader(
+            dataset, batch_size=setting.batch_size, shuffle=True, num_workers=setting.workers, collate_fn=_collate,
+            persistent_workers=setting.workers > 0,
+        )  # fmt: skip
+    try:
+        emulated = getattr(step, "emulated", False)
+        return list(diagnose(loader, step if emulated else scale_and_step, seconds=seconds).fixes)
+    except ColabUtilsError:
+        return []  # the row of the baseline tells why
+    finally:
+        end_workers(loader)
+
+
+def _collate(samples: list[Any]) -> tuple[Any, ...]:
+    return tuple(zip(*samples, strict=True))
+
+
+@dataclass
+class _Row:
+    """A strategy while it is being measured."""
+
+    strategy: Strategy
+    note: str = ""
+    difference: str = "not checked"
+    opened_s: float = 0.0
+    cold: BatchTimes | None = None
+    times: list[BatchTimes] = field(default_factory=list)
+    ram_bytes: int = 0
+
+
+class _Runner:
+    """Runs one strategy at a time: to check it, cold, or warm."""
+
+    def __init__(self, fast: Setting, slow: Setting, step: Any, *, batches: int, timeline_s: float) -> None:
+        self._fast, self._slow, self._step, self._batches, self._timeline_s = fast, slow, step, batches, timeline_s
+        self._epoch = -(-len(fast.prepared) // fast.batch_size)
+
+    def check(self, row: _Row) -> None:
+        """Compare an epoch with the reference."""
+        with closing(row.strategy.open(self._fast)) as loader:
+            row.difference = find_difference(islice(loader, self._epoch), self._fast.prepared.reference)
+
+    def run_cold(self, row: _Row) -> None:
+        """Time the first batches, with nothing of the strategy's files in the system's memory."""
+        for file in self._slow.prepared.get(row.strategy.reads).files:
+            drop_cached(file)
+        began_s = perf_counter()
+        with closing(row.strategy.open(self._slow)) as loader:
+            row.opened_s = perf_counter() - began_s
+            row.cold = time_batches(loader, self._step, batches=10_000, warmup=0, max_s=self._timeline_s)
+
+    def run_warm(self, row: _Row) -> None:
+        """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
+        before = measure_memory()
+        with closing(row.strategy.open(self._slow)) as loader:
+            warmup = self._epoch if row.strategy.keeps else 2
+            row.times.append(time_batches(loader, self._step, batches=self._batches, warmup=warmup, max_s=_MAX_RUN_S))
+            row.ram_bytes = max(row.ram_bytes, measure_memory() - before)
+
+
+def _run_in_turns(runner: _Runner, chosen: Sequence[Strategy], *, repeats: int) -> tuple[list[_Row], str]:
+    """Run every strategy in each round; Ctrl-C keeps those that were timed, and the note tells it.
+
+    Raises:
+        ColabUtilsError: no strategy could be timed.
+    """
+    rows, note = [_Row(strategy) for strategy in chosen], ""
+    rounds: list[tuple[Callable[[_Row], None], int]] = [(runner.check, 0), (runner.run_cold, 0)]
+    rounds += [(runner.run_warm, repeat % len(rows)) for repeat in range(repeats)]
+    try:
+        with show_progress("comparing", total=len(rounds) * len(rows), unit="run") as bar:
+            for run, first in rounds:
+                for row in rows[first:] + rows[:first]:
+                    _try_to(run, row)
+                    bar.update(1)
+    except KeyboardInterrupt:
+        rows, note = [row for row in rows if row.times], "Stopped by Ctrl-C: strategies or repeats are missing."
+        if not rows:
+            raise
+    if not any(row.times for row in rows):
+        raise ColabUtilsError(f"expected a strategy that can be timed, found that none could: {rows[0].note}")
+    return rows, note
+
+
+def _try_to(run: Callable[[_Row], None], row: _Row) -> None:
+    """Where a strategy fails, a note tells why, and it is not run again."""
+    try:
+        if not row.note:
+            run(row)
+    except Exception as error:
+        row.note = describe_error(error)
+
+
+def _summarise(row: _Row, setting: Setting) -> StrategyTiming:
+    strategy, prepared, runs, cold = row.strategy, setting.prepared, row.times, row.cold
+    names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "cpu_ms_per_image")
+    figures: dict[str, Any] = {name: median(getattr(run, name) for run in runs) if runs else None for name in names}
+    scale = prepared.total / len(prepared)
+    if runs:
+        files = prepared.get(strategy.reads)
+        figures |= {
+            "ram_bytes": row.ram_bytes, "drive_bytes": files.drive_bytes, "ssd_bytes": files.ssd_bytes,
+            "once_minutes": (files.once_start_s + (files.once_s - files.once_start_s) * scale) / 60,
+            "session_minutes": files.session_s * scale / 60,
+            "epoch_minutes": prepared.total / figures["images_per_second"] / 60,
+        }  # fmt: skip
+    if cold is not None:
+        batches = len(prepared) * len(cold.wait_s) / cold.images  # of the first epoch
+        first = cold.batch_s[: round(batches + 0.49)]
+        # what keeps its samples reads all of them while it opens: more images take longer
+        opened_s = row.opened_s * (scale if strategy.keeps else 1)
+        epoch_s = scale_epoch(first, batches=batches * scale, start=max(1, setting.workers))
+        figures |= {
+            "cold_images_per_second": min(cold.images, len(prepared)) / (row.opened_s + float(first.sum())),
+            "first_epoch_minutes": (opened_s + epoch_s) / 60,
+            "timeline": _make_timeline(cold, row.opened_s),
+        }
+    return StrategyTiming(
+        strategy.name, strategy.idea, _name_place(strategy, setting), not row.difference, row.difference, **figures,
+        first_batch_s=cold.first_batch_s + row.opened_s if cold is not None and runs else None,
+        repeats_images_per_second=tuple(run.images_per_second for run in runs), note=row.note,
+    )  # fmt: skip
+
+
+def scale_epoch(batch_s: NDArray[np.float64], *, batches: float, start: int) -> float:
+    """Seconds that an epoch of so many ``batches`` takes, by the times of its first ones.
+
+    The first ``start`` batches hold the start of the workers and count once. The others give the seconds of a batch.
+
+    Example:
+        >>> scale_epoch(np.array([1.6, 0.1, 0.1]), batches=1001, start=1)
+        101.6
+    """
+    later = batch_s[start:]
+    if not len(later):
+        return float(batch_s.mean()) * batches
+    return float(batch_s[:start].sum() + later.mean() * max(0.0, batches - start))
+
+
+def _name_place(strategy: Strategy, setting: Setting) -> str:
+    if strategy.on_drive and setting.profile:
+        return f"slowed Drive folder, profile {setting.profile.name}"
+    return "Google Drive" if strategy.on_drive and is_on_drive(setting.prepared.images) else "local disk"
+
+
+def _make_timeline(cold: BatchTimes, opened_s: float) -> tuple[tuple[float, float, float], ...]:
+    ends = opened_s + np.cumsum(cold.batch_s)
+    asked = np.concatenate([[0.0], ends[:-1]])
+    times = (asked, ends - np.array(cold.step_s), ends)
+    return tuple(zip(*(time.round(4).tolist() for time in times), strict=True))
+
+
+def _find_baseline(timings: Sequence[StrategyTiming]) -> StrategyTiming:
     """What people run today, else the first strategy that was timed."""
-    timed = [timing.name for timing in timings if timing.images_per_second and timing.comparable]
-    timed += [timing.name for timing in timings if timing.images_per_second]
-    return next((name for name in _BASELINES if name in timed), timed[0])
+    timed = [timing for timing in timings if timing.images_per_second]
+    fair = {timing.name: timing for timing in timed if timing.comparable} or {timed[0].name: timed[0]}
+    return next((fair[name] for name in _BASELINES if name in fair), next(iter(fair.values())))
 
 
-def _summarise(rows: Sequence[Trial], prepared: PreparedData, *, total: int) -> tuple[StrategyTiming, ...]:
-    bare = [_describe_row(row, prepared, total=total) for row in rows]
-    base = next(timing for timing in bare if timing.name == _find_baseline(bare))
-    timings = []
+def _compare_with_baseline(bare: Sequence[StrategyTiming]) -> tuple[StrategyTiming, ...]:
+    base, timings = _find_baseline(bare), []
     for timing in bare:
         if timing.images_per_second:
             pairs = zip(timing.repeats_images_per_second, base.repeats_images_per_second, strict=False)
@@ -380,51 +437,33 @@ def _summarise(rows: Sequence[Trial], prepared: PreparedData, *, total: int) -> 
     return tuple(timings)
 
 
-def _describe_row(row: Trial, prepared: PreparedData, *, total: int) -> StrategyTiming:
-    names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "cpu_ms_per_image")
-    runs, way, cold = row.times, row.strategy, row.cold
-    figures: Any = {name: median(getattr(run, name) for run in runs) if runs else None for name in names}
-    if runs:
-        form, scale = prepared.get(way.form), total / len(prepared) / 60
-        figures |= {
-            "ram_bytes": row.ram_bytes, "drive_bytes": form.drive_bytes, "ssd_bytes": form.ssd_bytes,
-            "once_minutes": form.once_s * scale, "session_minutes": form.session_s * scale,
-            "epoch_minutes": total / figures["images_per_second"] / 60,
-        }  # fmt: skip
-    if cold is not None:
-        first = min(len(cold.wait_s), -(-len(prepared) * len(cold.wait_s) // cold.images))  # batches of the first epoch
-        rate = min(cold.images, len(prepared)) / float(cold.batch_s[:first].sum())
-        figures |= {"cold_images_per_second": rate, "first_epoch_minutes": total / rate / 60}
-        figures["timeline"] = _make_timeline(cold)
-    return StrategyTiming(
-        way.name, way.idea, row.place, not row.difference, row.difference, **figures,
-        first_batch_s=cold.first_batch_s if cold is not None and runs else None,
-        repeats_images_per_second=tuple(run.images_per_second for run in runs), note=row.note,
-    )  # fmt: skip
-
-
-def _make_timeline(cold: BatchTimes) -> tuple[tuple[float, float, float], ...]:
-    ends = np.cumsum(cold.batch_s)
-    begins = ends - cold.batch_s
-    steps = begins + np.array(cold.wait_s)
-    return tuple(zip(begins.round(4).tolist(), steps.round(4).tolist(), ends.round(4).tolist(), strict=True))
-
-
 def find_pay_back(timing: StrategyTiming, base: StrategyTiming) -> float | None:
-    """Epochs after which what a strategy costs beforehand has paid, against another; None where it never does.
+    """Epochs after which a strategy stays ahead of another, preparation included; None where it never does.
 
-    Within one session: what is made once, what the session copies, a first epoch, and any number of later ones.
+    All in one session: preparing, copying, a first epoch, and any number of later epochs.
     """
-    values = [
-        getattr(row, name) or 0.0
-        for row in (timing, base)
-        for name in ("once_minutes", "session_minutes", "first_epoch_minutes", "epoch_minutes")
-    ]
-    own, other = values[:4], values[4:]
-    ahead = sum(own[:2]) - sum(other[:2])  # minutes behind at the start
-    first, later = other[2] - own[2], other[3] - own[3]  # minutes won in the first epoch, and in each later one
-    if ahead <= 0 and first >= 0:
-        return 0.0
-    if first > 0 and ahead <= first:
-        return ahead / first
-    return 1 + (ahead - first) / later if later > 0 else None
+    parts = ("once_minutes", "session_minutes", "first_epoch_minutes", "epoch_minutes")
+    once, session, first, later = ((getattr(timing, part) or 0.0) - (getattr(base, part) or 0.0) for part in parts)
+    before = once + session  # minutes behind before the first epoch
+    after = before + first  # and after it
+    if later > 0:
+        return None  # falls behind in the end
+    if after > 0:
+        return 1 - after / later if later else None
+    return before / (before - after) if before > 0 else 0.0
+
+
+def _list_no_help(timings: Sequence[StrategyTiming], baseline: StrategyTiming) -> tuple[str, ...]:
+    others = [timing for timing in timings if timing.comparable and timing.name != baseline.name]
+    return tuple(timing.name for timing in others if timing.ratio is not None and timing.ratio < _HELPS)
+
+
+def _check_forecasts(fixes: Sequence[Any], timings: Sequence[StrategyTiming]) -> tuple[CheckedForecast, ...]:
+    """The forecasts of the fixes whose strategy was timed, with what it reached."""
+    rates = {timing.name: timing.images_per_second for timing in timings if timing.comparable}
+    found = []
+    for fix in fixes:
+        strategy, forecast = _STRATEGY_OF_FIX.get(fix.id, ""), fix.forecast_images_per_second
+        if forecast and (rate := rates.get(strategy)):
+            found.append(CheckedForecast(fix.name, strategy, forecast, rate))
+    return tuple(found)

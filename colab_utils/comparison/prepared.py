@@ -1,11 +1,11 @@
-"""Prepared copies of a dataset that strategies read: loose files, saved tensors, arrays, shards."""
+"""Prepared data: the same images as loose files, saved tensors, arrays or shards, on Drive and on the local disk."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,245 +15,213 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional
 
-from colab_utils.data.coco import CocoDataset, read_coco, write_subset
+from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.drive import DriveProfile, is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import Target
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.runtime import format_bytes, show_progress, write_file
-from colab_utils.shards.copy import COPY_STREAMS, copy_shards
-from colab_utils.shards.format import read_index
-from colab_utils.shards.images import plan_size
+from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 
-__all__ = ["PreparedData", "PreparedKind"]
+__all__ = ["PreparedData", "PreparedFiles"]
 
-_MADE = "made.json"
+_STREAMS = 4  # files read at the same time: as many as `copy_shards` reads
 
 
 @dataclass(frozen=True)
-class PreparedKind:
-    """Where a form of the data lies, and what it takes: seconds ``once``, seconds in each ``session`` (a new machine's
-    disk is empty), and bytes on both disks.
-    """
+class PreparedFiles:
+    """One kind of prepared data: its files and what they cost."""
 
-    path: Path
-    once_s: float = 0.0
-    session_s: float = 0.0
-    drive_bytes: int = 0
+    folder: Path
+    """Where it lies."""
+    files: tuple[Path, ...]
+    """The files that a strategy reads, and no other file of the folder."""
+    drive_bytes: int
+    """Bytes on Drive."""
     ssd_bytes: int = 0
+    """Bytes on the local disk."""
+    once_s: float = 0.0
+    """Seconds to make it, once."""
+    once_start_s: float = 0.0
+    """Seconds of ``once_s`` that any number of images takes: worker processes start."""
+    session_s: float = 0.0
+    """Seconds to copy it to the empty disk of a new machine, in each session."""
 
 
 class PreparedData:
-    """Every form of the first ``count`` usable images of a dataset, in ``folder``, made when it is first asked for.
+    """The first ``count`` usable images of a dataset as files of several kinds, each made when it is first needed.
 
     Attributes:
-        total: images of the whole dataset.
+        images: the image folder; it stands for Drive.
+        annotations: COCO JSON of the compared images.
+        reference: their samples, as torchvision's references give them.
+        total: images of the dataset.
+        fingerprint: of the dataset's annotations.
         bad: why images were left out.
+        sizes: ``min_size`` and ``max_size``.
 
     Args:
-        images: the image folder; it stands for Drive.
-        coco: its annotations.
-        folder: where prepared are kept.
-        profile: the speed of Drive; None where ``images`` are read as they are.
+        images: the image folder.
+        annotations: COCO instance JSON.
+        folder: where prepared data is kept.
+        profile: the speed of Drive; None reads ``images`` as they are.
         count: images at most.
         min_size: the shorter side that training needs, pixels.
         max_size: the longer side that training needs, pixels.
+
+    Raises:
+        ColabUtilsError: no image folder, no annotations, or no usable image.
     """
 
     def __init__(
-        self, images: Path, coco: CocoDataset, folder: Path, *, profile: DriveProfile | None, count: int,
-        min_size: int, max_size: int,
+        self, images: str | Path, annotations: str | Path, folder: str | Path, *, profile: DriveProfile | None,
+        count: int, min_size: int, max_size: int,
     ) -> None:  # fmt: skip
-        self.images, self.profile, self.sizes = images, profile, {"min_size": min_size, "max_size": max_size}
-        self.folder = folder
-        self.ssd = Path(tempfile.gettempdir()) / "colab_utils-ssd" if is_on_drive(folder) else folder / "ssd"
-        self.drive = folder / "drive"
+        self.images, self.folder, self.profile = Path(images), Path(folder), profile
+        if not self.images.is_dir():
+            raise ColabUtilsError(f"expected an image folder, found nothing at {images}. On Colab, mount Drive first.")
+        coco = read_coco(annotations)
+        if not len(coco):
+            raise ColabUtilsError(f"expected images in {annotations}, found none: name your dataset's instances file")
+        self.total, self.fingerprint = len(coco), coco.fingerprint
+        self.sizes = {"min_size": min_size, "max_size": max_size}
+        self.drive = self.folder / "drive"
+        self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd") if is_on_drive(folder) else self.folder / "ssd"
         rows = range(min(len(coco), count))
-        everything = CocoFolder(images, write_subset(coco, rows, folder / "all.json"))
-        usable, self.bad = list[int](), list[str]()
-        for row in rows:
-            try:
-                everything[row]
-                usable.append(row)
-            except ColabUtilsError as error:
-                self.bad.append(str(error))
+        dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"))
+        errors = _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows)
+        self.bad = [error for error in errors if error]
+        usable = [row for row, error in zip(rows, errors, strict=True) if not error]
         if not usable:
             raise ColabUtilsError(f"expected usable images in {images}, found none: {self.bad[0]}")
-        self.annotations = write_subset(coco, usable, folder / "annotations.json")
-        self.coco, self.total = read_coco(self.annotations), len(coco)
+        self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
+        self.reference = CocoFolder(images, self.annotations)
         self.name = f"{coco.fingerprint[:8]}-{len(usable)}-{min_size}-{max_size}"
-        self._made: dict[str, PreparedKind] = {}
+        self._made: dict[str, PreparedFiles] = {}
 
     def __len__(self) -> int:
-        return len(self.coco)
+        return len(self.reference)
 
-    def get(self, kind: str) -> PreparedKind:
-        """A form by its name: ``files``, ``tensors`` or ``shards``, ``_on_drive`` or ``_on_ssd``; ``arrays_on_ssd``.
+    def get(self, kind: str) -> PreparedFiles:
+        """One kind by its name: ``files``, ``tensors``, ``arrays`` or ``shards``, then ``_on_drive`` or ``_on_ssd``.
+
+        ``arriving_shards_on_drive`` are shards on Drive with room on the local disk, where training copies them.
 
         Raises:
-            ColabUtilsError: it cannot be made, or needs more disk than there is.
+            ColabUtilsError: it cannot be made, or needs more disk than is free.
         """
         if kind not in self._made:
-            makers: dict[str, Callable[[], PreparedKind]] = {
-                "files_on_drive": lambda: PreparedKind(self.images, drive_bytes=self._sum_files()),
-                "files_on_ssd": self._copy_files,
-                "tensors_on_drive": partial(self._convert, "tensors", _write_tensors),
-                "tensors_on_ssd": partial(self._copy_converted, "tensors"),
-                "arrays_on_drive": partial(self._convert, "arrays", _write_arrays),
-                "arrays_on_ssd": partial(self._copy_converted, "arrays"),
-                "shards_on_drive": self._make_shards,
-                "shards_on_ssd": self._copy_shards,
-                "arriving_shards_on_drive": self._describe_arrival,
-            }
-            self._made[kind] = makers[kind]()
+            name, _, disk = kind.partition("_on_")
+            if disk == "ssd":
+                made = self._copy(name, self.get(f"{name}_on_drive"))
+            elif name == "arriving_shards":
+                shards = self.get("shards_on_drive")
+                made = replace(shards, ssd_bytes=shards.drive_bytes)
+            elif name == "files":
+                files = tuple(map(self.reference.find_path, range(len(self))))
+                made = PreparedFiles(self.images, files, _sum_bytes(files))
+            else:
+                made = self._make(name)
+            self._made[kind] = made
         return self._made[kind]
 
-    def _list_files(self) -> list[Path]:
-        return [self.images / self.coco.file_name(i) for i in range(len(self))]
-
-    def _sum_files(self) -> int:
-        return sum(path.stat().st_size for path in self._list_files())
-
-    def _copy_files(self) -> PreparedKind:
-        """Every image file read from Drive, once in each session."""
-        target, total = self.ssd / f"images-{self.name}", self._sum_files()
-        pairs = [(path, target / path.relative_to(self.images)) for path in self._list_files()]
-        return PreparedKind(target, session_s=self._copy(pairs, total, "images"), drive_bytes=total, ssd_bytes=total)
-
-    def _copy(self, pairs: list[tuple[Path, Path]], total: int, what: str) -> float:
-        """Read files from Drive by as many threads as a copy has, and write those that are not there; seconds."""
-        _check_room(self.ssd, total)
-
-        def copy(pair: tuple[Path, Path]) -> None:
-            source, copied = pair
-            data = read_file(source, self.profile)
-            if not copied.is_file() or copied.stat().st_size != len(data):
-                copied.parent.mkdir(parents=True, exist_ok=True)
-                copied.write_bytes(data)
-
-        began_s, label = perf_counter(), f"copying {what}"
-        with show_progress(label, total=len(pairs), unit="file") as bar, ThreadPoolExecutor(COPY_STREAMS) as pool:
-            for _ in pool.map(copy, pairs):
-                bar.update(1)
-        return perf_counter() - began_s
-
-    def _convert(self, kind: str, write: Callable[[CocoFolder, dict[str, int], Path], None]) -> PreparedKind:
-        """Samples at training's size, as they are told to be saved; the images are read from Drive for it."""
-        target = self.drive / f"{kind}-{self.name}"
-        marker = target / _MADE
-        if not marker.is_file():
+    def _make(self, name: str) -> PreparedFiles:
+        """Write one kind to Drive where it is missing; a file keeps what that took, for the next comparison."""
+        target = self.drive / f"{name}-{self.name}"
+        marker = target.with_name(f"{target.name}.made.json")
+        source = self.get("files_on_ssd" if name == "shards" else "shards_on_ssd")
+        if not (marker.is_file() and target.is_dir()):
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
-            began_s = perf_counter()
-            write(CocoFolder(self.images, self.annotations), self.sizes, target)
-            _write_seconds(marker, perf_counter() - began_s)
-        seconds = _read_seconds(marker) + self.get("files_on_ssd").session_s
-        return PreparedKind(target, once_s=seconds, drive_bytes=_sum_folder(target))
+            write_file(marker, json.dumps(self._write(name, source, target)).encode())
+        took = json.loads(marker.read_bytes())
+        files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
+        once_s = source.once_s + source.session_s + took["seconds"]
+        start_s = source.once_start_s + took["start_s"]
+        return PreparedFiles(target, files, _sum_bytes(files), once_s=once_s, once_start_s=start_s)
 
-    def _copy_converted(self, kind: str) -> PreparedKind:
-        made = self.get(f"{kind}_on_drive")
-        target = self.ssd / made.path.name
-        pairs = [(path, target / path.name) for path in sorted(made.path.iterdir())]
-        seconds = self._copy(pairs, made.drive_bytes, kind)
-        return replace(made, path=target, session_s=seconds, ssd_bytes=made.drive_bytes)
-
-    def _make_shards(self) -> PreparedKind:
-        target = self.drive / f"shards-{self.name}"
-        marker = self.drive / f"shards-{self.name}.json"
-        total_mb = self._sum_files() / 1e6
-        report = write_shards(
-            self.images,
-            self.annotations,
-            shards=target,
-            shard_mb=max(0.01, min(4.0, total_mb / 8)),  # eight or more: no worker holds all in memory
-            min_size=self.sizes["min_size"],
-            max_size=self.sizes["max_size"],
-        )
-        if not marker.is_file():
-            _write_seconds(marker, report.seconds)
-        seconds = _read_seconds(marker) + self.get("files_on_ssd").session_s
-        return PreparedKind(target, once_s=seconds, drive_bytes=read_index(target).bytes)
-
-    def _copy_shards(self) -> PreparedKind:
-        made = self.get("shards_on_drive")
-        target, marker = self.ssd / made.path.name, self.ssd / f"{made.path.name}.json"
-        report = copy_shards(made.path, target, profile=self.profile)
-        if report.bytes or not marker.is_file():
-            _write_seconds(marker, report.seconds)
-        return replace(made, path=target, session_s=_read_seconds(marker), ssd_bytes=made.drive_bytes)
-
-    def _describe_arrival(self) -> PreparedKind:
-        made = self.get("shards_on_drive")
-        return replace(made, ssd_bytes=made.drive_bytes)
-
-
-def shrink_sample(sample: tuple[Tensor, Target], *, min_size: int, max_size: int) -> tuple[Tensor, Target]:
-    """A sample at training's size where it is larger, as torchvision's transform resizes it; never enlarged."""
-    from torchvision.transforms.v2 import functional as v2
-
-    image, target = sample
-    height, width = image.shape[-2:]
-    size = plan_size(height, width, min_size=min_size, max_size=max_size)
-    if size == (height, width):
-        return image, target
-    scale = torch.tensor([size[1] / width, size[0] / height] * 2)
-    masks = target["masks"].new_zeros((0, *size))
-    if len(target["masks"]):
-        masks = functional.interpolate(target["masks"][:, None], size=size, mode="nearest")[:, 0]
-    shrunk = v2.resize(image, list(size), antialias=True)
-    return shrunk, {**target, "boxes": target["boxes"] * scale, "masks": masks}
-
-
-def _write_tensors(dataset: CocoFolder, sizes: dict[str, int], target: Path) -> None:
-    """One ``.pt`` an image: everything as it goes to the model, but uint8."""
-    for i in range(len(dataset)):
-        image, found = shrink_sample(dataset[i], **sizes)
-        if not i:
+    def _write(self, name: str, source: PreparedFiles, target: Path) -> dict[str, float]:
+        """Write one kind; returns the seconds that it took, and those that any number of images takes."""
+        start_s, began_s = 0.0, perf_counter()
+        if name == "shards":
+            options: Any = {"shard_mb": max(0.01, min(4.0, source.ssd_bytes / 8e6)), **self.sizes}  # 8 shards or more
+            with tempfile.TemporaryDirectory(dir=self.drive) as folder:
+                single = write_subset(self.reference.coco, [0], Path(folder, "single.json"))
+                write_shards(source.folder, single, shards=Path(folder, "shards"), **options)
+            start_s, began_s = perf_counter() - began_s, perf_counter()
+            write_shards(source.folder, self.annotations, shards=target, **options)
+        else:
+            dataset = ShardDataset(source.folder)
+            image, found = dataset[0]
             _check_room(target, len(dataset) * (image.nbytes + found["masks"].nbytes))
-        torch.save({"image": image.contiguous(), **found}, target / f"{i:07d}.pt")
+            (_write_tensors if name == "tensors" else _write_arrays)(dataset, target)
+        seconds = perf_counter() - began_s
+        return {"seconds": seconds, "start_s": min(start_s, seconds)}
+
+    def _copy(self, name: str, made: PreparedFiles) -> PreparedFiles:
+        """Copy one kind from Drive to the local disk, and time that, in each comparison."""
+        target = self.ssd / f"{name}-{self.name}"
+        copies = tuple(target / path.relative_to(made.folder) for path in made.files)
+        began_s = perf_counter()
+        if name == "shards":
+            shutil.rmtree(target, ignore_errors=True)
+            copy_shards(made.folder, target, profile=self.profile)
+        else:
+            _check_room(target, made.drive_bytes)
+            _run_in_threads("copying", partial(_copy_file, profile=self.profile), list(zip(made.files, copies, strict=True)))
+        seconds = perf_counter() - began_s
+        return replace(made, folder=target, files=copies, session_s=seconds, ssd_bytes=made.drive_bytes)
 
 
-def _write_arrays(dataset: CocoFolder, sizes: dict[str, int], target: Path) -> None:
-    """Two big ``.npy``: images padded to the largest, and masks, a bit a pixel; the numbers in an ``.npz``."""
-    shapes = np.array([plan_size(*size, **sizes) for size in dataset.sizes.tolist()])
-    (height, width), counts = shapes.max(0).tolist(), np.diff(dataset.coco.first)
-    _check_room(target, len(dataset) * height * width * 3 + int(counts.sum()) * height * -(-width // 8))
-    images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, (len(dataset), 3, height, width))
-    masks = np.lib.format.open_memmap(target / "masks.npy", "w+", np.uint8, (int(counts.sum()), height, -(-width // 8)))
-    tables: dict[str, list[Any]] = {name: [] for name in ("boxes", "labels", "area", "iscrowd", "counts", "sizes")}
-    first = 0
-    for i in range(len(dataset)):
-        image, found = shrink_sample(dataset[i], **sizes)
-        tall, wide = image.shape[-2:]
-        images[i, :, :tall, :wide] = image.numpy()
-        bits = np.packbits(found["masks"].numpy(), axis=2)
-        masks[first : first + len(bits), :tall, : bits.shape[2]] = bits
-        first += len(bits)
-        for name in ("boxes", "labels", "area", "iscrowd"):
-            tables[name].append(found[name].numpy())
-        tables["counts"].append([len(bits)])
-        tables["sizes"].append([[tall, wide]])
-    joined: dict[str, Any] = {name: np.concatenate(parts) for name, parts in tables.items()}
-    np.savez(target / "tables.npz", image_ids=dataset.image_ids, **joined)
-    images.flush()
-    masks.flush()
+def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """What a call gives for each item, in order, by as many threads as `copy_shards` reads with."""
+    with show_progress(label, total=len(items), unit="file") as bar, ThreadPoolExecutor(_STREAMS) as pool:
+        found = []
+        for one in pool.map(call, items):
+            found.append(one)
+            bar.update(1)
+    return found
 
 
-def _write_seconds(marker: Path, seconds: float) -> None:
-    """What making a form took, for the next time, when it is only found."""
-    write_file(marker, json.dumps({"seconds": seconds}).encode())
+def _explain_bad(dataset: CocoFolder, row: int) -> str:
+    """Why an image cannot be used; empty where it can."""
+    try:
+        dataset[row]
+    except ColabUtilsError as error:
+        return str(error)
+    return ""
 
 
-def _read_seconds(marker: Path) -> float:
-    return float(json.loads(marker.read_bytes())["seconds"])
+def _copy_file(paths: tuple[Path, Path], profile: DriveProfile | None) -> None:
+    source, copy = paths
+    data = read_file(source, profile)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes(data)
 
 
-def _sum_folder(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+def _write_tensors(dataset: ShardDataset, target: Path) -> None:
+    """One ``.pt`` an image: the sample that goes to the model, as uint8."""
+    for row in range(len(dataset)):
+        image, found = dataset[row]
+        torch.save({"image": image.contiguous(), **found}, target / f"{row:07d}.pt")
+
+
+def _write_arrays(dataset: ShardDataset, target: Path) -> None:
+    """One file of the pixels of each image and the bits of its masks; the rest of the targets in a ``.pt``."""
+    targets = []
+    with open(target / "samples.bin", "wb") as file:
+        for row in range(len(dataset)):
+            image, found = dataset[row]
+            masks = found.pop("masks").numpy()
+            count, height, width = masks.shape
+            targets.append({**found, "place": (file.tell(), count, height, width)})
+            file.write(image.numpy().tobytes() + np.packbits(masks).tobytes())
+    torch.save(targets, target / "targets.pt")
+
+
+def _sum_bytes(files: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
 
 
 def _check_room(folder: Path, needed: int) -> None:

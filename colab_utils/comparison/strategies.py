@@ -1,4 +1,4 @@
-"""The strategies: ways of loading that people are told to use, and ours, each with a name and what it reads."""
+"""The strategies: each reads one kind of prepared data, by a dataset and a prefetcher or by `make_loader`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from importlib import import_module
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,61 @@ from colab_utils.loading.sampler import BatchSampler
 from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork
 
 __all__ = [
-    "DEFAULT_STRATEGIES",
-    "STRATEGIES",
-    "EpochLoader",
-    "InMemory",
-    "MappedArrays",
-    "PillowFolder",
-    "SavedTensors",
-    "Setting",
-    "Strategy",
-    "TunedLoading",
-    "WorkerLoading",
-    "count_bytes",
-    "end_workers",
+    "DEFAULT_STRATEGIES", "STRATEGIES", "PillowFolder", "Setting", "Strategy", "deliver", "end_workers",
     "find_strategy",
-    "load_by_process",
-    "load_by_thread",
-    "load_in_loop",
-]
+]  # fmt: skip
 
-_READ_THREADS = 8
+_THREADS = 8  # that read into memory
+_MEMORY_SHARE = 0.5  # of the free memory, for all samples
+_CACHE_SHARE = 0.25  # of the free memory, for the tuned pipeline
+_QUEUED = 4  # batches that a producer loads ahead
+_MOST_AHEAD = 16  # batches that the tuned pipeline loads ahead, at most
+
+_Sample = tuple[Tensor, dict[str, Any]]  # image uint8 [3, H, W] and torchvision's target
+_Prefetcher = Callable[[Any, Any], Any]  # of a dataset and an order of lists of indices: the batches of one epoch
 
 
-_MEMORY_SHARE = 0.5  # of the free memory
+@dataclass(frozen=True)
+class Setting:
+    """What a strategy runs with."""
+
+    prepared: PreparedData
+    """The data."""
+    profile: DriveProfile | None
+    """The speed of Drive; None reads it as fast as it goes."""
+    batch_size: int
+    """Images in a batch."""
+    workers: int
+    """Worker processes, for the strategies that have workers."""
+    device: str
+    """Where batches are delivered."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way of loading.
+
+    Example:
+        >>> STRATEGIES["packed"].on_drive, STRATEGIES["sequential"].on_drive
+        (False, True)
+    """
+
+    name: str
+    """How people ask for it."""
+    idea: str
+    """What it does, in one sentence."""
+    reads: str
+    """The kind of prepared data that it reads (see `PreparedData.get`)."""
+    open: Callable[[Setting], Any]
+    """Gives an iterable of ``(images, targets)`` as torchvision models take them, on the device; each pass is an epoch,
+    and its ``close()`` ends what it started."""
+    keeps: bool = False
+    """Whether it keeps the samples that it read: then only later epochs show its speed."""
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether it reads from Drive while it trains."""
+        return self.reads.endswith("_on_drive")
 
 
 class PillowFolder(CocoFolder):
@@ -65,210 +98,177 @@ class PillowFolder(CocoFolder):
         return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(2, 0, 1)
 
 
-class SavedTensors(Dataset[Any]):
+class SavedTensors(Dataset[_Sample]):
     """One ``.pt`` file an image."""
 
-    def __init__(self, folder: Path, profile: DriveProfile | None, sizes: Any) -> None:
-        self._paths, self._profile, self.sizes = sorted(folder.glob("*.pt")), profile, sizes
+    def __init__(self, files: tuple[Path, ...], profile: DriveProfile | None) -> None:
+        self._files, self._profile = files, profile
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._files)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any]]:
-        target = torch.load(io.BytesIO(read_file(self._paths[index], self._profile)), weights_only=True)
+    def __getitem__(self, index: int) -> _Sample:
+        target = torch.load(io.BytesIO(read_file(self._files[index], self._profile)), weights_only=True)
         return target.pop("image"), target
 
 
-class MappedArrays(Dataset[Any]):
-    """Two big ``.npy`` files, mapped into memory."""
+class MappedArrays(Dataset[_Sample]):
+    """One file of all pixels and all bits of the masks, mapped into memory."""
 
     def __init__(self, folder: Path) -> None:
-        self._images = np.load(folder / "images.npy", mmap_mode="r")
-        self._masks = np.load(folder / "masks.npy", mmap_mode="r")
-        with np.load(folder / "tables.npz") as tables:
-            self._tables = dict(tables)
-        self.sizes = self._tables["sizes"]
-        self._first = np.concatenate([[0], np.cumsum(self._tables["counts"])])
+        self._data = np.memmap(folder / "samples.bin", np.uint8, "r")
+        self._targets = torch.load(folder / "targets.pt", weights_only=True)
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._targets)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any]]:
-        (height, width), own = self.sizes[index], slice(*self._first[index : index + 2])
-        masks = np.unpackbits(self._masks[own, :height], axis=2, count=width)
-        target = {name: torch.from_numpy(self._tables[name][own]) for name in ("boxes", "labels", "area", "iscrowd")}
-        image = torch.from_numpy(self._images[index, :, :height, :width].copy())
-        return image, {**target, "masks": torch.from_numpy(masks), "image_id": int(self._tables["image_ids"][index])}
+    def __getitem__(self, index: int) -> _Sample:
+        target = dict(self._targets[index])
+        start, *shape = target.pop("place")
+        count, height, width = shape
+        pixels, bits = np.split(self._data[start : start + _count_stored(*shape)], [3 * height * width])
+        masks = np.unpackbits(bits, count=count * height * width).reshape(shape)
+        image = torch.from_numpy(pixels.reshape(3, height, width).copy())
+        return image, {**target, "masks": torch.from_numpy(masks)}
 
 
-class InMemory(Dataset[Any]):
-    """Every sample of another dataset, read at the start.
+def _count_stored(count: int, height: int, width: int) -> int:
+    """Bytes of an image and the bits of its masks."""
+    return 3 * height * width - (-count * height * width // 8)
+
+
+def _read_all(dataset: Any, *, total: int) -> list[_Sample]:
+    """Every sample of a dataset, in memory.
 
     Raises:
-        ColabUtilsError: the ``total`` images of the whole dataset would take more than half of the free memory.
+        ColabUtilsError: the ``total`` images of the complete dataset would take more than half of the free memory.
     """
-
-    def __init__(self, dataset: Any, *, total: int) -> None:
-        few = [dataset[index] for index in range(min(4, len(dataset)))]
-        needed = sum(map(count_bytes, few)) / len(few) * total
-        free = find_free_memory()
-        if needed > _MEMORY_SHARE * free:
-            raise ColabUtilsError(
-                f"expected the samples of all {total:,} images to fit into half of the free memory, found that they "
-                f"take about {format_bytes(needed)} and {format_bytes(free)} are free. Leave this strategy out."
-            )
-        with ThreadPoolExecutor(_READ_THREADS) as pool:
-            self._samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
-        self.sizes = dataset.sizes
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Any]]:
-        return self._samples[index]
+    few = [dataset[index] for index in range(min(4, len(dataset)))]
+    needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
+    if needed > _MEMORY_SHARE * free:
+        raise ColabUtilsError(
+            f"expected the samples of all {total:,} images to fit into half of the free memory, found that they "
+            f"take about {format_bytes(needed)} and {format_bytes(free)} are free. Leave this strategy out."
+        )
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(dataset.__getitem__, range(len(dataset))))
 
 
-def count_bytes(sample: tuple[Tensor, dict[str, Any]]) -> int:
-    """Bytes of an image and its target.
-
-    Example:
-        >>> count_bytes((torch.zeros(3, 4, 4, dtype=torch.uint8), {"boxes": torch.zeros(2, 4), "image_id": 7}))
-        80
-    """
+def _count_bytes(sample: _Sample) -> int:
     return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
 
 
-Samples = list[tuple[Tensor, dict[str, Any]]]
-
-
-"""The samples of a batch: images uint8 [3, H, W] and torchvision's targets."""
-
-_QUEUED = 4  # batches that a producer is ahead
-
-
-_MOST_AHEAD = 16  # batches that the tuned pipeline is ahead, at most
-
-
-_THREADS = 8
-
-
-_CACHE_SHARE = 0.25  # of the free memory
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a strategy is run with; without a ``profile`` Drive is read as fast as it goes."""
-
-    prepared: PreparedData
-    profile: DriveProfile | None
-    batch_size: int
-    workers: int
-    device: str
-
-
 class EpochLoader:
-    """Epochs of a dataset by one way of loading; images become float32 in the training process, on the device."""
+    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`."""
 
-    def __init__(self, setting: Setting, dataset: Any, load: Callable[[Any, Any], Iterator[Samples]]) -> None:
-        self._device, self._dataset, self._load = setting.device, dataset, load
-        shards = dataset.shard_of if getattr(dataset, "whole_shards", False) else None
-        self._order = BatchSampler(
-            len(dataset), setting.batch_size, 0, sizes=dataset.sizes, shard_of=shards, streams=max(1, setting.workers)
-        )
+    def __init__(self, setting: Setting, dataset: Any, prefetch: _Prefetcher) -> None:
+        self._setting, self._dataset, self._prefetch = setting, dataset, prefetch
+        sizes = setting.prepared.reference.sizes
+        self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
 
     def __iter__(self) -> Iterator[tuple[list[Tensor], list[dict[str, Any]]]]:
-        batches = self._load(self._dataset, self._order)
-        try:
+        with closing(self._prefetch(self._dataset, self._order)) as batches:
             for samples in batches:
-                yield (
-                    [image.to(self._device).float().div_(255) for image, _ in samples],
-                    [{k: v.to(self._device) if hasattr(v, "to") else v for k, v in t.items()} for _, t in samples],
-                )
-        finally:
-            getattr(batches, "close", int)()
+                yield deliver(samples, self._setting.device)
         self._order.epoch += 1
 
     def close(self) -> None:
-        """End what the way of loading keeps between epochs."""
-        getattr(self._load, "close", int)()
+        """End what the prefetcher keeps between epochs."""
+        getattr(self._prefetch, "close", int)()
 
 
-def load_in_loop(dataset: Any, order: Iterable[list[int]]) -> Iterator[Samples]:
+def deliver(samples: Iterable[_Sample], device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """Samples as torchvision models take them: images float32 in 0 to 1, and everything on the device."""
+    images, targets = zip(*samples, strict=True)
+    return (
+        [image.to(device).float().div_(255) for image in images],
+        [{key: part.to(device) if isinstance(part, Tensor) else part for key, part in t.items()} for t in targets],
+    )
+
+
+def load_in_loop(dataset: Any, order: Iterable[list[int]]) -> Iterator[list[_Sample]]:
     """Load inside the training loop."""
     for indices in order:
         yield [dataset[index] for index in indices]
 
 
-def load_by_thread(dataset: Any, order: Iterable[list[int]]) -> Iterator[Samples]:
-    """A producer thread and a bounded queue."""
-    ready: queue.Queue[Any] = queue.Queue(_QUEUED)
-    stop = threading.Event()
-    thread = threading.Thread(target=_produce, args=(dataset, order, ready, stop), daemon=True)
-    thread.start()
-    try:
-        yield from _consume(ready, thread.is_alive)
-    finally:
-        stop.set()
-        thread.join()
+class ThreadLoading:
+    """Threads load ``ahead`` batches ahead, and one more, up to ``most``, whenever the step has to wait.
+
+    Samples stay in memory as long as they fit into ``cache_bytes``.
+    """
+
+    def __init__(self, threads: int, *, ahead: int, most: int, cache_bytes: float = 0.0) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._ahead, self._most, self._room = ahead, most, cache_bytes
+        self._cache: dict[int, _Sample] = {}
+
+    def __call__(self, dataset: Any, order: Iterable[list[int]]) -> Iterator[list[_Sample]]:
+        todo, pending = iter(order), deque[Future[list[_Sample]]]()
+        while True:
+            while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
+                pending.append(self._pool.submit(self._read, dataset, indices))
+            if not pending:
+                return
+            if not pending[0].done():
+                self._ahead = min(self._ahead + 1, self._most)
+            yield pending.popleft().result()
+
+    def _read(self, dataset: Any, indices: list[int]) -> list[_Sample]:
+        samples = []
+        for index in indices:
+            sample = self._cache.get(index)
+            if sample is None:
+                sample = dataset[index]
+                self._room -= _count_bytes(sample)
+                if self._room > 0:
+                    self._cache[index] = sample
+            samples.append(sample)
+        return samples
+
+    def close(self) -> None:
+        """Forget the samples; a thread that hangs in a read is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._cache.clear()
 
 
-def load_by_process(dataset: Any, order: Iterable[list[int]]) -> Iterator[Samples]:
+def load_by_process(dataset: Any, order: Iterable[list[int]]) -> Iterator[list[_Sample]]:
     """A producer process and a bounded queue."""
     context = torch.multiprocessing.get_context("fork")
-    ready, stop = context.Queue(_QUEUED), context.Event()
-    process = context.Process(target=_produce_alone, args=(dataset, order, ready, stop), daemon=True)
+    ready = context.Queue(_QUEUED)
+    producer = context.Process(target=_produce, args=(dataset, order, ready), daemon=True)
     with quiet_fork():
-        process.start()
+        producer.start()
     try:
-        yield from _consume(ready, process.is_alive)
+        while (found := _take(ready, producer)) is not None:
+            if isinstance(found, Exception):
+                raise found
+            yield found
     finally:
-        stop.set()
-        process.terminate()
-        process.join()
+        producer.terminate()
+        producer.join()
 
 
-def _produce_alone(*arguments: Any) -> None:
+def _produce(dataset: Any, order: Iterable[list[int]], ready: Any) -> None:
     end_with_parent()
     torch.set_num_threads(1)
-    _produce(*arguments)
-
-
-def _produce(dataset: Any, order: Iterable[list[int]], ready: Any, stop: Any) -> None:
     try:
         for samples in load_in_loop(dataset, order):
-            if not _put(samples, ready, stop):
-                return
-        last: Any = None
+            ready.put(samples)
+        ready.put(None)
     except Exception as error:
-        last = error
-    if _put(last, ready, stop):
-        stop.wait()  # tensors in shared memory go with the process that made them
+        ready.put(error)
+    threading.Event().wait()  # tensors in shared memory go with the process that made them
 
 
-def _put(item: Any, ready: Any, stop: Any) -> bool:
-    """Wait for room in the queue; False where nobody takes anything any more."""
-    while not stop.is_set():
-        try:
-            ready.put(item, timeout=0.1)
-        except queue.Full:
-            continue
-        return True
-    return False
-
-
-def _consume(ready: Any, is_alive: Callable[[], bool]) -> Iterator[Samples]:
+def _take(ready: Any, producer: Any) -> Any:
     while True:
         try:
-            found = ready.get(timeout=1)
+            return ready.get(timeout=1)
         except queue.Empty:
-            if is_alive():
-                continue
-            raise ColabUtilsError("expected the producer to go on, found that it ended: memory may be full") from None
-        if found is None:
-            return
-        if isinstance(found, Exception):
-            raise found
-        yield found
+            if not producer.is_alive():
+                message = "expected the producer to go on, found that it ended: memory may be full"
+                raise ColabUtilsError(message) from None
 
 
 class WorkerLoading:
@@ -278,14 +278,15 @@ class WorkerLoading:
         self._workers = workers
         self._loader: DataLoader[Any] | None = None
 
-    def __call__(self, dataset: Any, order: Any) -> Iterator[Samples]:
+    def __call__(self, dataset: Any, order: Any) -> Iterator[list[_Sample]]:
         with quiet_fork():
             if self._loader is None:
                 self._loader = DataLoader(
                     dataset, batch_sampler=order, num_workers=self._workers, collate_fn=list,
                     persistent_workers=self._workers > 0,
                 )  # fmt: skip
-            return iter(self._loader)
+            batches = iter(self._loader)
+        yield from batches
 
     def close(self) -> None:
         """End the workers."""
@@ -294,223 +295,125 @@ class WorkerLoading:
 
 
 def end_workers(loader: Any) -> None:
-    """End the workers that a ``DataLoader`` keeps from epoch to epoch, if it has such."""
+    """End the workers that a ``DataLoader`` keeps from epoch to epoch."""
     getattr(getattr(loader, "_iterator", None), "_shutdown_workers", int)()
 
 
-class TunedLoading:
-    """Cache, shuffle, batch, prefetch, with sizes chosen while it runs: samples stay in memory as long as a quarter of
-    it lasts, and whenever the step has to wait, one batch more is loaded ahead, by threads.
-
-    ``share`` of the dataset is loaded: so much of the memory is used, and the same part of it is in the cache.
-    """
-
-    def __init__(self, share: float) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, "tuned")
-        self._cache: dict[int, Any] = {}
-        self._room, self._ahead = _CACHE_SHARE * share * find_free_memory(), 1
-
-    def __call__(self, dataset: Any, order: Iterable[list[int]]) -> Iterator[Samples]:
-        todo, pending = iter(order), deque[Future[Samples]]()
-        while True:
-            while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
-                pending.append(self._pool.submit(self._read, dataset, indices))
-            if not pending:
-                return
-            if not pending[0].done() and self._ahead < _MOST_AHEAD:
-                self._ahead += 1
-            yield pending.popleft().result()
-
-    def _read(self, dataset: Any, indices: list[int]) -> Samples:
-        samples = []
-        for index in indices:
-            sample = self._cache.get(index)
-            if sample is None:
-                sample = dataset[index]
-                self._room -= count_bytes(sample)
-                if self._room > 0:
-                    self._cache[index] = sample
-            samples.append(sample)
-        return samples
-
-    def close(self) -> None:
-        """Forget the samples."""
-        self._pool.shutdown(cancel_futures=True)
-        self._cache.clear()
+def _open_dataset(setting: Setting, kind: str) -> Any:
+    made = setting.prepared.get(kind)
+    name, _, disk = kind.partition("_on_")
+    profile = setting.profile if disk == "drive" else None
+    if name == "files":
+        return PillowFolder(made.folder, setting.prepared.annotations, profile=profile)
+    if name == "tensors":
+        return SavedTensors(made.files, profile)
+    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder, profile=profile)
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """One way of loading.
-
-    ``form`` names what it reads (see `PreparedData`); ``keeps`` says that it keeps what
-    it read, so that only later epochs show its speed; ``open`` gives an iterable of batches ``(images, targets)`` as
-    torchvision models take them on the device, an epoch at each pass, with a ``close()`` that ends whatever it started.
-    """
-
-    name: str
-    idea: str
-    form: str
-    open: Callable[[Setting], Any]
-    keeps: bool = False
-
-    @property
-    def on_drive(self) -> bool:
-        """Whether it reads from Drive while it trains."""
-        return self.form.endswith("_on_drive")
+def _open_in_memory(setting: Setting) -> EpochLoader:
+    samples = _read_all(_open_dataset(setting, "files_on_drive"), total=setting.prepared.total)
+    return EpochLoader(setting, samples, load_in_loop)
 
 
-class _Arriving:
-    """`make_loader` over shards that are copied meanwhile, to a folder that is empty at the start."""
+def _open_packed(setting: Setting) -> Any:
+    dataset = _open_dataset(setting, "shards_on_ssd")
+    return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device)
+
+
+class _ArrivingLoader:
+    """`make_loader` over shards that are copied while it loads, to a folder that is empty at the start."""
 
     def __init__(self, setting: Setting) -> None:
-        prepared = setting.prepared
-        self._folder = Path(tempfile.mkdtemp(dir=_make(prepared.ssd)))
-        shards = prepared.get("shards_on_drive").path
-        self._dataset = ArrivingShards(shards, self._folder / "shards", profile=setting.profile)
-        self._loader = make_loader(
-            self._dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device
-        )
+        shards, ssd = setting.prepared.get("shards_on_drive").folder, setting.prepared.ssd
+        ssd.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as opened:
+            folder = tempfile.mkdtemp(dir=ssd)
+            opened.callback(shutil.rmtree, folder, ignore_errors=True)
+            dataset = ArrivingShards(shards, Path(folder, "shards"), profile=setting.profile)
+            opened.callback(dataset.stop)
+            self._loader = opened.enter_context(closing(make_loader(
+                dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device
+            )))  # fmt: skip
+            self.close = opened.pop_all().close
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
 
-    def close(self) -> None:
-        self._loader.close()
-        self._dataset.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+
+def _open_epochs(setting: Setting, *, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> EpochLoader:
+    return EpochLoader(setting, _open_dataset(setting, reads), prefetch(setting))
 
 
-def _make(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _in_loop(setting: Setting) -> _Prefetcher:
+    return load_in_loop
 
 
-def _open_files(setting: Setting, form: str) -> PillowFolder:
-    profile = setting.profile if form.endswith("_on_drive") else None
-    return PillowFolder(setting.prepared.get(form).path, setting.prepared.annotations, profile=profile)
+def _by_workers(setting: Setting) -> _Prefetcher:
+    return WorkerLoading(setting.workers)
 
 
-def _open_tensors(setting: Setting, form: str) -> SavedTensors:
-    profile = setting.profile if form.endswith("_on_drive") else None
-    return SavedTensors(setting.prepared.get(form).path, profile, setting.prepared.coco.sizes)
+def _tuned(setting: Setting) -> _Prefetcher:
+    share = len(setting.prepared) / setting.prepared.total  # of the dataset, and so of the memory
+    return ThreadLoading(_THREADS, ahead=1, most=_MOST_AHEAD, cache_bytes=_CACHE_SHARE * share * find_free_memory())
 
 
-def _open_shards(setting: Setting, form: str) -> ShardDataset:
-    on_drive = form.endswith("_on_drive")
-    profile = setting.profile if on_drive else None
-    return ShardDataset(setting.prepared.get(form).path, profile=profile, whole_shards=on_drive)
-
-
-def _use_workers(open_dataset: Callable[[Setting, str], Any], form: str, workers: int | None = None) -> Any:
-    def open_loader(setting: Setting) -> EpochLoader:
-        count = setting.workers if workers is None else workers
-        setting = replace(setting, workers=count)
-        return EpochLoader(setting, open_dataset(setting, form), WorkerLoading(count))
-
-    return open_loader
-
-
-def _use(load: Callable[[Any, Any], Iterator[Any]], form: str) -> Any:
-    return lambda setting: EpochLoader(replace(setting, workers=0), _open_files(setting, form), load)
-
-
-def _open_packed(setting: Setting) -> Any:
-    dataset = ShardDataset(setting.prepared.get("shards_on_ssd").path)
-    return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device)
-
-
-def _list_both(
-    name: str, idea: str, kind: str, make: Callable[[str], Any], *, keeps: bool = False
-) -> Iterator[Strategy]:
-    """A strategy over loose files on Drive, and the same over files on the SSD."""
-    for ending, place, disk in (("", "Drive", "drive"), ("_on_ssd", "the local disk", "ssd")):
-        form = f"{kind}_on_{disk}"
-        yield Strategy(f"{name}{ending}", f"{idea} from {place}.", form, make(form), keeps)
+_FILES: dict[str, tuple[str, Callable[[Setting], _Prefetcher]]] = {
+    "sequential": ("The training loop loads each image itself", _in_loop),
+    "thread_queue": ("A thread loads 4 batches ahead", lambda _: ThreadLoading(1, ahead=_QUEUED, most=_QUEUED)),
+    "process_queue": ("A process loads ahead into a queue of 4 batches", lambda _: load_by_process),
+    "dataloader": ("A DataLoader's workers load ahead, as in torchvision's references", _by_workers),
+    "autotuned": ("Cache, shuffle, batch and prefetch, with sizes chosen while it runs", _tuned),
+    "saved_tensors": ("Resized and converted once, a .pt an image, by a DataLoader", _by_workers),
+}  # fmt: skip
 
 
 def _list_strategies() -> Iterator[Strategy]:
-    yield from _list_both("sequential", "Each image is loaded inside the training loop,", "files",
-                          lambda form: _use(load_in_loop, form))  # fmt: skip
-    yield from _list_both("thread_queue", "A thread loads ahead into a queue of 4 batches,", "files",
-                          lambda form: _use(load_by_thread, form))  # fmt: skip
-    yield from _list_both("process_queue", "A process loads ahead into a queue of 4 batches,", "files",
-                          lambda form: _use(load_by_process, form))  # fmt: skip
-    yield from _list_both("dataloader", "A DataLoader's workers load ahead, as in torchvision's references,", "files",
-                          lambda form: _use_workers(_open_files, form))  # fmt: skip
-    for count in range(5):
-        yield Strategy(f"dataloader_{count}", f"The same with {count} workers.", "files_on_drive",
-                       _use_workers(_open_files, "files_on_drive", count))  # fmt: skip
-    yield from _list_both("saved_tensors", "Resized and converted once, a .pt an image, by a DataLoader", "tensors",
-                          lambda form: _use_workers(_open_tensors, form))  # fmt: skip
-    yield Strategy(
-        "memory_mapped", "One .npy of all images and one of all masks, mapped into memory.", "arrays_on_ssd",
-        lambda setting: EpochLoader(
-            replace(setting, workers=0), MappedArrays(setting.prepared.get("arrays_on_ssd").path), load_in_loop
-        ),
-    )  # fmt: skip
-    yield Strategy(
-        "in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
-        lambda setting: EpochLoader(
-            replace(setting, workers=0),
-            InMemory(_open_files(setting, "files_on_drive"), total=setting.prepared.total),
-            load_in_loop,
-        ),
-        keeps=True,
-    )  # fmt: skip
-    yield from _list_both("autotuned", "Cache, shuffle, batch and prefetch, sizes chosen while it runs,", "files",
-                          lambda form: lambda setting: EpochLoader(
-                              replace(setting, workers=0), _open_files(setting, form),
-                              TunedLoading(len(setting.prepared) / setting.prepared.total)),
-                          keeps=True)  # fmt: skip
-    yield Strategy("shards_on_drive", "Files packed into shards, each read whole from Drive by a DataLoader.",
-                   "shards_on_drive", _use_workers(_open_shards, "shards_on_drive"))  # fmt: skip
-    yield Strategy("shards_on_ssd", "The shards are copied to the local disk first.",
-                   "shards_on_ssd", _use_workers(_open_shards, "shards_on_ssd"))  # fmt: skip
+    def use(name: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> Strategy:
+        opened = partial(_open_epochs, reads=reads, prefetch=prefetch)
+        return Strategy(name, idea, reads, opened, keeps=prefetch is _tuned)
+
+    for end, disk, place in (("", "drive", "Drive"), ("_on_ssd", "ssd", "the local disk")):
+        for name, (idea, prefetch) in _FILES.items():
+            kind = "tensors" if name == "saved_tensors" else "files"
+            yield use(f"{name}{end}", f"{idea}, from {place}.", f"{kind}_on_{disk}", prefetch)
+    for workers in range(5):
+        yield use(f"dataloader_{workers}", f"The same as dataloader, with {workers} workers.", "files_on_drive",
+                  lambda _, workers=workers: WorkerLoading(workers))  # fmt: skip
+    yield use("memory_mapped", "One file of all images and masks, mapped into memory.", "arrays_on_ssd", _in_loop)
+    yield Strategy("in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
+                   _open_in_memory, keeps=True)  # fmt: skip
+    yield use("shards_on_drive", "Files packed into shards, read from Drive by a DataLoader.", "shards_on_drive",
+              _by_workers)  # fmt: skip
+    yield use("shards_on_ssd", "The shards are copied to the local disk first.", "shards_on_ssd", _by_workers)
     yield Strategy("packed", "From those, workers send packed masks through reused memory (make_loader).",
                    "shards_on_ssd", _open_packed)  # fmt: skip
     yield Strategy("train_while_copying", "make_loader starts with the first shard that is copied (ArrivingShards).",
-                   "arriving_shards_on_drive", _Arriving)  # fmt: skip
+                   "arriving_shards_on_drive", _ArrivingLoader)  # fmt: skip
 
 
 STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _list_strategies()}
-
+"""All of them by name."""
 
 DEFAULT_STRATEGIES = (
     "sequential", "thread_queue", "process_queue", "dataloader", "saved_tensors", "memory_mapped", "in_memory",
     "autotuned", "dataloader_on_ssd", "shards_on_drive", "shards_on_ssd", "packed", "train_while_copying",
 )  # fmt: skip
-
-
-_PEERS = {
-    "webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "mosaicml-streaming",
-    "tf_data": "tensorflow",
-}  # fmt: skip
+"""What `compare` times where nothing is named."""
 
 
 def find_strategy(name: str) -> Strategy:
-    """A strategy by its name; those of other libraries lie in the repository's ``benchmarks``.
+    """A strategy of `STRATEGIES` by its name.
 
     Raises:
-        ColabUtilsError: an unknown name. A library that is not installed is an error only when it is run.
+        ColabUtilsError: an unknown name.
 
     Example:
+        >>> find_strategy("dataloader_3").idea
+        'The same as dataloader, with 3 workers.'
         >>> find_strategy("teleport")
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected strategies among ...; found 'teleport': choose some of them
     """
-    if name in STRATEGIES:
-        return STRATEGIES[name]
-    if name not in _PEERS:
-        names = ", ".join((*STRATEGIES, *_PEERS))
-        raise ColabUtilsError(f"expected strategies among {names}; found {name!r}: choose some of them")
-    try:
-        found: Strategy = import_module("benchmarks.peers").PEERS[name]
-        return found
-    except ImportError as error:
-        lacking = f"expected benchmarks/ of the repository and the package {_PEERS[name]}, found no {error.name}"
-
-    def refuse(setting: Setting) -> Any:
-        raise ColabUtilsError(f"{lacking}. Clone the repository, run pip install {_PEERS[name]}, and compare there.")
-
-    return Strategy(name, f"The library {name}.", "shards_on_ssd", refuse)
+    if name not in STRATEGIES:
+        raise ColabUtilsError(f"expected strategies among {', '.join(STRATEGIES)}; found {name!r}: choose some of them")
+    return STRATEGIES[name]
