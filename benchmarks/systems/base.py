@@ -46,6 +46,8 @@ class System:
     own_codec: ClassVar[bool] = False
     """Whether its JPEGs are encoded and decoded by a codec of its own: its pixels may differ by what that changes."""
     crews: ClassVar[tuple[Crew, ...]] = tuple(Crew(size, "workers") for size in range(4))
+    flips: ClassVar[bool] = True
+    """Whether it mirrors samples at random; `benchmarks.peers` wants them as they are."""
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         self.data, self.folder, self.crew = data, folder, crew
@@ -104,7 +106,7 @@ class Records:
         return np.array([*image.shape[1:], *map(len, parts)]).tobytes(), *parts
 
 
-def finish(record: bytes | NDArray[np.uint8], pixels: Tensor | None = None) -> Sample:
+def finish(record: bytes | NDArray[np.uint8], pixels: Tensor | None = None, *, flips: bool = True) -> Sample:
     """The work that a record leaves: decode, make the masks dense, flip at random; ``pixels``: of its image."""
     data = np.frombuffer(record, np.uint8)
     image_id, height, width, *lengths = data[:56].view(np.int64).tolist()
@@ -119,7 +121,7 @@ def finish(record: bytes | NDArray[np.uint8], pixels: Tensor | None = None) -> S
         "boxes": torch.from_numpy(boxes.view(np.float32).reshape(-1, 4)), "masks": torch.from_numpy(masks),
         "labels": torch.from_numpy(labels.view(np.int64)), "image_id": image_id,
     }  # fmt: skip
-    return flip(pixels, target)
+    return flip(pixels, target) if flips else (pixels, target)
 
 
 def flip(image: Tensor, target: Target) -> Sample:

@@ -114,7 +114,7 @@ class TFData(System):
         super().__init__(data, folder, crew)
         files = tf.data.Dataset.from_tensor_slices(sorted(map(str, folder.glob("*.tfrecord")))).shuffle(20)
         records = files.interleave(tf.data.TFRecordDataset, cycle_length=4, num_parallel_calls=1, deterministic=False)
-        parse = make_record_parser(tf, jpeg=data.is_jpeg)
+        parse = make_record_parser(tf, jpeg=data.is_jpeg, flips=self.flips)
         samples = records.shuffle(64).map(parse, num_parallel_calls=crew.size, deterministic=False).prefetch(8)
         options = tf.data.Options()
         options.threading.private_threadpool_size = crew.size + 1
@@ -134,7 +134,7 @@ def import_tensorflow() -> Any:
     return tensorflow
 
 
-def make_record_parser(tf: Any, *, jpeg: bool, flips: bool = True) -> Any:
+def make_record_parser(tf: Any, *, jpeg: bool, flips: bool) -> Any:
     """A function of TensorFlow's graph that makes a sample of a record of `Records`."""
     # TensorFlow has no unpackbits: each byte picks the eight bytes of its bits from a table
     table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).view(np.int64).ravel()

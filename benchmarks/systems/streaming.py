@@ -37,7 +37,8 @@ class WebDataset(System):
 
         super().__init__(data, folder, crew)
         samples = webdataset.WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=100).shuffle(100)
-        batches = samples.map(lambda fields: finish(fields["bin"])).batched(BATCH_SIZE, collation_fn=collate)
+        records = samples.map(lambda fields: finish(fields["bin"], flips=self.flips))
+        batches = records.batched(BATCH_SIZE, collation_fn=collate)
         self._loader = webdataset.WebLoader(
             batches, batch_size=None, num_workers=crew.size, persistent_workers=crew.size > 0
         )
@@ -65,9 +66,11 @@ class LitData(System):
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         from litdata import StreamingDataLoader, StreamingDataset
 
+        flips = self.flips
+
         class Samples(StreamingDataset):
             def __getitem__(self, index: Any) -> Sample:
-                return finish(super().__getitem__(index))
+                return finish(super().__getitem__(index), flips=flips)
 
         super().__init__(data, folder, crew)
         self._loader = StreamingDataLoader(
@@ -97,9 +100,11 @@ class MosaicML(System):
         from streaming import StreamingDataset
         from streaming.base.util import clean_stale_shared_memory
 
+        flips = self.flips
+
         class Samples(StreamingDataset):
             def __getitem__(self, index: Any) -> Sample:
-                return finish(super().__getitem__(index)["sample"])
+                return finish(super().__getitem__(index)["sample"], flips=flips)
 
         super().__init__(data, folder, crew)
         clean_stale_shared_memory()

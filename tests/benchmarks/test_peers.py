@@ -1,26 +1,21 @@
-"""Other libraries as strategies: the record they carry, and each where it is installed."""
+"""Other libraries as strategies: each where it is installed, through the command that passes them in."""
 
 import gc
+import json
+import subprocess
+import sys
 
 import pytest
-import torch
 
-from benchmarks.peers import pack_record, unpack_record
+from benchmarks.compare import main
+from benchmarks.peers import PEERS
 from colab_utils.comparison.compare import compare
-from colab_utils.loading.dataset import ShardDataset
 
 MODULES = {"webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "streaming", "tf_data": "tensorflow"}
-
-
-def test_a_record_is_the_sample(tiny_shards):
-    dataset = ShardDataset(tiny_shards)
-    for index in range(len(dataset)):
-        image, target = dataset[index]
-        found_image, found = unpack_record(pack_record(dataset, index))
-        assert torch.equal(found_image, image)
-        assert found["image_id"] == target["image_id"]
-        for name in ("boxes", "labels", "area", "masks", "iscrowd"):
-            assert torch.equal(found[name], target[name]), name
+QUICK = {
+    "drive_profile": "none", "step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "timeline_s": 0.1,
+    "forecast_s": 0,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +29,32 @@ def no_workers_left():
 @pytest.mark.parametrize("name", list(MODULES))
 def test_each_library_gives_the_same_samples(tiny_dataset, tmp_path, name):
     pytest.importorskip(MODULES[name])
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=[name], drive_profile="none",
-        step_ms=2, batch_size=2, batches=2, repeats=1, workers=1, timeline_s=0.1, forecast_s=0,
-    )  # fmt: skip
+    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=[PEERS[name]], **QUICK)
     (row,) = found.strategies
-    assert row.comparable, row.difference
+    assert (row.comparable, row.difference, row.note) == (True, "", "")
     assert row.images_per_second > 0
+
+
+def test_the_command_passes_the_peers_in_and_names_a_library_that_is_missing(tiny_dataset, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "litdata", None)  # as if it were not installed
+    arguments = {
+        "--images": tiny_dataset.images, "--annotations": tiny_dataset.annotations, "--report": tmp_path / "report",
+        "--strategies": "sequential,litdata", "--step-ms": 2, "--batch-size": 2, "--batches": 2, "--repeats": 1,
+        "--seconds": 0.1,
+    }  # fmt: skip
+    assert main([str(part) for pair in arguments.items() for part in pair]) == 0
+    ours, peer = json.loads((tmp_path / "report" / "comparison.json").read_bytes())["strategies"]
+    assert ours["images_per_second"] > 0
+    assert peer["images_per_second"] is None
+    assert "litdata" in peer["note"]
+
+
+def test_an_unknown_name_is_one_line(tiny_dataset, tmp_path, capsys):
+    arguments = ["--images", tiny_dataset.images, "--annotations", tiny_dataset.annotations, "--report", tmp_path / "r"]
+    assert main([*map(str, arguments), "--strategies", "packed,magic"]) == 2
+    assert "'magic'" in capsys.readouterr().err
+
+
+def test_the_package_imports_no_benchmarks():
+    script = "import sys, colab_utils.comparison.compare; print([name for name in sys.modules if 'benchmarks' in name])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
