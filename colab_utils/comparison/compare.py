@@ -204,7 +204,7 @@ def compare(
         ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
     """
     chosen = _choose_strategies(strategies)
-    _check_counts(batch_size=batch_size, batches=batches, repeats=repeats, max_images=max_images, workers=workers + 1)
+    _check_counts(batch_size=batch_size, batches=batches, repeats=repeats, max_images=max_images, workers=workers)
     profile = get_profile(drive_profile)
     prepared = PreparedData(
         images, annotations, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
@@ -247,9 +247,8 @@ def _choose_strategies(strategies: Sequence[str | Strategy] | None) -> list[Stra
 
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
-        if count < 1:
-            least, found = (0, count - 1) if name == "workers" else (1, count)
-            raise ColabUtilsError(f"expected {name} of {least} or more, found {found}")
+        if count < (least := 0 if name == "workers" else 1):
+            raise ColabUtilsError(f"expected {name} of {least} or more, found {name}={count}")
 
 
 def _describe_bad(prepared: PreparedData) -> str:

@@ -169,7 +169,9 @@ class PreparedData:
             copy_shards(made.folder, target, profile=self.profile)
         else:
             _check_room(target, made.drive_bytes)
-            _run_in_threads("copying", partial(_copy_file, profile=self.profile), list(zip(made.files, copies, strict=True)))
+            _run_in_threads(
+                "copying", partial(_copy_file, profile=self.profile), list(zip(made.files, copies, strict=True))
+            )
         seconds = perf_counter() - began_s
         return replace(made, folder=target, files=copies, session_s=seconds, ssd_bytes=made.drive_bytes)
 

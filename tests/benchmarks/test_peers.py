@@ -2,7 +2,6 @@
 
 import gc
 import json
-import subprocess
 import sys
 
 import pytest
@@ -53,8 +52,3 @@ def test_an_unknown_name_is_one_line(tiny_dataset, tmp_path, capsys):
     arguments = ["--images", tiny_dataset.images, "--annotations", tiny_dataset.annotations, "--report", tmp_path / "r"]
     assert main([*map(str, arguments), "--strategies", "packed,magic"]) == 2
     assert "'magic'" in capsys.readouterr().err
-
-
-def test_the_package_imports_no_benchmarks():
-    script = "import sys, colab_utils.comparison.compare; print([name for name in sys.modules if 'benchmarks' in name])"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -3,21 +3,26 @@
 import dataclasses
 import json
 import multiprocessing
+import os
 import shutil
+import sys
 import threading
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from colab_utils.comparison import compare as trials
-from colab_utils.comparison import strategies as stores
-from colab_utils.comparison import strategies as ways
+import colab_utils
+from colab_utils.comparison import compare as comparing
+from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import StrategyTiming, compare, find_pay_back
-from colab_utils.comparison.equality import describe_difference
-from colab_utils.comparison.strategies import DEFAULT_STRATEGIES, STRATEGIES, Strategy
-from colab_utils.data.coco import read_coco
+from colab_utils.comparison.equality import describe_difference, find_difference
+from colab_utils.comparison.prepared import PreparedData
+from colab_utils.comparison.strategies import DEFAULT_STRATEGIES, STRATEGIES, Setting, Strategy, deliver
+from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import CocoFolder
@@ -26,23 +31,56 @@ QUICK = {
     "step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "drive_profile": "fast",
     "timeline_s": 0.1, "forecast_s": 0,
 }  # fmt: skip
+SLOW = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
 
 
-def _rows(found):
-    return {row.name: row for row in found.strategies}
+@pytest.fixture
+def race(tiny_dataset, tmp_path):
+    """Compare strategies over the tiny dataset; the rows by name, and the comparison itself."""
+
+    def run(*strategies, images=tiny_dataset.images, **settings):
+        found = compare(
+            images, tiny_dataset.annotations, folder=tmp_path / "work", strategies=strategies, **QUICK | settings
+        )
+        return {row.name: row for row in found.strategies}, found
+
+    return run
 
 
-def _change_packed(name, change):
-    """A strategy that is opened as ``packed`` is, and then changed."""
-    return Strategy(name, "Made for the test.", "shards_on_ssd", lambda s: change(STRATEGIES["packed"].open(s)))
+@pytest.fixture
+def prepare(tiny_dataset, tmp_path):
+    def make(images=tiny_dataset.images, annotations=tiny_dataset.annotations, **settings):
+        settings = {"profile": None, "count": 12, "min_size": 800, "max_size": 1333} | settings
+        return PreparedData(images, annotations, tmp_path / "work", **settings)
+
+    return make
 
 
-def test_every_strategy_gives_the_same_samples(tiny_dataset, tmp_path):
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=list(STRATEGIES), **QUICK
-    )
-    assert [row.name for row in found.strategies] == list(STRATEGIES)
-    for row in found.strategies:
+def fake(name, change=list, *, keeps=False):
+    """A strategy that has the reference's samples in memory; ``change`` gets the batches of an epoch."""
+
+    def open_fake(setting):
+        reference = setting.prepared.reference
+        rows = range(0, len(reference), setting.batch_size)
+        samples = [reference[row] for row in range(len(reference))]
+        groups = [samples[first : first + setting.batch_size] for first in rows]
+        return Batches(change([deliver(group, "cpu") for group in groups]))
+
+    return Strategy(name, "Made for the test.", "files_on_drive", open_fake, keeps)
+
+
+class Batches(list):
+    def close(self):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------ strategies
+
+
+def test_every_strategy_gives_the_same_samples(race):
+    rows, found = race(*STRATEGIES)
+    assert list(rows) == list(STRATEGIES)
+    for row in rows.values():
         assert (row.comparable, row.difference, row.note) == (True, "", "")
         assert row.images_per_second > 0
         assert row.cold_images_per_second > 0
@@ -52,7 +90,6 @@ def test_every_strategy_gives_the_same_samples(tiny_dataset, tmp_path):
         assert row.ratio_low <= row.ratio <= row.ratio_high
         assert row.drive_bytes > 0
         assert row.epoch_minutes > 0
-    rows = _rows(found)
     assert rows["sequential"].place == "slowed Drive folder, profile fast"
     assert rows["packed"].place == "local disk"
     assert found.baseline == "dataloader"
@@ -67,306 +104,285 @@ def test_every_strategy_gives_the_same_samples(tiny_dataset, tmp_path):
     assert found.dataset["images"] == 12
     text = json.dumps(dataclasses.asdict(found), allow_nan=False)
     assert set(json.loads(text)) >= {"machine", "dataset", "strategies"}
-    assert not list(tmp_path.rglob("*.part"))
 
 
-def test_the_default_is_every_way_that_people_are_told_to_use():
-    assert set(DEFAULT_STRATEGIES) <= set(STRATEGIES)
+def test_the_default_is_every_strategy_that_people_are_told_to_use():
     asked_for = {
         "sequential", "thread_queue", "process_queue", "dataloader", "saved_tensors", "memory_mapped", "in_memory",
         "autotuned", "shards_on_drive", "shards_on_ssd", "packed", "train_while_copying",
     }  # fmt: skip
-    assert asked_for <= set(DEFAULT_STRATEGIES)
-    for strategy in STRATEGIES.values():
-        assert strategy.idea.endswith(".")
+    assert asked_for <= set(DEFAULT_STRATEGIES) <= set(STRATEGIES)
+    assert {f"dataloader_{workers}" for workers in range(5)} <= set(STRATEGIES)
+    assert all(strategy.idea.endswith(".") for strategy in STRATEGIES.values())
+
+
+def test_the_package_names_no_benchmarks():
+    package = Path(colab_utils.__file__).parent
+    assert not [path for path in package.rglob("*.py") if "benchmarks" in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("name", ["thread_queue", "process_queue", "autotuned", "dataloader"])
-def test_a_pass_that_is_broken_off_leaves_nothing_behind(tiny_dataset, tmp_path, name):
-    prepared = ways.PreparedData(
-        tiny_dataset.images, read_coco(tiny_dataset.annotations), tmp_path, profile=None, count=12, min_size=800,
-        max_size=1333,
-    )  # fmt: skip
-    before = threading.active_count()
-    loader = STRATEGIES[name].open(ways.Setting(prepared, None, 1, 1, "cpu"))
+def test_an_epoch_that_is_broken_off_leaves_nothing_behind(prepare, name):
+    before = set(threading.enumerate())
+    loader = STRATEGIES[name].open(Setting(prepare(), None, 1, 1, "cpu"))
     batches = iter(loader)
     next(batches)
     batches.close()
     loader.close()
-    assert threading.active_count() <= before + (name == "dataloader")
+    for thread in set(threading.enumerate()) - before:
+        if "pin_memory" not in thread.name:
+            thread.join(30)
     assert not multiprocessing.active_children()
 
 
-def test_an_error_in_a_producer_reaches_the_loop(tiny_dataset, tmp_path):
-    for name in ("thread_queue", "process_queue"):
-        load = getattr(ways, f"load_by_{name.split('_')[0]}")
+@pytest.mark.parametrize("name", ["thread_queue", "process_queue"])
+def test_an_error_while_loading_ahead_reaches_the_loop(prepare, monkeypatch, name):
+    def fail(self, index):
+        raise ColabUtilsError("image 7 is damaged")
 
-        class Failing(list):
-            def __getitem__(self, index):
-                raise ColabUtilsError("image 7 is damaged")
+    monkeypatch.setattr(strategies_module.PillowFolder, "__getitem__", fail)
+    loader = STRATEGIES[name].open(Setting(prepare(), None, 1, 1, "cpu"))
+    with pytest.raises(ColabUtilsError, match="image 7 is damaged"):
+        list(loader)
+    loader.close()
 
-        with pytest.raises(ColabUtilsError, match="image 7 is damaged"):
-            list(load(Failing(), [[0]]))
+
+def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
+    go_on, calls = threading.Event(), []
+    read = strategies_module.PillowFolder.read
+
+    def hang(self, index):
+        calls.append(index)
+        if len(calls) > 1:
+            go_on.wait(60)
+        return read(self, index)
+
+    monkeypatch.setattr(strategies_module.PillowFolder, "read", hang)
+    loader = STRATEGIES["thread_queue"].open(Setting(prepare(), None, 1, 1, "cpu"))
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    loader.close()  # returns while the read still hangs
+    assert not go_on.is_set()
+    go_on.set()
 
 
-def test_more_memory_than_there_is_is_refused(tiny_dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "find_free_memory", lambda: 100_000)
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["in_memory", "dataloader"], **QUICK
-    )
-    rows = _rows(found)
+def test_training_while_copying_leaves_no_folder_where_it_fails(prepare, monkeypatch):
+    prepared = prepare()
+    prepared.get("shards_on_drive")
+    before = set(prepared.ssd.iterdir())
+
+    def fail(*_, **__):
+        raise ColabUtilsError("no room")
+
+    monkeypatch.setattr(strategies_module, "make_loader", fail)
+    with pytest.raises(ColabUtilsError, match="no room"):
+        STRATEGIES["train_while_copying"].open(Setting(prepared, None, 1, 1, "cpu"))
+    assert set(prepared.ssd.iterdir()) == before
+
+
+def test_more_memory_than_there_is_is_refused(race, monkeypatch):
+    monkeypatch.setattr(strategies_module, "find_free_memory", lambda: 100_000)
+    rows, _ = race("in_memory", fake("other"))
     assert rows["in_memory"].images_per_second is None
     assert "all 12 images to fit into half of the free memory" in rows["in_memory"].note
-    assert rows["dataloader"].images_per_second > 0
+    assert rows["other"].images_per_second > 0
 
 
-def test_more_disk_than_there_is_is_refused(tiny_dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "colab_utils.comparison.prepared.shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000)
-    )
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["memory_mapped", "sequential"],
-        **QUICK,
-    )  # fmt: skip
-    assert "of free disk" in _rows(found)["memory_mapped"].note
-    assert _rows(found)["sequential"].images_per_second > 0
+# --------------------------------------------------------------------------------------------- prepared data
 
 
-def test_a_library_that_is_not_installed_is_named_in_its_row(tiny_dataset, tmp_path):
-    names = ["litdata", "dataloader"]
-    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=names, **QUICK)
-    note = _rows(found)["litdata"].note
-    assert "litdata" in note
-    assert _rows(found)["dataloader"].images_per_second > 0
+def test_shrunk_images_are_compared_at_their_stored_size(coco_mini, prepare):
+    prepared = prepare(coco_mini.images, coco_mini.annotations, count=10, min_size=300, max_size=500)
+    for name in ("dataloader_on_ssd", "saved_tensors_on_ssd", "memory_mapped", "shards_on_ssd", "packed"):
+        loader = STRATEGIES[name].open(Setting(prepared, None, 4, 0, "cpu"))
+        batches = list(islice(loader, 3))
+        loader.close()
+        assert find_difference(batches, prepared.reference) == "", name
+        shorter = max(min(image.shape[1:]) for images, _ in batches for image in images)
+        assert (shorter == 300) == (name != "dataloader_on_ssd"), name
 
 
-def test_forecasts_are_held_against_what_was_measured(tiny_dataset, tmp_path):
-    slow = DriveProfile("slow", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["dataloader", "packed"],
-        **QUICK | {"drive_profile": slow, "forecast_s": 2, "batches": 8},
-    )  # fmt: skip
-    (checked,) = found.forecasts
-    assert (checked.fix, checked.strategy) == ("packed masks", "packed")
-    assert checked.measured_images_per_second == _rows(found)["packed"].images_per_second
-    assert checked.error == pytest.approx(checked.forecast_images_per_second / checked.measured_images_per_second - 1)
-
-
-def _make_timing(**minutes):
-    names = [field.name for field in dataclasses.fields(StrategyTiming)]
-    return StrategyTiming(**dict.fromkeys(names) | minutes)
-
-
-@pytest.mark.parametrize(
-    ("own", "epochs"),
-    [
-        ((0, 0, 10, 10), 0.0),  # the same
-        ((6, 0, 4, 4), 1.0),  # paid at the end of the first epoch
-        ((3, 0, 4, 4), 0.5),  # in the middle of it
-        ((12, 6, 10, 4), 4.0),  # nothing won in the first epoch, 6 minutes in each later one
-        ((1, 0, 12, 12), None),  # never
-        ((0, 0, 8, 8), 0.0),  # faster from the start
-    ],
-)
-def test_when_it_has_paid(own, epochs):
-    names = ("once_minutes", "session_minutes", "first_epoch_minutes", "epoch_minutes")
-    base = _make_timing(**dict(zip(names, (0, 0, 10, 10), strict=True)))
-    assert find_pay_back(_make_timing(**dict(zip(names, own, strict=True))), base) == epochs
-
-
-def test_shrunk_images_are_compared_at_their_stored_size(coco_mini, tmp_path):
-    names = ["dataloader_on_ssd", "shards_on_ssd", "packed"]
-    found = compare(
-        coco_mini.images, coco_mini.annotations, folder=tmp_path, strategies=names, max_images=10, min_size=300,
-        max_size=500, **QUICK,
-    )  # fmt: skip
-    assert [(row.comparable, row.difference) for row in found.strategies] == [(True, "")] * 3
-    assert found.dataset["images"] == 10
-
-
-def test_a_bad_image_is_left_out_of_every_form(tiny_dataset, tmp_path):
+def test_a_bad_image_is_left_out(race, tiny_dataset, tmp_path):
     images = tmp_path / "images"
     shutil.copytree(tiny_dataset.images, images)
     min(images.iterdir()).write_bytes(b"cut short")
-    found = compare(
-        images, tiny_dataset.annotations, folder=tmp_path / "work", strategies=["sequential", "packed"], **QUICK
-    )
+    rows, found = race("sequential", fake("other"), images=images)
     assert found.dataset["images"] == 11
-    assert [(row.comparable, row.images_per_second > 0) for row in found.strategies] == [(True, True)] * 2
+    assert "1 bad images are left out" in found.note
+    assert all(row.comparable and row.images_per_second > 0 for row in rows.values())
 
 
-def test_drive_is_slow_where_it_is_read_and_only_there(tiny_dataset, tmp_path):
-    slow = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
-    names = ["sequential", "dataloader", "dataloader_on_ssd", "shards_on_drive", "packed"]
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=names,
-        **QUICK | {"drive_profile": slow},
-    )  # fmt: skip
-    rows = _rows(found)
+def test_more_disk_than_there_is_is_refused(prepare, monkeypatch):
+    prepared = prepare()
+    monkeypatch.setattr(
+        "colab_utils.comparison.prepared.shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000)
+    )
+    with pytest.raises(ColabUtilsError, match="of free disk"):
+        prepared.get("files_on_ssd")
+
+
+def test_a_second_comparison_finds_its_data_and_what_it_took(prepare):
+    first, second = (prepare().get("tensors_on_ssd") for _ in range(2))
+    assert first.files == second.files
+    assert first.once_start_s == second.once_start_s > 0
+    assert first.once_s >= first.once_start_s
+
+
+def test_drive_is_slow_where_it_is_read_and_only_there(race):
+    rows, _ = race("sequential", "dataloader_on_ssd", "shards_on_drive", "packed", drive_profile=SLOW)
     # two images a batch, each a known sleep of 20 ms; a shard is one such sleep
     assert rows["sequential"].batch_ms_median >= 40
-    assert min(rows["dataloader"].first_batch_s, rows["sequential"].first_batch_s) >= 0.04
+    assert rows["sequential"].first_batch_s >= 0.04
     assert rows["shards_on_drive"].first_batch_s >= 0.02
     assert rows["dataloader_on_ssd"].session_minutes * 60 >= 12 * 0.02 / 4  # four streams copy the files
-    places = {row.name for row in found.strategies if "slowed Drive folder" in row.place}
-    assert places == {"sequential", "dataloader", "shards_on_drive"}
+    places = {row.name for row in rows.values() if "slowed Drive folder" in row.place}
+    assert places == {"sequential", "shards_on_drive"}
 
 
-def test_a_second_run_finds_its_forms_and_what_they_took(tiny_dataset, tmp_path):
-    rows = []
-    for _ in range(2):
-        found = compare(
-            tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["packed", "memory_mapped"],
-            **QUICK,
-        )  # fmt: skip
-        rows.append(_rows(found))
-    times = [rows[0]["memory_mapped"].once_minutes, rows[1]["memory_mapped"].once_minutes]
-    assert times[1] == pytest.approx(times[0], rel=0.9)  # the copy of the files is timed anew, the conversion not
-    assert rows[1]["packed"].session_minutes == rows[0]["packed"].session_minutes
+def test_only_the_compared_images_are_opened(race, tiny_dataset, tmp_path):
+    images = tmp_path / "images"
+    shutil.copytree(tiny_dataset.images, images)
+    first = min(images.iterdir())
+    wanted = {path.name for path in images.iterdir()}
+    for number in range(2000):
+        os.link(first, images / f"other-{number}.jpg")
+    seen, listed, watching = set(), [], [True]
+
+    def watch(event, arguments):
+        if watching and event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], (str, Path)):
+            path = Path(arguments[0])
+            if path.parent == images:
+                seen.add(path.name)
+            if path == images:
+                listed.append(event)
+
+    sys.addaudithook(watch)  # it cannot be taken away again
+    try:
+        rows, _ = race("sequential", fake("other"), images=images)
+    finally:
+        watching.clear()
+    assert rows["sequential"].images_per_second > 0
+    assert seen == wanted
+    assert listed == []
 
 
-def test_a_strategy_that_changes_the_data_is_not_comparable(tiny_dataset, tmp_path):
-    class Shifted:
-        def __init__(self, loader):
-            self.loader, self.close = loader, loader.close
+# -------------------------------------------------------------------------------------------------- the rows
 
-        def __iter__(self):
-            for images, targets in self.loader:
-                yield images, [target | {"boxes": target["boxes"] + 3} for target in targets]
 
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path,
-        strategies=["packed", _change_packed("shifted", Shifted)], **QUICK,
-    )  # fmt: skip
-    rows = _rows(found)
-    assert rows["packed"].comparable
-    assert not rows["shifted"].comparable
-    assert "a box differs by 3.0 pixels" in rows["shifted"].difference
-    assert rows["shifted"].images_per_second > 0
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda batches: [(i, [one | {"boxes": one["boxes"] + 3} for one in t]) for i, t in batches], "a box differs"),
+        (lambda batches: [batches[0]] * len(batches), "twice"),
+        (lambda batches: batches[:-1], "2 images did not come"),
+    ],
+)
+def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words):
+    rows, found = race(fake("same"), fake("changed", change))
+    assert rows["same"].comparable
+    assert not rows["changed"].comparable
+    assert words in rows["changed"].difference
+    assert rows["changed"].images_per_second > 0
     assert "NOT COMPARABLE" in str(found)
+    assert found.baseline == "same"
 
 
-def test_an_image_that_comes_twice_is_not_comparable(tiny_dataset, tmp_path):
-    class Repeating:
-        def __init__(self, loader):
-            self.loader, self.close = loader, loader.close
-
-        def __iter__(self):
-            first = next(iter(self.loader))
-            yield from [first] * 6
-
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path,
-        strategies=[_change_packed("repeating", Repeating)], **QUICK,
-    )  # fmt: skip
-    assert "twice" in found.strategies[0].difference
-    assert not found.strategies[0].comparable
-
-
-def test_an_image_that_does_not_come_is_not_comparable(tiny_dataset, tmp_path):
-    class Lazy:
-        def __init__(self, loader):
-            self.loader, self.close = loader, loader.close
-
-        def __iter__(self):
-            yield from list(self.loader)[:-1]
-
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=[_change_packed("lazy", Lazy)],
-        **QUICK,
-    )  # fmt: skip
-    assert "images did not come" in found.strategies[0].difference
-
-
-def test_a_strategy_that_fails_leaves_a_note(tiny_dataset, tmp_path):
-    def fail(loader):
-        loader.close()
+def test_a_strategy_that_fails_leaves_a_note(race):
+    def fail(batches):
         raise ImportError("no module named fastloader")
 
-    names = [_change_packed("failing", fail), "dataloader_on_ssd"]
-    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=names, **QUICK)
-    rows = _rows(found)
+    rows, found = race(fake("failing", fail), fake("other"))
     assert rows["failing"].note == "ImportError: no module named fastloader"
     assert rows["failing"].images_per_second is None
     assert not rows["failing"].comparable
-    assert rows["dataloader_on_ssd"].images_per_second > 0
+    assert rows["other"].images_per_second > 0
     json.dumps(dataclasses.asdict(found))
+    with pytest.raises(ColabUtilsError, match="none could: ImportError: no module named fastloader"):
+        race(fake("failing", fail))
 
 
-def test_without_shards_the_loose_files_are_still_compared(tiny_dataset, tmp_path):
-    (tmp_path / "drive").write_text("a file where the folder of shards should be")
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["sequential", "shards_on_ssd"],
-        **QUICK,
-    )  # fmt: skip
-    rows = _rows(found)
+def test_without_shards_the_loose_files_are_still_compared(race, tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "drive").write_text("a file where the folder of shards should be")
+    rows, _ = race("sequential", "shards_on_ssd")
     assert rows["sequential"].images_per_second > 0
     assert rows["shards_on_ssd"].images_per_second is None
     assert "drive" in rows["shards_on_ssd"].note
 
 
-def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(tiny_dataset, tmp_path, monkeypatch):
+def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(race, tiny_dataset, tmp_path, monkeypatch):
     images = tmp_path / "images"
     shutil.copytree(tiny_dataset.images, images)
-    run = trials.TrialRunner.run_cold
+    run = comparing._Runner.run_cold
 
     def lose(self, row):
         if row.strategy.name == "sequential":
-            shutil.rmtree(images)
+            images.rename(tmp_path / "lost")
         run(self, row)
 
-    monkeypatch.setattr(trials.TrialRunner, "run_cold", lose)
-    names = ["sequential", "dataloader", "packed"]
-    found = compare(images, tiny_dataset.annotations, folder=tmp_path / "work", strategies=names, **QUICK)
-    rows = _rows(found)
+    monkeypatch.setattr(comparing._Runner, "run_cold", lose)
+    samples = []
+    other = dataclasses.replace(fake("other"), open=lambda setting: samples[0])
+    reference = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
+    samples.append(Batches(deliver([reference[row]], "cpu") for row in range(12)))
+    rows, found = race("sequential", other, images=images, batch_size=1)
     assert "expected an image file, found none" in rows["sequential"].note
-    assert rows["sequential"].images_per_second is rows["dataloader"].images_per_second is None
-    assert rows["packed"].images_per_second > 0
-    assert found.baseline == "packed"
+    assert rows["sequential"].images_per_second is None
+    assert rows["other"].images_per_second > 0
+    assert found.baseline == "other"
 
 
-def _watch_timing(monkeypatch, watch):
+@pytest.fixture
+def watch_timing(monkeypatch):
     """Call ``watch(name)`` each time that a strategy is about to be timed warm."""
-    run = trials.TrialRunner.run_warm
+    run = comparing._Runner.run_warm
 
-    def run_warm(self, row):
-        watch(row.strategy.name)
-        run(self, row)
+    def install(watch):
+        def run_warm(self, row):
+            watch(row.strategy.name)
+            run(self, row)
 
-    monkeypatch.setattr(trials.TrialRunner, "run_warm", run_warm)
+        monkeypatch.setattr(comparing._Runner, "run_warm", run_warm)
+
+    return install
 
 
-def test_interrupting_keeps_what_is_measured(tiny_dataset, tmp_path, monkeypatch):
-    def interrupt_later(name):
-        if name == "dataloader_on_ssd":
+@pytest.mark.parametrize("interrupted", ["first", "second"])
+def test_interrupting_keeps_what_is_measured(race, watch_timing, interrupted):
+    def interrupt(name):
+        if name == interrupted:
             raise KeyboardInterrupt
 
-    _watch_timing(monkeypatch, interrupt_later)
-    names = ["sequential", "dataloader_on_ssd"]
-    found = compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=names, **QUICK)
-    assert [row.name for row in found.strategies] == ["sequential"]
-    assert "Ctrl-C" in found.note
+    watch_timing(interrupt)
+    if interrupted == "first":  # nothing is measured yet
+        with pytest.raises(KeyboardInterrupt):
+            race(fake("first"), fake("second"))
+    else:
+        rows, found = race(fake("first"), fake("second"))
+        assert list(rows) == ["first"]
+        assert "Ctrl-C" in found.note
 
 
-def test_interrupting_before_the_first_row_goes_through(tiny_dataset, tmp_path, monkeypatch):
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    _watch_timing(monkeypatch, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=["sequential"], **QUICK)
-
-
-def test_repeats_are_interleaved(tiny_dataset, tmp_path, monkeypatch):
+def test_repeats_are_interleaved(race, watch_timing):
     order = []
-    _watch_timing(monkeypatch, order.append)
-    names = ["sequential", "dataloader_on_ssd"]
-    found = compare(
-        tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, strategies=names, **QUICK | {"repeats": 3}
-    )
-    assert order == [*names, *names[::-1], *names]
-    row = found.strategies[0]
-    assert row.images_per_second == np.median(row.repeats_images_per_second)
+    watch_timing(order.append)
+    rows, _ = race(fake("first"), fake("second"), repeats=3)
+    assert order == ["first", "second", "second", "first", "first", "second"]
+    assert rows["first"].images_per_second == np.median(rows["first"].repeats_images_per_second)
+
+
+def test_forecasts_are_shown_with_what_was_measured(race, monkeypatch):
+    def forecast(id, rate):
+        return SimpleNamespace(id=id, name=f"fix {id}", forecast_images_per_second=rate)
+
+    fixes = [forecast("packed_masks", 50.0), forecast("shards", None), forecast("in_memory", 9.0), forecast("x", 1.0)]
+    monkeypatch.setattr(comparing, "diagnose", lambda loader, step, seconds: SimpleNamespace(fixes=fixes))
+    rows, found = race(fake("dataloader"), fake("packed"), fake("shards_on_ssd"), forecast_s=1)
+    (checked,) = found.forecasts  # those that were tried, of strategies that were timed
+    assert (checked.fix, checked.strategy) == ("fix packed_masks", "packed")
+    assert checked.measured_images_per_second == rows["packed"].images_per_second
+    assert checked.error == 50.0 / rows["packed"].images_per_second - 1
 
 
 @pytest.mark.parametrize(
@@ -374,18 +390,89 @@ def test_repeats_are_interleaved(tiny_dataset, tmp_path, monkeypatch):
     [
         ({"strategies": ["packed", "teleport"]}, "'teleport'"),  # unknown: the message lists those there are
         ({"strategies": []}, "found none"),  # nothing to do
-        ({"batches": 0}, "1 or more"),  # nothing to time
+        ({"batches": 0}, "batches=0"),  # nothing to time
         ({"drive_profile": "warp"}, "Drive profile"),  # unknown profile
+        ({"images": "no/such/folder"}, "image folder"),
     ],
 )
 def test_bad_settings_are_refused(tiny_dataset, tmp_path, settings, words):
+    settings = {"images": tiny_dataset.images} | QUICK | settings
     with pytest.raises(ColabUtilsError, match=words):
-        compare(tiny_dataset.images, tiny_dataset.annotations, folder=tmp_path, **{**QUICK, **settings})
+        compare(annotations=tiny_dataset.annotations, folder=tmp_path, **settings)
 
 
-def test_a_missing_folder_is_refused(tiny_dataset, tmp_path):
-    with pytest.raises(ColabUtilsError, match="image folder"):
-        compare(tmp_path / "nowhere", tiny_dataset.annotations, folder=tmp_path, **QUICK)
+# ------------------------------------------------------------------------------------- minutes and pay-back
+
+
+def make_timing(*minutes):
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(StrategyTiming))
+    names = ("once_minutes", "session_minutes", "first_epoch_minutes", "epoch_minutes")
+    return StrategyTiming(**fields | dict(zip(names, minutes, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "epochs"),
+    [
+        ((0, 0, 10, 10), (0, 0, 10, 10), 0.0),  # the same
+        ((6, 0, 4, 4), (0, 0, 10, 10), 1.0),  # paid at the end of the first epoch
+        ((3, 0, 4, 4), (0, 0, 10, 10), 0.5),  # in the middle of it
+        ((12, 6, 10, 4), (0, 0, 10, 10), 4.0),  # nothing won in the first epoch, 6 minutes in each later one
+        ((1, 0, 12, 12), (0, 0, 10, 10), None),  # never
+        ((1, 0, 10, 10), (0, 0, 10, 10), None),  # as fast, and behind for ever
+        ((0, 0, 8, 8), (0, 0, 10, 10), 0.0),  # faster from the start
+        ((0, 0, 12, 4), (5, 0, 10, 5), 0.0),  # ahead all the time: not before the start
+        ((0, 0, 9, 20), (5, 0, 10, 5), None),  # ahead at first, behind for ever after
+        ((0, 0, 20, 4), (5, 0, 10, 5), 6.0),  # ahead, 5 minutes behind after the first epoch, then 1 won in each
+    ],
+)
+def test_when_it_has_paid(own, base, epochs):
+    assert find_pay_back(make_timing(*own), make_timing(*base)) == epochs
+
+
+def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, workers=1, **files):
+    """The row of a strategy whose steps take 0.1 s for 4 images, with a first batch that comes ``first_s`` later."""
+    batches = compared // 4
+    cold = BatchTimes((first_s, *[0.0] * (batches - 1)), (0.1,) * batches, compared, first_s, 0.0, 0.0, 0.0)
+    costs = {"drive_bytes": 0, "ssd_bytes": 0, "once_s": 0.0, "once_start_s": 0.0, "session_s": 0.0} | files
+
+    class Prepared:
+        images = Path("somewhere")
+
+        def __len__(self):
+            return compared
+
+        def get(self, kind):
+            return SimpleNamespace(**costs)
+
+    prepared = Prepared()
+    prepared.total = total
+    row = comparing._Row(fake("any", keeps=keeps), difference="", opened_s=opened_s, cold=cold, times=[cold])
+    return comparing._summarise(row, Setting(prepared, None, 4, workers, "cpu"))
+
+
+def test_a_start_counts_once_in_minutes_of_the_complete_dataset():
+    # 96 of 118,287 images, and 1.5 s until the first batch: these were 31 minutes of the first epoch
+    row = summarise(total=118_287, compared=96, opened_s=0.5, first_s=1.0)
+    assert row.first_epoch_minutes == pytest.approx((1.5 + 118_287 / 4 * 0.1) / 60)
+    assert row.first_batch_s == 1.5
+    assert row.timeline[:2] == ((0.0, 1.5, 1.6), (1.6, 1.6, 1.7))
+    # of 10 s to prepare, 4 are the start
+    row = summarise(total=960, compared=96, once_s=10.0, once_start_s=4.0, session_s=3.0)
+    assert row.once_minutes == pytest.approx((4 + 6 * 10) / 60)
+    assert row.session_minutes == pytest.approx(3 * 10 / 60)
+
+
+def test_what_keeps_its_samples_reads_all_of_them_while_it_opens():
+    row = summarise(total=960, compared=96, opened_s=2.0, keeps=True)
+    assert row.first_epoch_minutes == pytest.approx((2.0 * 10 + 960 / 4 * 0.1) / 60)
+
+
+def test_one_batch_has_no_start_to_tell():
+    row = summarise(total=8, compared=4, first_s=0.3, workers=2)
+    assert row.first_epoch_minutes == pytest.approx(2 * 0.4 / 60)
+
+
+# -------------------------------------------------------------------------------------------------- equality
 
 
 class TestDescribeDifference:
