@@ -24,6 +24,7 @@ from colab_utils.comparison.strategies import (
     PillowFolder,
     Setting,
     Strategy,
+    deliver,
     end_workers,
     find_strategy,
 )
@@ -204,19 +205,21 @@ def compare(
         ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
     """
     chosen = _choose_strategies(strategies)
-    _check_counts(batch_size=batch_size, batches=batches, repeats=repeats, max_images=max_images, workers=workers)
+    if min(batch_size, batches, repeats, max_images) < 1 or workers < 0:
+        found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
+        raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}")
     profile = get_profile(drive_profile)
     prepared = PreparedData(
         images, annotations, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fast, slow = (Setting(prepared, speed, batch_size, workers, device) for speed in (None, profile))
+    setting = Setting(prepared, profile, batch_size, workers, device)
     step = EmulatedStep(step_ms) if step is None else step
     names = [strategy.name for strategy in chosen]
-    forecasts = _forecast_fixes(slow, step, seconds=forecast_s) if forecast_s and _BASELINES[0] in names else []
-    runner = _Runner(fast, slow, step, batches=batches, timeline_s=timeline_s)
+    fixes = _forecast_fixes(setting, step, seconds=forecast_s) if forecast_s and _BASELINES[0] in names else []
+    runner = _Runner(setting, step, batches=batches, timeline_s=timeline_s)
     rows, note = _run_in_turns(runner, chosen, repeats=repeats)
-    timings = _compare_with_baseline([_summarise(row, slow) for row in rows])
+    timings = _compare_with_baseline([_summarise(row, setting) for row in rows])
     baseline = _find_baseline(timings)
     return Comparison(
         machine=describe_machine(folder),
@@ -234,7 +237,7 @@ def compare(
         note=f"{note} {_describe_bad(prepared)}".strip(),
         baseline=baseline.name,
         no_help=_list_no_help(timings, baseline),
-        forecasts=_check_forecasts(forecasts, timings),
+        forecasts=_check_forecasts(fixes, timings),
     )  # fmt: skip
 
 
@@ -243,12 +246,6 @@ def _choose_strategies(strategies: Sequence[str | Strategy] | None) -> list[Stra
     if not named:
         raise ColabUtilsError(f"expected strategies among {', '.join(STRATEGIES)}; found none: choose some of them")
     return [one if isinstance(one, Strategy) else find_strategy(one.strip()) for one in named]
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < (least := 0 if name == "workers" else 1):
-            raise ColabUtilsError(f"expected {name} of {least} or more, found {name}={count}")
 
 
 def _describe_bad(prepared: PreparedData) -> str:
@@ -260,7 +257,7 @@ def _forecast_fixes(setting: Setting, step: Any, *, seconds: float) -> list[Any]
     dataset = PillowFolder(setting.prepared.images, setting.prepared.annotations, profile=setting.profile)
 
     def scale_and_step(images: Any, targets: Any) -> None:
-        step([image.to(setting.device).float().div_(255) for image in images], targets)
+        step(*deliver(zip(images, targets, strict=True), setting.device))
 
     with quiet_fork():
         loader: DataLoader[Any] = DataLoader(
@@ -296,28 +293,28 @@ class _Row:
 class _Runner:
     """Runs one strategy at a time: to check it, cold, or warm."""
 
-    def __init__(self, fast: Setting, slow: Setting, step: Any, *, batches: int, timeline_s: float) -> None:
-        self._fast, self._slow, self._step, self._batches, self._timeline_s = fast, slow, step, batches, timeline_s
-        self._epoch = -(-len(fast.prepared) // fast.batch_size)
+    def __init__(self, setting: Setting, step: Any, *, batches: int, timeline_s: float) -> None:
+        self._setting, self._step, self._batches, self._timeline_s = setting, step, batches, timeline_s
+        self._epoch = -(-len(setting.prepared) // setting.batch_size)
 
     def check(self, row: _Row) -> None:
-        """Compare an epoch with the reference."""
-        with closing(row.strategy.open(self._fast)) as loader:
-            row.difference = find_difference(islice(loader, self._epoch), self._fast.prepared.reference)
+        """Compare an epoch with the reference; Drive is read as fast as it goes."""
+        with closing(row.strategy.open(replace(self._setting, profile=None))) as loader:
+            row.difference = find_difference(islice(loader, self._epoch), self._setting.prepared.reference)
 
     def run_cold(self, row: _Row) -> None:
         """Time the first batches, with nothing of the strategy's files in the system's memory."""
-        for file in self._slow.prepared.get(row.strategy.reads).files:
+        for file in self._setting.prepared.get(row.strategy.reads).files:
             drop_cached(file)
         began_s = perf_counter()
-        with closing(row.strategy.open(self._slow)) as loader:
+        with closing(row.strategy.open(self._setting)) as loader:
             row.opened_s = perf_counter() - began_s
             row.cold = time_batches(loader, self._step, batches=10_000, warmup=0, max_s=self._timeline_s)
 
     def run_warm(self, row: _Row) -> None:
         """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
         before = measure_memory()
-        with closing(row.strategy.open(self._slow)) as loader:
+        with closing(row.strategy.open(self._setting)) as loader:
             warmup = self._epoch if row.strategy.keeps else 2
             row.times.append(time_batches(loader, self._step, batches=self._batches, warmup=warmup, max_s=_MAX_RUN_S))
             row.ram_bytes = max(row.ram_bytes, measure_memory() - before)

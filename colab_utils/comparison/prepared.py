@@ -215,10 +215,9 @@ def _write_arrays(dataset: ShardDataset, target: Path) -> None:
     with open(target / "samples.bin", "wb") as file:
         for row in range(len(dataset)):
             image, found = dataset[row]
-            masks = found.pop("masks").numpy()
-            count, height, width = masks.shape
-            targets.append({**found, "place": (file.tell(), count, height, width)})
+            masks, start = found.pop("masks").numpy(), file.tell()
             file.write(image.numpy().tobytes() + np.packbits(masks).tobytes())
+            targets.append({**found, "place": (start, file.tell(), *masks.shape)})
     torch.save(targets, target / "targets.pt")
 
 

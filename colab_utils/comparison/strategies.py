@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-import queue
 import shutil
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +24,9 @@ from colab_utils.drive import DriveProfile, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.loader import make_loader
+from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.sampler import BatchSampler
-from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork
+from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork
 
 __all__ = [
     "DEFAULT_STRATEGIES", "STRATEGIES", "PillowFolder", "Setting", "Strategy", "deliver", "end_workers",
@@ -124,17 +121,12 @@ class MappedArrays(Dataset[_Sample]):
 
     def __getitem__(self, index: int) -> _Sample:
         target = dict(self._targets[index])
-        start, *shape = target.pop("place")
-        count, height, width = shape
-        pixels, bits = np.split(self._data[start : start + _count_stored(*shape)], [3 * height * width])
-        masks = np.unpackbits(bits, count=count * height * width).reshape(shape)
-        image = torch.from_numpy(pixels.reshape(3, height, width).copy())
+        start, end, *shape = target.pop("place")
+        size = shape[1] * shape[2]
+        pixels, bits = np.split(self._data[start:end], [3 * size])
+        masks = np.unpackbits(bits, count=shape[0] * size).reshape(shape)
+        image = torch.from_numpy(pixels.reshape(3, *shape[1:]).copy())
         return image, {**target, "masks": torch.from_numpy(masks)}
-
-
-def _count_stored(count: int, height: int, width: int) -> int:
-    """Bytes of an image and the bits of its masks."""
-    return 3 * height * width - (-count * height * width // 8)
 
 
 def _read_all(dataset: Any, *, total: int) -> list[_Sample]:
@@ -232,58 +224,20 @@ class ThreadLoading:
         self._cache.clear()
 
 
-def load_by_process(dataset: Any, order: Iterable[list[int]]) -> Iterator[list[_Sample]]:
-    """A producer process and a bounded queue."""
-    context = torch.multiprocessing.get_context("fork")
-    ready = context.Queue(_QUEUED)
-    producer = context.Process(target=_produce, args=(dataset, order, ready), daemon=True)
-    with quiet_fork():
-        producer.start()
-    try:
-        while (found := _take(ready, producer)) is not None:
-            if isinstance(found, Exception):
-                raise found
-            yield found
-    finally:
-        producer.terminate()
-        producer.join()
-
-
-def _produce(dataset: Any, order: Iterable[list[int]], ready: Any) -> None:
-    end_with_parent()
-    torch.set_num_threads(1)
-    try:
-        for samples in load_in_loop(dataset, order):
-            ready.put(samples)
-        ready.put(None)
-    except Exception as error:
-        ready.put(error)
-    threading.Event().wait()  # tensors in shared memory go with the process that made them
-
-
-def _take(ready: Any, producer: Any) -> Any:
-    while True:
-        try:
-            return ready.get(timeout=1)
-        except queue.Empty:
-            if not producer.is_alive():
-                message = "expected the producer to go on, found that it ended: memory may be full"
-                raise ColabUtilsError(message) from None
-
-
 class WorkerLoading:
-    """torch's ``DataLoader`` with worker processes, which last from epoch to epoch."""
+    """torch's ``DataLoader``: worker processes, which last from epoch to epoch, load ``ahead`` batches each."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, workers: int, *, ahead: int = 2) -> None:
+        self._workers, self._ahead = workers, ahead
         self._loader: DataLoader[Any] | None = None
 
     def __call__(self, dataset: Any, order: Any) -> Iterator[list[_Sample]]:
         with quiet_fork():
             if self._loader is None:
+                options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": self._ahead}
                 self._loader = DataLoader(
                     dataset, batch_sampler=order, num_workers=self._workers, collate_fn=list,
-                    persistent_workers=self._workers > 0,
+                    **options if self._workers else {},
                 )  # fmt: skip
             batches = iter(self._loader)
         yield from batches
@@ -315,9 +269,12 @@ def _open_in_memory(setting: Setting) -> EpochLoader:
     return EpochLoader(setting, samples, load_in_loop)
 
 
-def _open_packed(setting: Setting) -> Any:
-    dataset = _open_dataset(setting, "shards_on_ssd")
+def _make_loader(setting: Setting, dataset: ShardDataset) -> Loader:
     return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device)
+
+
+def _open_packed(setting: Setting) -> Loader:
+    return _make_loader(setting, _open_dataset(setting, "shards_on_ssd"))
 
 
 class _ArrivingLoader:
@@ -331,61 +288,57 @@ class _ArrivingLoader:
             opened.callback(shutil.rmtree, folder, ignore_errors=True)
             dataset = ArrivingShards(shards, Path(folder, "shards"), profile=setting.profile)
             opened.callback(dataset.stop)
-            self._loader = opened.enter_context(closing(make_loader(
-                dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device
-            )))  # fmt: skip
+            self._loader = opened.enter_context(closing(_make_loader(setting, dataset)))
             self.close = opened.pop_all().close
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
 
 
-def _open_epochs(setting: Setting, *, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> EpochLoader:
-    return EpochLoader(setting, _open_dataset(setting, reads), prefetch(setting))
-
-
-def _in_loop(setting: Setting) -> _Prefetcher:
-    return load_in_loop
-
-
-def _by_workers(setting: Setting) -> _Prefetcher:
-    return WorkerLoading(setting.workers)
-
-
-def _tuned(setting: Setting) -> _Prefetcher:
+def _tune(setting: Setting) -> _Prefetcher:
     share = len(setting.prepared) / setting.prepared.total  # of the dataset, and so of the memory
     return ThreadLoading(_THREADS, ahead=1, most=_MOST_AHEAD, cache_bytes=_CACHE_SHARE * share * find_free_memory())
 
 
-_FILES: dict[str, tuple[str, Callable[[Setting], _Prefetcher]]] = {
-    "sequential": ("The training loop loads each image itself", _in_loop),
+def _use(name: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> Strategy:
+    """A strategy of a dataset and a prefetcher."""
+
+    def open_epochs(setting: Setting) -> EpochLoader:
+        return EpochLoader(setting, _open_dataset(setting, reads), prefetch(setting))
+
+    return Strategy(name, idea, reads, open_epochs, keeps=prefetch is _tune)
+
+
+def _by_workers(count: int | None = None, *, ahead: int = 2) -> Callable[[Setting], _Prefetcher]:
+    return lambda setting: WorkerLoading(setting.workers if count is None else count, ahead=ahead)
+
+
+_FROM_FILES: dict[str, tuple[str, Callable[[Setting], _Prefetcher]]] = {
+    "sequential": ("The training loop loads each image itself", lambda _: load_in_loop),
     "thread_queue": ("A thread loads 4 batches ahead", lambda _: ThreadLoading(1, ahead=_QUEUED, most=_QUEUED)),
-    "process_queue": ("A process loads ahead into a queue of 4 batches", lambda _: load_by_process),
-    "dataloader": ("A DataLoader's workers load ahead, as in torchvision's references", _by_workers),
-    "autotuned": ("Cache, shuffle, batch and prefetch, with sizes chosen while it runs", _tuned),
-    "saved_tensors": ("Resized and converted once, a .pt an image, by a DataLoader", _by_workers),
-}  # fmt: skip
+    "process_queue": ("A process (a DataLoader's one worker) loads 4 batches ahead", _by_workers(1, ahead=_QUEUED)),
+    "dataloader": ("A DataLoader's workers load ahead, as in torchvision's references", _by_workers()),
+    "autotuned": ("Cache, shuffle, batch and prefetch, with sizes chosen while it runs", _tune),
+}
 
 
 def _list_strategies() -> Iterator[Strategy]:
-    def use(name: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> Strategy:
-        opened = partial(_open_epochs, reads=reads, prefetch=prefetch)
-        return Strategy(name, idea, reads, opened, keeps=prefetch is _tuned)
-
     for end, disk, place in (("", "drive", "Drive"), ("_on_ssd", "ssd", "the local disk")):
-        for name, (idea, prefetch) in _FILES.items():
-            kind = "tensors" if name == "saved_tensors" else "files"
-            yield use(f"{name}{end}", f"{idea}, from {place}.", f"{kind}_on_{disk}", prefetch)
-    for workers in range(5):
-        yield use(f"dataloader_{workers}", f"The same as dataloader, with {workers} workers.", "files_on_drive",
-                  lambda _, workers=workers: WorkerLoading(workers))  # fmt: skip
-    yield use("memory_mapped", "One file of all images and masks, mapped into memory.", "arrays_on_ssd", _in_loop)
+        for name, (idea, prefetch) in _FROM_FILES.items():
+            yield _use(f"{name}{end}", f"{idea}, from {place}.", f"files_on_{disk}", prefetch)
+        yield _use(f"saved_tensors{end}", f"Resized and converted once, a .pt an image, by a DataLoader from {place}.",
+                   f"tensors_on_{disk}", _by_workers())  # fmt: skip
+    for count in range(5):
+        idea = f"A DataLoader with {count} workers, from Drive."
+        yield _use(f"dataloader_{count}", idea, "files_on_drive", _by_workers(count))
+    for disk, idea in (("drive", "Files packed into shards, read from Drive by a DataLoader."),
+                       ("ssd", "The shards are copied to the local disk first.")):  # fmt: skip
+        yield _use(f"shards_on_{disk}", idea, f"shards_on_{disk}", _by_workers())
+    yield _use("memory_mapped", "One file of all images and masks, mapped into memory.", "arrays_on_ssd",
+               lambda _: load_in_loop)  # fmt: skip
     yield Strategy("in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
                    _open_in_memory, keeps=True)  # fmt: skip
-    yield use("shards_on_drive", "Files packed into shards, read from Drive by a DataLoader.", "shards_on_drive",
-              _by_workers)  # fmt: skip
-    yield use("shards_on_ssd", "The shards are copied to the local disk first.", "shards_on_ssd", _by_workers)
-    yield Strategy("packed", "From those, workers send packed masks through reused memory (make_loader).",
+    yield Strategy("packed", "From the same shards, workers send packed masks through reused buffers (make_loader).",
                    "shards_on_ssd", _open_packed)  # fmt: skip
     yield Strategy("train_while_copying", "make_loader starts with the first shard that is copied (ArrivingShards).",
                    "arriving_shards_on_drive", _ArrivingLoader)  # fmt: skip
@@ -409,7 +362,7 @@ def find_strategy(name: str) -> Strategy:
 
     Example:
         >>> find_strategy("dataloader_3").idea
-        'The same as dataloader, with 3 workers.'
+        'A DataLoader with 3 workers, from Drive.'
         >>> find_strategy("teleport")
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected strategies among ...; found 'teleport': choose some of them
