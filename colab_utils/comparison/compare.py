@@ -18,16 +18,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData
-from colab_utils.comparison.strategies import (
-    DEFAULT_STRATEGIES,
-    STRATEGIES,
-    PillowFolder,
-    Setting,
-    Strategy,
-    deliver,
-    end_workers,
-    find_strategy,
-)
+from colab_utils.comparison.strategies import PillowFolder, Setting, Strategy, choose_strategies, deliver, end_workers
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.resources import measure_memory
 from colab_utils.diagnosis.stages import drop_cached
@@ -204,7 +195,7 @@ def compare(
     Raises:
         ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
     """
-    chosen = _choose_strategies(strategies)
+    chosen = choose_strategies(strategies)
     if min(batch_size, batches, repeats, max_images) < 1 or workers < 0:
         found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
         raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}")
@@ -241,13 +232,6 @@ def compare(
     )  # fmt: skip
 
 
-def _choose_strategies(strategies: Sequence[str | Strategy] | None) -> list[Strategy]:
-    named = dict.fromkeys(DEFAULT_STRATEGIES if strategies is None else strategies)
-    if not named:
-        raise ColabUtilsError(f"expected strategies among {', '.join(STRATEGIES)}; found none: choose some of them")
-    return [one if isinstance(one, Strategy) else find_strategy(one.strip()) for one in named]
-
-
 def _describe_bad(prepared: PreparedData) -> str:
     return f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
 
@@ -265,8 +249,7 @@ def _forecast_fixes(setting: Setting, step: Any, *, seconds: float) -> list[Any]
             persistent_workers=setting.workers > 0,
         )  # fmt: skip
     try:
-        emulated = getattr(step, "emulated", False)
-        return list(diagnose(loader, step if emulated else scale_and_step, seconds=seconds).fixes)
+        return list(diagnose(loader, scale_and_step, seconds=seconds).fixes)
     except ColabUtilsError:
         return []  # the row of the baseline tells why
     finally:

@@ -13,12 +13,8 @@ from colab_utils.loading.dataset import CocoFolder
 
 __all__ = ["describe_difference", "find_difference"]
 
-_CHECKED_IMAGES = 32
-
-
+_CHECKED_IMAGES = 32  # of an epoch
 _KEPT_LEVELS = (1.0, 16.0)  # of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes
-
-
 _SHRUNK_LEVELS = (3.0, 48.0)  # the same after one resize and JPEG at quality 95
 
 
@@ -52,7 +48,7 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     if boxes.numel() and float(boxes.abs().max()) > 1:
         return f"a box differs by {float(boxes.abs().max()):.1f} pixels"
     for mask, wanted_mask in zip(target["masks"].cpu() > 0, wanted["masks"], strict=True):
-        # a smaller mask is its nearest neighbours, as in torchvision's own transform
+        # a smaller mask takes the nearest pixels, as in torchvision's own transform
         there = functional.interpolate(wanted_mask[None, None].float(), size=size)[0, 0] > 0
         iou = int((mask & there).sum()) / max(int((mask | there).sum()), 1)
         if iou < 0.99 and (mask | there).any():
@@ -68,7 +64,7 @@ def find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:
         for image, target in zip(images, targets, strict=True):
             image_id = int(target["image_id"])
             if image_id not in row_of:
-                return f"image {image_id} came unasked, or twice"
+                return f"image {image_id} is unknown, or came twice"
             row = row_of.pop(image_id)
             if checked < _CHECKED_IMAGES:
                 checked += 1

@@ -6,7 +6,7 @@ import io
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from colab_utils.loading.sampler import BatchSampler
 from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork
 
 __all__ = [
-    "DEFAULT_STRATEGIES", "STRATEGIES", "PillowFolder", "Setting", "Strategy", "deliver", "end_workers",
-    "find_strategy",
+    "DEFAULT_STRATEGIES", "STRATEGIES", "PillowFolder", "Setting", "Strategy", "choose_strategies", "deliver",
+    "end_workers",
 ]  # fmt: skip
 
 _THREADS = 8  # that read into memory
@@ -127,23 +127,6 @@ class MappedArrays(Dataset[_Sample]):
         masks = np.unpackbits(bits, count=shape[0] * size).reshape(shape)
         image = torch.from_numpy(pixels.reshape(3, *shape[1:]).copy())
         return image, {**target, "masks": torch.from_numpy(masks)}
-
-
-def _read_all(dataset: Any, *, total: int) -> list[_Sample]:
-    """Every sample of a dataset, in memory.
-
-    Raises:
-        ColabUtilsError: the ``total`` images of the complete dataset would take more than half of the free memory.
-    """
-    few = [dataset[index] for index in range(min(4, len(dataset)))]
-    needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
-    if needed > _MEMORY_SHARE * free:
-        raise ColabUtilsError(
-            f"expected the samples of all {total:,} images to fit into half of the free memory, found that they "
-            f"take about {format_bytes(needed)} and {format_bytes(free)} are free. Leave this strategy out."
-        )
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(dataset.__getitem__, range(len(dataset))))
 
 
 def _count_bytes(sample: _Sample) -> int:
@@ -265,7 +248,17 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
 
 
 def _open_in_memory(setting: Setting) -> EpochLoader:
-    samples = _read_all(_open_dataset(setting, "files_on_drive"), total=setting.prepared.total)
+    """Read every sample; refused where those of the complete dataset would take more than half of the free memory."""
+    dataset, total = _open_dataset(setting, "files_on_drive"), setting.prepared.total
+    few = [dataset[index] for index in range(min(4, len(dataset)))]
+    needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
+    if needed > _MEMORY_SHARE * free:
+        raise ColabUtilsError(
+            f"expected the samples of all {total:,} images to fit into half of the free memory, found that they "
+            f"take about {format_bytes(needed)} and {format_bytes(free)} are free. Leave this strategy out."
+        )
+    with ThreadPoolExecutor(_THREADS) as pool:
+        samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
     return EpochLoader(setting, samples, load_in_loop)
 
 
@@ -354,19 +347,23 @@ DEFAULT_STRATEGIES = (
 """What `compare` times where nothing is named."""
 
 
-def find_strategy(name: str) -> Strategy:
-    """A strategy of `STRATEGIES` by its name.
+def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Strategy]:
+    """Strategies by name, or as they are, each once; None takes `DEFAULT_STRATEGIES`.
 
     Raises:
-        ColabUtilsError: an unknown name.
+        ColabUtilsError: an unknown name, or none.
 
     Example:
-        >>> find_strategy("dataloader_3").idea
-        'A DataLoader with 3 workers, from Drive.'
-        >>> find_strategy("teleport")
+        >>> [strategy.idea for strategy in choose_strategies(["dataloader_3"])]
+        ['A DataLoader with 3 workers, from Drive.']
+        >>> choose_strategies(["teleport"])
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected strategies among ...; found 'teleport': choose some of them
     """
-    if name not in STRATEGIES:
-        raise ColabUtilsError(f"expected strategies among {', '.join(STRATEGIES)}; found {name!r}: choose some of them")
-    return STRATEGIES[name]
+    named = DEFAULT_STRATEGIES if named is None else named
+    wanted = dict.fromkeys(one.strip() if isinstance(one, str) else one for one in named)
+    unknown = [one for one in wanted if isinstance(one, str) and one not in STRATEGIES]
+    if unknown or not wanted:
+        found = repr(unknown[0]) if unknown else "none"
+        raise ColabUtilsError(f"expected strategies among {', '.join(STRATEGIES)}; found {found}: choose some of them")
+    return [STRATEGIES[one] if isinstance(one, str) else one for one in wanted]
