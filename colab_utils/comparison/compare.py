@@ -179,7 +179,8 @@ def compare(
         folder: where prepared data is kept for the next comparison; made if need be.
         strategies: names of `STRATEGIES`, or your own `Strategy`; None takes `DEFAULT_STRATEGIES`.
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as they are.
-        step: the training step, called as ``step(images, targets)``; None takes ``EmulatedStep(step_ms)``.
+        step: the training step, called as ``step(images, targets)``. It really trains its model, hundreds of times:
+            give a step on a copy. None takes ``EmulatedStep(step_ms)``.
         step_ms: length of the emulated step, milliseconds.
         batch_size: images in a batch.
         batches: timed batches of each repeat.

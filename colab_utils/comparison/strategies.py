@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ _QUEUED = 4  # batches that a producer loads ahead
 _MOST_AHEAD = 16  # batches that the tuned pipeline loads ahead, at most
 
 _Sample = tuple[Tensor, dict[str, Any]]  # image uint8 [3, H, W] and torchvision's target
-_Prefetcher = Callable[[Any, Any], Any]  # of a dataset and an order of lists of indices: the batches of one epoch
+_Prefetcher = Callable[..., Any]  # of a dataset and its ``batch_sampler``: an epoch of lists of samples at each pass
 
 
 @dataclass(frozen=True)
@@ -137,19 +138,28 @@ class EpochLoader:
     """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`."""
 
     def __init__(self, setting: Setting, dataset: Any, prefetch: _Prefetcher) -> None:
-        self._setting, self._dataset, self._prefetch = setting, dataset, prefetch
         sizes = setting.prepared.reference.sizes
         self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
+        self._device = setting.device
+        with quiet_fork():
+            self._batches = prefetch(dataset, batch_sampler=self._order)
 
     def __iter__(self) -> Iterator[tuple[list[Tensor], list[dict[str, Any]]]]:
-        with closing(self._prefetch(self._dataset, self._order)) as batches:
-            for samples in batches:
-                yield deliver(samples, self._setting.device)
+        with quiet_fork():
+            batches = iter(self._batches)
+        for samples in batches:
+            yield deliver(samples, self._device)
         self._order.epoch += 1
 
     def close(self) -> None:
-        """End what the prefetcher keeps between epochs."""
-        getattr(self._prefetch, "close", int)()
+        """End the workers or threads."""
+        end_workers(self._batches)
+        getattr(self._batches, "close", int)()
+
+
+def end_workers(loader: Any) -> None:
+    """End the workers that a ``DataLoader`` keeps from epoch to epoch."""
+    getattr(getattr(loader, "_iterator", None), "_shutdown_workers", int)()
 
 
 def deliver(samples: Iterable[_Sample], device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
@@ -161,40 +171,37 @@ def deliver(samples: Iterable[_Sample], device: str) -> tuple[list[Tensor], list
     )
 
 
-def load_in_loop(dataset: Any, order: Iterable[list[int]]) -> Iterator[list[_Sample]]:
-    """Load inside the training loop."""
-    for indices in order:
-        yield [dataset[index] for index in indices]
-
-
 class ThreadLoading:
     """Threads load ``ahead`` batches ahead, and one more, up to ``most``, whenever the step has to wait.
 
     Samples stay in memory as long as they fit into ``cache_bytes``.
     """
 
-    def __init__(self, threads: int, *, ahead: int, most: int, cache_bytes: float = 0.0) -> None:
-        self._pool = ThreadPoolExecutor(threads)
+    def __init__(
+        self, dataset: Any, batch_sampler: Iterable[list[int]], *, threads: int, ahead: int, most: int,
+        cache_bytes: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._dataset, self._order, self._pool = dataset, batch_sampler, ThreadPoolExecutor(threads)
         self._ahead, self._most, self._room = ahead, most, cache_bytes
         self._cache: dict[int, _Sample] = {}
 
-    def __call__(self, dataset: Any, order: Iterable[list[int]]) -> Iterator[list[_Sample]]:
-        todo, pending = iter(order), deque[Future[list[_Sample]]]()
+    def __iter__(self) -> Iterator[list[_Sample]]:
+        todo, pending = iter(self._order), deque[Future[list[_Sample]]]()
         while True:
             while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
-                pending.append(self._pool.submit(self._read, dataset, indices))
+                pending.append(self._pool.submit(self._read, indices))
             if not pending:
                 return
             if not pending[0].done():
                 self._ahead = min(self._ahead + 1, self._most)
             yield pending.popleft().result()
 
-    def _read(self, dataset: Any, indices: list[int]) -> list[_Sample]:
+    def _read(self, indices: list[int]) -> list[_Sample]:
         samples = []
         for index in indices:
             sample = self._cache.get(index)
             if sample is None:
-                sample = dataset[index]
+                sample = self._dataset[index]
                 self._room -= _count_bytes(sample)
                 if self._room > 0:
                     self._cache[index] = sample
@@ -205,35 +212,6 @@ class ThreadLoading:
         """Forget the samples; a thread that hangs in a read is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._cache.clear()
-
-
-class WorkerLoading:
-    """torch's ``DataLoader``: worker processes, which last from epoch to epoch, load ``ahead`` batches each."""
-
-    def __init__(self, workers: int, *, ahead: int = 2) -> None:
-        self._workers, self._ahead = workers, ahead
-        self._loader: DataLoader[Any] | None = None
-
-    def __call__(self, dataset: Any, order: Any) -> Iterator[list[_Sample]]:
-        with quiet_fork():
-            if self._loader is None:
-                options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": self._ahead}
-                self._loader = DataLoader(
-                    dataset, batch_sampler=order, num_workers=self._workers, collate_fn=list,
-                    **options if self._workers else {},
-                )  # fmt: skip
-            batches = iter(self._loader)
-        yield from batches
-
-    def close(self) -> None:
-        """End the workers."""
-        end_workers(self._loader)
-        self._loader = None
-
-
-def end_workers(loader: Any) -> None:
-    """End the workers that a ``DataLoader`` keeps from epoch to epoch."""
-    getattr(getattr(loader, "_iterator", None), "_shutdown_workers", int)()
 
 
 def _open_dataset(setting: Setting, kind: str) -> Any:
@@ -259,7 +237,7 @@ def _open_in_memory(setting: Setting) -> EpochLoader:
         )
     with ThreadPoolExecutor(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
-    return EpochLoader(setting, samples, load_in_loop)
+    return EpochLoader(setting, samples, _by_workers(0)(setting))
 
 
 def _make_loader(setting: Setting, dataset: ShardDataset) -> Loader:
@@ -288,9 +266,25 @@ class _ArrivingLoader:
         return iter(self._loader)
 
 
+def _by_workers(count: int | None = None, *, ahead: int = 2) -> Callable[[Setting], _Prefetcher]:
+    """Torch's ``DataLoader``, whose workers last from epoch to epoch; with ``count`` 0 the training loop loads."""
+
+    def prefetch(setting: Setting) -> _Prefetcher:
+        workers = setting.workers if count is None else count
+        options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
+        return partial(DataLoader, num_workers=workers, collate_fn=list, **options)
+
+    return prefetch
+
+
+def _by_thread(setting: Setting) -> _Prefetcher:
+    return partial(ThreadLoading, threads=1, ahead=_QUEUED, most=_QUEUED)
+
+
 def _tune(setting: Setting) -> _Prefetcher:
     share = len(setting.prepared) / setting.prepared.total  # of the dataset, and so of the memory
-    return ThreadLoading(_THREADS, ahead=1, most=_MOST_AHEAD, cache_bytes=_CACHE_SHARE * share * find_free_memory())
+    room = _CACHE_SHARE * share * find_free_memory()
+    return partial(ThreadLoading, threads=_THREADS, ahead=1, most=_MOST_AHEAD, cache_bytes=room)
 
 
 def _use(name: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> Strategy:
@@ -302,13 +296,9 @@ def _use(name: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefet
     return Strategy(name, idea, reads, open_epochs, keeps=prefetch is _tune)
 
 
-def _by_workers(count: int | None = None, *, ahead: int = 2) -> Callable[[Setting], _Prefetcher]:
-    return lambda setting: WorkerLoading(setting.workers if count is None else count, ahead=ahead)
-
-
 _FROM_FILES: dict[str, tuple[str, Callable[[Setting], _Prefetcher]]] = {
-    "sequential": ("The training loop loads each image itself", lambda _: load_in_loop),
-    "thread_queue": ("A thread loads 4 batches ahead", lambda _: ThreadLoading(1, ahead=_QUEUED, most=_QUEUED)),
+    "sequential": ("The training loop loads each image itself", _by_workers(0)),
+    "thread_queue": ("A thread loads 4 batches ahead", _by_thread),
     "process_queue": ("A process (a DataLoader's one worker) loads 4 batches ahead", _by_workers(1, ahead=_QUEUED)),
     "dataloader": ("A DataLoader's workers load ahead, as in torchvision's references", _by_workers()),
     "autotuned": ("Cache, shuffle, batch and prefetch, with sizes chosen while it runs", _tune),
@@ -328,7 +318,7 @@ def _list_strategies() -> Iterator[Strategy]:
                        ("ssd", "The shards are copied to the local disk first.")):  # fmt: skip
         yield _use(f"shards_on_{disk}", idea, f"shards_on_{disk}", _by_workers())
     yield _use("memory_mapped", "One file of all images and masks, mapped into memory.", "arrays_on_ssd",
-               lambda _: load_in_loop)  # fmt: skip
+               _by_workers(0))  # fmt: skip
     yield Strategy("in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
                    _open_in_memory, keeps=True)  # fmt: skip
     yield Strategy("packed", "From the same shards, workers send packed masks through reused buffers (make_loader).",
