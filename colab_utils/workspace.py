@@ -110,22 +110,20 @@ class Workspace:
         return self.drive / "runs"
 
     def __str__(self) -> str:
-        speed = "Google Drive" if is_on_drive(self.drive) else f"slowed folder, {self.profile}"
-        speed = "full speed" if speed == "slowed folder, None" else speed
+        speed = "full speed" if self.profile is None else f"slowed folder, {self.profile}"
+        speed = "Google Drive" if is_on_drive(self.drive) else speed
         return f"Drive: {self.drive} ({speed})\nSSD: {self.ssd}" + (f"\nNote: {self.note}" if self.note else "")
 
 
 def _choose_drive(drive: str | Path | None, timeout_s: float | None) -> tuple[Path, str]:
     """The slow folder, and one line on why it was chosen; ``timeout_s=None`` forbids mounting."""
-    chosen = None if drive is None else _to_path(drive)
-    if chosen is not None and not is_on_drive(chosen):
-        return chosen, f"{chosen} takes the place of Google Drive"
-    if not is_colab():
-        chosen = chosen or _to_path("runs/drive")
-        return chosen, f"{chosen} takes the place of Google Drive, which is mounted only on Colab"
+    chosen, slowed = None if drive is None else _to_path(drive), COLAB_ROOT / "slow_drive"
+    if chosen is None and not is_colab():
+        chosen = _to_path("runs/drive")
+    if chosen is not None and not (is_colab() and chosen.is_relative_to(COLAB_ROOT / "drive")):
+        return chosen, f"{chosen} {'lies on' if is_on_drive(chosen) else 'takes the place of'} Google Drive"
     if chosen is None and timeout_s is None:
-        chosen = COLAB_ROOT / "slow_drive"
-        return chosen, f"{chosen} takes the place of Google Drive, as you asked"
+        return slowed, f"{slowed} takes the place of Google Drive, as you asked"
     failure = _mount_google_drive(timeout_s)
     if not failure:
         return chosen or _find_my_drive() / "colab_utils", "Google Drive is mounted: what you put there lasts"
@@ -134,10 +132,9 @@ def _choose_drive(drive: str | Path | None, timeout_s: float | None) -> tuple[Pa
             f"expected {chosen} in Google Drive, found Drive not mounted ({failure}): open the workspace "
             f"again and sign in, or choose a folder outside {COLAB_ROOT / 'drive'}"
         )
-    chosen = COLAB_ROOT / "slow_drive"
-    note = f"Google Drive is not mounted ({failure}): {chosen} takes its place, and is lost with this machine"
+    note = f"Google Drive is not mounted ({failure}): {slowed} takes its place, and is lost with this machine"
     warnings.warn(note, ColabUtilsWarning, stacklevel=3)
-    return chosen, note
+    return slowed, note
 
 
 def _mount_google_drive(timeout_s: float | None) -> str:

@@ -61,7 +61,7 @@ class CocoDataset:
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1]``."""
     ids: NDArray[np.int64]
     """int64 [A]: annotation ids."""
-    texts: bytes | bytearray
+    texts: bytes
     """The JSON of annotations, UTF-8."""
     spans: NDArray[np.int64]
     """int64 [A, 2]: where each annotation starts and ends in ``texts``."""
@@ -106,7 +106,7 @@ class CocoDataset:
             spans=np.stack([ends[:-1], ends[1:]], axis=1),
         )
 
-    def _text(self, row: int) -> bytes | bytearray:
+    def _text(self, row: int) -> bytes:
         start, end = self.spans[row].tolist()
         return self.texts[start:end]
 
@@ -406,7 +406,7 @@ def _group(columns: _Columns, categories: tuple[dict[str, Any], ...], fingerprin
         name_ends=np.array(columns.name_ends, np.int64),
         first=np.concatenate([[0], np.cumsum(np.bincount(image_of, minlength=len(image_ids)))]),
         ids=ids[kept],
-        texts=columns.texts,
+        texts=bytes(columns.texts),
         spans=np.stack([ends[kept], ends[kept + 1]], axis=1),
         unknown_images=ids[~known_image],
         unknown_categories=ids[known_image & ~known_category],
