@@ -94,11 +94,12 @@ def make_dataset(
         (2, 'annotations.json', 2)
     """
     recipe = {"n": n, "width": width, "height": height, "objects": list(objects), "seed": seed, "recipe": _RECIPE}
-    most = width * height // 64
-    if not (n > 0 and seed >= 0 and all(32 <= side <= 65_500 for side in (width, height))):
-        raise ColabUtilsError(f"expected n > 0, seed >= 0, sides of 32 to 65,500 pixels; found {recipe}: correct them")
-    if not 0 <= objects[0] <= objects[1] <= most:
-        raise ColabUtilsError(f"expected objects=(fewest, most), 0 to {most} in this size; found {objects}: correct it")
+    sides_fit = all(32 <= side <= 65_500 for side in (width, height))
+    if not (n > 0 and seed >= 0 and sides_fit and 0 <= objects[0] <= objects[1] <= width * height // 64):
+        limits = (
+            f"n > 0, seed >= 0, sides of 32 to 65,500 pixels, 0 <= fewest <= most objects <= {width * height // 64}"
+        )
+        raise ColabUtilsError(f"expected {limits}; found {recipe}: correct them")
     images, annotations = Path(folder) / "images", Path(folder) / "annotations.json"
     if annotations.exists():
         content = _read_content(images, annotations, recipe)
@@ -147,8 +148,11 @@ def _make_content(folder: Path, recipe: dict[str, Any], workers: int) -> dict[st
     annotations = [{"image_id": image["id"], **one} for image, found in made for one in found]
     size = sum(path.stat().st_size for path in folder.iterdir())
     return {
-        "info": {"description": "colab_utils built-in dataset", "made_with": recipe, "image_bytes": size},
-        "licenses": [{"id": 1, "name": "Public Domain", "url": "https://creativecommons.org/publicdomain/zero/1.0/"}],
+        "info": {
+            "description": "colab_utils built-in dataset, public domain",
+            "made_with": recipe,
+            "image_bytes": size,
+        },
         "images": [image for image, _ in made],
         "annotations": [{"id": number, **one} for number, one in enumerate(annotations, 1)],
         "categories": list(CATEGORIES),
@@ -164,7 +168,7 @@ def _make_image(folder: Path, recipe: dict[str, Any], index: int, image_id: int)
     scene.add_grain().save(folder / file_name, "JPEG", quality=int(rng.integers(88, 94)))
     masks = [np.asarray(scene.ids) == number for number in range(_FIRST, _FIRST + len(scene.names))]
     annotations = [_annotate(mask, scene.names[k], crowd and k == 0) for k, mask in enumerate(masks)]
-    return {"id": image_id, "file_name": file_name, "width": width, "height": height, "license": 1}, annotations
+    return {"id": image_id, "file_name": file_name, "width": width, "height": height}, annotations
 
 
 def _annotate(mask: np.ndarray, name: str, crowd: bool) -> dict[str, Any]:
@@ -216,11 +220,15 @@ class _Scene:
             self.names.append(_NAMES[rng.integers(len(_NAMES))])
             for spot in rng.normal(rng.uniform(0.25, 0.75, 2), 0.07, (int(rng.integers(18, 40)), 2)).clip(0.02, 0.98):
                 self._paint(side * rng.uniform(0.03, 0.055), *spot * extent)
+        spot = rng.random(2)
         for _ in range(objects):  # 8 to 35 % of the picture's side, less if there are more than ten
             size = side * min(1.0, (10 / objects) ** 0.5) * 0.08 * (0.35 / 0.08) ** rng.random()
             self.names.append(_NAMES[rng.integers(len(_NAMES))])
-            sizes = size * 0.97 ** np.arange(200)  # where there is no room: elsewhere, and a little smaller
-            if not any(self._paint(size, *rng.uniform(0.03, 0.97, 2) * extent) for size in sizes):
+            for k in range(200):  # where there is no room: elsewhere, and a little smaller
+                spot = rng.normal(spot, 0.1).clip(0.03, 0.97) if rng.random() < 0.5 else rng.uniform(0.03, 0.97, 2)
+                if self._paint(size * 0.97**k, *spot * extent):
+                    break
+            else:
                 self.names.pop()
 
     def _paint(self, size: float, x: float, y: float) -> bool:
