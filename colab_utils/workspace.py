@@ -263,7 +263,7 @@ def ensure_dataset(
 def _check_named(images: str, annotations: str) -> None:
     if not (images and annotations):
         found, missing = ("images", "annotations") if images else ("annotations", "images")
-        raise ColabUtilsError(f"expected images and annotations, found only {found}: name the {missing} too, or neither")
+        raise ColabUtilsError(f"expected images and annotations, found only {found}: name the {missing} too or neither")
     with guard_drive(images):
         for path, kind, there in (
             (images, "an image folder", Path(images).is_dir()),

@@ -225,7 +225,8 @@ def main() -> None:
     drive = type("Mounted", (Drive, mfusepy.Operations), {})(
         options.backing.absolute(), profile, options.faults, options.cache, options.stat_s, options.total_bytes_per_s
     )
-    mfusepy.FUSE(drive, str(options.folder), foreground=True, subtype="drive", direct_io=options.direct, nothreads=False)
+    folder, direct = str(options.folder), options.direct
+    mfusepy.FUSE(drive, folder, foreground=True, subtype="drive", direct_io=direct, nothreads=False)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def test_damaged_dataset_is_refused(tmp_path, fault):
         image.unlink()
     else:
         image.write_bytes(image.read_bytes()[:-10])
-    with pytest.raises(ColabUtilsError, match="expected 2 images .*found some missing or cut"):
+    with pytest.raises(ColabUtilsError, match=r"expected 2 images .*found some missing or cut"):
         make_dataset(tmp_path, n=2, width=64, height=48)
 
 

@@ -334,6 +334,7 @@ def test_memory_is_that_of_the_text_and_no_objects(path):
     left, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     gc.collect()
+    assert len(dataset.ids) == 6_000
     assert len(gc.get_objects()) - objects < 500  # none for each annotation
     text = path.stat().st_size
     assert left < text + 200_000
