@@ -75,8 +75,8 @@ def _find_module(name: str) -> str:
         if path.stem == "__init__" or f'"{name}"' not in text:
             continue
         for node in ast.parse(text).body:
-            is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-            if is_all and isinstance(node.value, ast.List) and name in ast.literal_eval(node.value):
+            listed = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and node.value
+            if isinstance(listed, ast.List) and name in ast.literal_eval(listed):
                 return ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts])
     return ""
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from colorsys import hsv_to_rgb
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ _FIRST = 2  # the number of the first object in a scene; 0 is outside the pictur
 _EVERY = 50  # of every 50 images one has a crowd and another one no object
 _MIN_VISIBLE = 0.4  # of the pixels of every object
 _SLIVER_PX = 10  # parts and holes smaller than this are left out, as annotators leave them out
-_SHAPES = {  # how far the outline is from the middle, by the angle from -pi to pi
+_SHAPES: dict[
+    str, Callable[[np.ndarray], np.ndarray]
+] = {  # how far the outline is from the middle, by the angle from -pi to pi
     "ball": np.ones_like,
     "tile": lambda angle: 0.75 / np.maximum(abs(np.cos(angle)), abs(np.sin(angle))),
     "pennant": lambda angle: 0.5 / np.max([np.cos(angle + turn) for turn in (0.0, 2.1, 4.2)], axis=0),
@@ -148,11 +151,7 @@ def _make_content(folder: Path, recipe: dict[str, Any], workers: int) -> dict[st
     annotations = [{"image_id": image["id"], **one} for image, found in made for one in found]
     size = sum(path.stat().st_size for path in folder.iterdir())
     return {
-        "info": {
-            "description": "colab_utils built-in dataset, public domain",
-            "made_with": recipe,
-            "image_bytes": size,
-        },
+        "info": {"description": "made by colab_utils, public domain", "made_with": recipe, "image_bytes": size},
         "images": [image for image, _ in made],
         "annotations": [{"id": number, **one} for number, one in enumerate(annotations, 1)],
         "categories": list(CATEGORIES),
@@ -162,8 +161,9 @@ def _make_content(folder: Path, recipe: dict[str, Any], workers: int) -> dict[st
 def _make_image(folder: Path, recipe: dict[str, Any], index: int, image_id: int) -> tuple[dict[str, Any], list[Any]]:
     """Paint and save one image; returns its COCO record and its annotations, without their ids."""
     rng = np.random.default_rng([recipe["seed"], index])  # one stream per image, whichever worker makes it
-    count = int(rng.integers(*recipe["objects"], endpoint=True)) if index % _EVERY != 9 else 0
-    crowd, width, height = index % _EVERY == 4 and recipe["objects"][1] > 0, recipe["width"], recipe["height"]
+    width, height, (fewest, most) = recipe["width"], recipe["height"], recipe["objects"]
+    count = int(rng.integers(fewest, most, endpoint=True)) if index % _EVERY != 9 else 0
+    crowd = index % _EVERY == 4 and most > 0
     scene, file_name = _Scene(rng, width, height, count, crowd), f"{image_id:012d}.jpg"
     scene.add_grain().save(folder / file_name, "JPEG", quality=int(rng.integers(88, 94)))
     masks = [np.asarray(scene.ids) == number for number in range(_FIRST, _FIRST + len(scene.names))]
@@ -194,8 +194,8 @@ def _trace_polygons(mask: np.ndarray, x0: int = 0) -> list[list[float]]:
 
     rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
     window = np.pad(mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1], 1).astype(np.float32)
-    corner = columns[0] - 0.5, rows[0] - 0.5
-    loops = [np.add(line[:-1], corner) for line in contour_generator(z=window).lines(0.5)]
+    lines: Any = contour_generator(z=window).lines(0.5)
+    loops = [line[:-1] + np.array([columns[0] - 0.5, rows[0] - 0.5]) for line in lines]
     areas = [(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2 for x, y in (loop.T for loop in loops)]
     hole = next((loop[:, 0] for loop, area in zip(loops, areas, strict=True) if area <= -_SLIVER_PX), None)
     if hole is not None:
@@ -263,7 +263,7 @@ class _Scene:
         first, second = np.array([hsv_to_rgb(hue + k, *rng.uniform((0.2, 0.4), (0.8, 0.95))) for k in (0, 0.1)])
         own, beat = at * turn.conjugate(), rng.uniform(4, 11)
         waves = np.sin(own.real * beat) * (np.sin(own.imag * beat) if rng.random() < 0.5 else 1.0)
-        mix = np.clip(0.4 + rng.choice([0, 2, 5]) * waves + 0.3 * _make_noise(rng, *soft.shape, 4), 0, 1)
+        mix = np.clip(0.4 + rng.choice([0, 2, 5]) * waves + 0.3 * _make_noise(rng, len(soft), len(soft), 4), 0, 1)
         gleam = 0.6 * np.exp(-22 * np.abs(at + 0.4 * self.light) ** 2) * (name == "ball")
         shade = 0.3 + 0.75 * soft - 0.22 * (at * self.light.conjugate()).real + gleam
         return _to_image((first + (second - first) * mix[..., None]) * shade[..., None])

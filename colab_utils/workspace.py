@@ -177,15 +177,10 @@ def _make_folder(folder: Path, *, parents: bool) -> None:
     try:
         with guard_drive(folder):
             folder.mkdir(parents=parents, exist_ok=True)
-    except FileNotFoundError:
-        raise ColabUtilsError(
-            f"expected the folder {folder.parent}, found nothing there: make it first, or correct the path"
-        ) from None
-    except (FileExistsError, NotADirectoryError):
-        raise ColabUtilsError(f"expected a folder at {folder}, found a file in its place: name another one") from None
     except OSError as error:
         raise ColabUtilsError(
-            f"expected to make the folder {folder}, found: {error.strerror}. Choose a folder that you may write to"
+            f"expected to make the folder {folder}, found: {error.strerror}. "
+            f"Name a folder in one that is there, and that you may write to"
         ) from error
 
 
@@ -236,7 +231,7 @@ def ensure_dataset(
         part: ``"val"`` is another built-in dataset, with other pictures.
 
     Raises:
-        ColabUtilsError: only one of ``images`` and ``annotations`` is given, or one is not there.
+        ColabUtilsError: only one of ``images`` and ``annotations`` is given.
 
     Example:
         >>> import tempfile
@@ -246,7 +241,8 @@ def ensure_dataset(
         (True, False)
     """
     if images or annotations:
-        _check_named(images, annotations)
+        if not (images and annotations):
+            raise ColabUtilsError("expected images and annotations, found only one of them: name both or neither")
         return EnsuredDataset(Path(images), Path(annotations), False, "Your own dataset.")
     folder = workspace.dataset if part == "train" else workspace.drive / "dataset_val"
     with guard_drive(folder):
@@ -258,19 +254,6 @@ def ensure_dataset(
         made = make_dataset(folder, n=n, seed=0 if part == "train" else 1)
     note = f"The built-in dataset, made now: {made.n} images, {made.objects} objects, {format_bytes(made.bytes)}."
     return EnsuredDataset(made.images, made.annotations, True, note)
-
-
-def _check_named(images: str, annotations: str) -> None:
-    if not (images and annotations):
-        found, missing = ("images", "annotations") if images else ("annotations", "images")
-        raise ColabUtilsError(f"expected images and annotations, found only {found}: name the {missing} too or neither")
-    with guard_drive(images):
-        for path, kind, there in (
-            (images, "an image folder", Path(images).is_dir()),
-            (annotations, "a COCO JSON file", Path(annotations).is_file()),
-        ):
-            if not there:
-                raise ColabUtilsError(f"expected {kind}, found nothing at {path}. On Colab, mount Drive first.")
 
 
 def ensure_shards(

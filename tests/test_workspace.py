@@ -253,11 +253,11 @@ def test_without_folders_it_says_how_to_get_one():
 def test_mistakes_are_named(tmp_path, colab):
     (tmp_path / "file").touch()
     slow, ssd = tmp_path / "d", tmp_path / "s"
-    with pytest.raises(ColabUtilsError, match=r"expected the folder .*nowhere.*make it first"):
+    with pytest.raises(ColabUtilsError, match=r"nowhere.*No such file or directory.*in one that is there"):
         Workspace.open(tmp_path / "nowhere" / "d", ssd=ssd)
-    with pytest.raises(ColabUtilsError, match="a file in its place"):
+    with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
         Workspace.open(tmp_path / "file", ssd=ssd)
-    with pytest.raises(ColabUtilsError, match="a file in its place"):
+    with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="'slowly'"):
         Workspace.open(slow, ssd=ssd, profile="slowly")
@@ -302,17 +302,9 @@ def test_your_own_dataset_is_used_where_it_lies(workspace, tiny_dataset):
     assert not workspace.dataset.exists()
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ({"images": "photos"}, "found only images"),  # half of it
-        ({"annotations": "a.json"}, "found only annotations"),  # the other half
-        ({"images": "no/photos", "annotations": "a.json"}, "expected an image folder, found nothing at no/photos"),
-        ({"images": ".", "annotations": "no.json"}, "expected a COCO JSON file, found nothing at no.json"),
-    ],
-)
-def test_wrong_names_are_told(workspace, names, message):
-    with pytest.raises(ColabUtilsError, match=message):
+@pytest.mark.parametrize("names", [{"images": "photos"}, {"annotations": "a.json"}])
+def test_half_of_a_dataset_is_refused(workspace, names):
+    with pytest.raises(ColabUtilsError, match="found only one of them"):
         ensure_dataset(workspace, **names)
 
 

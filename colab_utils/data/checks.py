@@ -213,8 +213,6 @@ def _check_file(images: Path, dataset: CocoDataset, i: int) -> tuple[str, str, t
         return "missing image", f"not in {images}", size
     except ColabUtilsError:
         raise  # Drive went away
-    except Image.UnidentifiedImageError:
-        return "bad image", "not an image", size
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
         return "bad image", str(error), size
     if not all(size):

@@ -152,10 +152,8 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             name = entry.get("id", "?") if isinstance(entry, dict) else entry
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise ColabUtilsError(
-                f"expected COCO instance JSON in {path}, found an entry of '{section}' (id {name!r:.40}) with "
-                f"{reason:.120}. Export the dataset again as COCO instances."
-            ) from None
+            found = f"an entry of '{section}' (id {name!r:.40}) with {reason:.120}"
+            raise _expect(path, found, "Export the dataset again as COCO instances.") from None
     del text
     return _group(columns, _order_categories(categories, path), fingerprint, path)
 
@@ -169,16 +167,9 @@ def read_bytes(path: Path) -> bytes:
     try:
         with guard_drive(path):
             return path.read_bytes()
-    except FileNotFoundError:
-        raise ColabUtilsError(
-            f"expected an annotations file, found nothing at {path}. Check the name; on Colab, mount Drive first."
-        ) from None
-    except IsADirectoryError:
-        raise ColabUtilsError(f"expected an annotations file, found a folder: {path}. Name the JSON in it.") from None
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected to read {path}, found: {error.strerror}. Check the name and your permission to read it."
-        ) from None
+        found = f"found: {error.strerror}. Check the name; on Colab, mount Drive first"
+        raise ColabUtilsError(f"expected an annotations file at {path}, {found}.") from None
 
 
 def decode_text(data: bytes, path: Path) -> str:
@@ -194,9 +185,7 @@ def decode_text(data: bytes, path: Path) -> str:
     try:
         return data.decode(json.detect_encoding(data))
     except UnicodeDecodeError:
-        raise ColabUtilsError(
-            f"expected COCO instance JSON in {path}, found bytes that are not text. Is it a zip? Unpack it first."
-        ) from None
+        raise _expect(path, "bytes that are not text", "Is it a zip? Unpack it first.") from None
 
 
 def is_safe_name(file_name: str) -> bool:
@@ -278,11 +267,8 @@ def _iterate_entries(text: str, path: Path) -> Iterator[tuple[str, Any, int, int
             raise json.JSONDecodeError("expected nothing more", "", position)
     except (ValueError, IndexError, RecursionError) as error:
         where = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
-        raise _expect(
-            path,
-            f"text that is not JSON at character {where:,} of {len(text):,}",
-            "The file may be cut short or be something else: export or copy it again.",
-        ) from None
+        found_text = f"text that is not JSON at character {where:,} of {len(text):,}"
+        raise _expect(path, found_text, "It may be cut short or something else: export or copy it again.") from None
     missing = [key for key in _SECTIONS if key not in found]
     if missing:
         cure = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
@@ -368,15 +354,11 @@ def _order_categories(categories: list[Any], path: Path) -> tuple[dict[str, Any]
         try:
             number, name = _to_integer(category["id"], "id"), str(category["name"])
         except (KeyError, TypeError, ValueError, OverflowError):
-            raise ColabUtilsError(
-                f"expected an id and a name for each category in {path}, found {category!r:.60}. "
-                "Export the dataset again."
-            ) from None
+            found = f"a category without id or name: {category!r:.60}"
+            raise _expect(path, found, "Export the dataset again.") from None
         if names.setdefault(number, name) != name:
-            raise ColabUtilsError(
-                f"expected each category id once in {path}, found {number} twice ({names[number]!r} and {name!r}). "
-                "Give each category an id of its own."
-            )
+            found = f"category id {number} twice ({names[number]!r} and {name!r})"
+            raise _expect(path, found, "Give each category an id of its own.")
     return tuple({"id": number, "name": names[number]} for number in sorted(names))
 
 
@@ -387,10 +369,8 @@ def _group(columns: _Columns, categories: tuple[dict[str, Any], ...], fingerprin
     ordered = image_ids[order]
     repeated = ordered[1:][ordered[1:] == ordered[:-1]]
     if repeated.size:
-        raise ColabUtilsError(
-            f"expected each image id once in {path}, found {repeated[0]} twice ({repeated.size} such ids). "
-            "Export the dataset again, or give the images ids of their own."
-        )
+        found = f"image id {repeated[0]} twice ({repeated.size} such ids)"
+        raise _expect(path, found, "Export the dataset again, or give the images ids of their own.")
     known_image = np.isin(owners, image_ids)
     known_category = np.isin(np.array(columns.categories, np.int64), [category["id"] for category in categories])
     kept = np.flatnonzero(known_image & known_category)

@@ -218,7 +218,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(images=[{"id": float("nan"), "file_name": "a"}]), "NaN"),
         (make_coco(images=[{"id": 2**70, "file_name": "a"}]), "too large"),
         (make_coco(images=[{"id": 7, "file_name": "a", "height": 2**40}]), "'images' (id 7)"),
-        (make_coco(images=make_coco()["images"] * 2), "each image id once"),
+        (make_coco(images=make_coco()["images"] * 2), "image id 3 twice"),
         (change_annotation(bbox=None), "a bbox that is not"),
         (change_annotation(bbox=[1, 2, 3]), "a bbox that is not"),
         (change_annotation(bbox=["1", 2, 3, 4]), "'annotations' (id 1)"),
@@ -226,9 +226,9 @@ WHOLE = json.dumps(make_coco()).encode()
         (change_annotation(category_id="car"), "category_id 'car'"),
         (change_annotation(area="big"), "'annotations' (id 1)"),
         (make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]), "no 'bbox'"),  # a captions file
-        (make_coco(categories=[{"id": 1}]), "an id and a name for each category"),
-        (make_coco(categories=[5]), "an id and a name for each category"),
-        (make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]), "each category id once"),
+        (make_coco(categories=[{"id": 1}]), "a category without id or name"),
+        (make_coco(categories=[5]), "a category without id or name"),
+        (make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]), "category id 1 twice"),
     ],
 )
 def test_what_is_not_coco_is_one_clear_line(path, content, found):
@@ -255,9 +255,9 @@ def test_same_category_twice_is_one(path):
 
 
 def test_missing_file_and_folder(tmp_path):
-    with pytest.raises(ColabUtilsError, match="found nothing at"):
+    with pytest.raises(ColabUtilsError, match="No such file"):
         read_coco(tmp_path / "no.json")
-    with pytest.raises(ColabUtilsError, match="found a folder"):
+    with pytest.raises(ColabUtilsError, match="Is a directory"):
         read_coco(tmp_path)
 
 
