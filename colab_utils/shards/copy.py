@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
@@ -243,19 +244,14 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
     """The first shards that fit into the limit; all of them without one."""
     if limit_gb is None:
         return index.shards
-    chosen: list[ShardInfo] = []
-    left = limit_gb * 1e9
-    for shard in index.shards:
-        left -= shard.bytes + shard.arrays_bytes
-        if not left >= 0:
-            break
-        chosen.append(shard)
+    ends = accumulate(shard.bytes + shard.arrays_bytes for shard in index.shards)
+    chosen = tuple(shard for shard, end in zip(index.shards, ends, strict=True) if end <= limit_gb * 1e9)
     if not chosen and index.shards:
         least = (index.shards[0].bytes + index.shards[0].arrays_bytes) / 1e9
         raise ColabUtilsError(
             f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one takes {least:.3g} GB"
         )
-    return tuple(chosen)
+    return chosen
 
 
 def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool) -> None:

@@ -17,9 +17,17 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, find_free_memory, fork_pool, format_bytes, format_seconds
 from colab_utils.shards.arrays import ArraysBuilder
-from colab_utils.shards.format import find_free_space
+from colab_utils.shards.format import SkippedImage, find_free_space
 from colab_utils.shards.images import JPEG_QUALITY, Storage, plan_size
-from colab_utils.shards.write import READ_STREAMS, check_settings, find_recipe, make_sample, open_dataset, read_image
+from colab_utils.shards.write import (
+    READ_STREAMS,
+    check_settings,
+    explain_bad,
+    find_recipe,
+    open_dataset,
+    read_image,
+    try_sample,
+)
 
 __all__ = ["ShardPlan", "StorageOption", "plan_shards"]
 
@@ -184,37 +192,34 @@ def _try_images(dataset: CocoDataset, images: Path, recipe: dict[str, Any], proc
             "expected every process to try its images, found one that the system ended, most often for want of memory. "
             "Run the same with fewer workers (--workers 1)."
         ) from None
-    tried = [costs for costs in found if not isinstance(costs, str)]
+    tried = [costs for costs in found if isinstance(costs, list)]
     if not tried:
-        raise ColabUtilsError(
-            f"expected usable images in {images}, found every one that was looked at bad, such as {found[0]}. Name the right "
-            "image folder, or see `check`."
-        )
+        raise explain_bad(images, found[0])
     return tried
 
 
-def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[_Cost] | str:
+def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[_Cost] | SkippedImage:
     """The costs of a dataset's only image in each storage, or why it is bad."""
+    began_s, costs = perf_counter(), list[_Cost]()
     try:
-        began_s = perf_counter()
         data = read_image(images, part, 0)
-        read_s = (perf_counter() - began_s) / READ_STREAMS  # files are read ahead, while others are worked on
-        return [_try_storage(data, part, {**recipe, "storage": storage}, read_s) for storage in _STORAGES]
     except DriveLostError:
         raise
     except ColabUtilsError as error:
-        return f"{part.file_name(0)}: {error}"
-
-
-def _try_storage(data: bytes, part: CocoDataset, recipe: dict[str, Any], read_s: float) -> _Cost:
-    began_s, began_cpu_s, builder = perf_counter(), process_time(), ArraysBuilder()
-    sample = make_sample(data, part, 0, recipe)
-    builder.add(sample.record, sample.data, (0, 0), (0, 0))
-    made_s, made_cpu_s = perf_counter(), process_time()
-    np.copyto(np.empty((sample.record["height"], sample.record["width"], 3), np.uint8), decode_pixels(sample.data))
-    loaded_cpu_s = process_time()
-    size = sample.count_bytes() + sum(array.nbytes for array in vars(builder.build()).values())
-    return _Cost(size, max(made_s - began_s, read_s), made_cpu_s - began_cpu_s, loaded_cpu_s - made_cpu_s)
+        return SkippedImage(part.file_name(0), str(error))
+    read_s = (perf_counter() - began_s) / READ_STREAMS  # files are read ahead, while others are worked on
+    for storage in _STORAGES:
+        began_s, began_cpu_s, builder = perf_counter(), process_time(), ArraysBuilder()
+        sample = try_sample(lambda: data, part, 0, {**recipe, "storage": storage})
+        if isinstance(sample, SkippedImage):
+            return sample
+        builder.add(sample.record, sample.data, (0, 0), (0, 0))
+        made_s, made_cpu_s = perf_counter(), process_time()
+        decode_pixels(sample.data).copy()  # the loader decodes into memory that is used again
+        load_cpu_s = process_time() - made_cpu_s
+        size = sample.count_bytes() + sum(array.nbytes for array in vars(builder.build()).values())
+        costs.append(_Cost(size, max(made_s - began_s, read_s), made_cpu_s - began_cpu_s, load_cpu_s))
+    return costs
 
 
 def _describe(storage: Storage, cost: _Cost, count: int, processes: int, room: float) -> StorageOption:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from colab_utils.shards.format import (
 )  # fmt: skip
 from colab_utils.shards.images import JPEG_QUALITY, Storage, dump_record, make_record, store_image
 
-__all__ = ["READ_STREAMS", "Sample", "ShardReport", "find_recipe", "make_sample", "read_image", "write_shards"]
+__all__ = ["READ_STREAMS", "Sample", "ShardReport", "find_recipe", "read_image", "try_sample", "write_shards"]
 
 READ_STREAMS = 4  # files that a process reads at the same time
 _MEASURED_IMAGES = 16  # from which the images of a shard are worked out
@@ -259,7 +259,7 @@ def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | No
 
     Raises:
         ColabUtilsError: if the file is missing or cannot be read.
-        DriveLostError: if Drive went away, which tells nothing about the image.
+        DriveLostError: if Drive went away.
     """
     try:
         return read_file(images / dataset.file_name(i), None, retries)
@@ -269,18 +269,24 @@ def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | No
         raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
 
 
-def make_sample(data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, Any]) -> Sample:
-    """One image's sample, from the bytes of its file.
+def try_sample(
+    read: Callable[[], bytes], dataset: CocoDataset, i: int, recipe: dict[str, Any]
+) -> Sample | SkippedImage:
+    """One image's sample, from the bytes of its file; a `SkippedImage` if the image or an annotation is bad.
 
     Raises:
-        ColabUtilsError: if the image or one of its annotations is bad.
+        DriveLostError: if Drive went away, which tells nothing about the image.
     """
     image, size = dataset.image(i), tuple(dataset.sizes[i].tolist())
     settings = {name: recipe[name] for name in ("min_size", "max_size", "storage", "jpeg_quality")}
-    stored = store_image(data, size, **settings)
-    return Sample(
-        f"{image['id']:012d}", stored.extension, stored.data, make_record(image, dataset.annotations(i), stored)
-    )
+    try:
+        stored = store_image(read(), size, **settings)
+        record = make_record(image, dataset.annotations(i), stored)
+    except DriveLostError:
+        raise
+    except ColabUtilsError as error:
+        return SkippedImage(image["file_name"], str(error))
+    return Sample(f"{image['id']:012d}", stored.extension, stored.data, record)
 
 
 def _call(retries: Retries, folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -318,16 +324,9 @@ def _is_finished(folder: Path, images: Path, dataset: CocoDataset, index: ShardI
 def _has_repaired(images: Path, dataset: CocoDataset, index: ShardIndex | ShardResult, recipe: dict[str, Any]) -> bool:
     """Whether an image that was skipped before is good now."""
     names = {image.file_name for image in index.skipped}
-    for i in range(len(dataset)) if names else ():
-        if dataset.file_name(i) in names:
-            try:
-                make_sample(read_image(images, dataset, i), dataset, i, recipe)
-            except DriveLostError:
-                raise
-            except ColabUtilsError:
-                continue
-            return True
-    return False
+    places = [i for i in range(len(dataset)) if dataset.file_name(i) in names] if names else []
+    samples = (try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places)
+    return any(isinstance(sample, Sample) for sample in samples)
 
 
 def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any]:
@@ -387,20 +386,20 @@ def _find_mark(folder: Path) -> dict[str, Any] | None:
 
 def _measure_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> float:
     """Mean bytes of one image in a shard, from a few images spread over the dataset."""
-    sizes, reason = [], ""
-    for i in np.linspace(0, len(dataset) - 1, min(_MEASURED_IMAGES, len(dataset))).astype(int).tolist():
-        try:
-            sizes.append(make_sample(read_image(images, dataset, i), dataset, i, recipe).count_bytes())
-        except DriveLostError:
-            raise
-        except ColabUtilsError as error:
-            reason = f"{dataset.file_name(i)}: {error}"  # reported with all others when its shard is written
+    places = np.linspace(0, len(dataset) - 1, min(_MEASURED_IMAGES, len(dataset))).astype(int).tolist()
+    found = [try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places]
+    sizes = [sample.count_bytes() for sample in found if isinstance(sample, Sample)]
     if not sizes:
-        raise ColabUtilsError(
-            f"expected usable images in {images}, found every one that was looked at bad, such as {reason}. Name the "
-            "right image folder, or see `check`."
-        )
+        raise explain_bad(images, found[0])
     return float(np.mean(sizes))
+
+
+def explain_bad(images: Path, found: Any) -> ColabUtilsError:
+    """The error where no image of a sample is usable; ``found`` is the first one."""
+    return ColabUtilsError(
+        f"expected usable images in {images}, found every one that was looked at bad, such as {found.file_name}: "
+        f"{found.reason}. Name the right image folder, or see `check`."
+    )
 
 
 def _plan_jobs(dataset: CocoDataset, images: Path, folder: Path, recipe: dict[str, Any]) -> list[ShardJob]:
@@ -422,7 +421,8 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
     allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
     with show_progress("preprocess", total=total, unit="image") as bar:
         if executor is not None:
-            return _collect([executor.submit(_work, job) for job in jobs], total, allowed, bar)
+            with explain_ended_worker():
+                return _collect([executor.submit(_work, job) for job in jobs], total, allowed, bar)
         count = min(processes, len(jobs))
         context = multiprocessing.get_context("fork" if count > 1 else None)
         shared = context.Value("q", 0), context.Event()
@@ -430,12 +430,25 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
         work = _work if count > 1 else partial(_write_shard, shared=shared)
         with pool:
             try:
-                return _collect([pool.submit(work, job) for job in jobs], total, allowed, bar, shared[0])
+                with explain_ended_worker():
+                    return _collect([pool.submit(work, job) for job in jobs], total, allowed, bar, shared[0])
             except BaseException:
                 shared[1].set()  # each worker gives up at its next image
                 pool.shutdown(wait=True, cancel_futures=True)
                 remove_leftovers(jobs[0].folder)  # of a worker that the system ended
                 raise
+
+
+@contextmanager
+def explain_ended_worker() -> Iterator[None]:
+    """Turn the end of a worker process into one line with its cure."""
+    try:
+        yield
+    except BrokenExecutor:
+        raise ColabUtilsError(
+            "expected every worker process to finish, found one that the system ended, most often for want of memory. "
+            "Run the same command with fewer workers (--workers 1): it continues after the finished shards."
+        ) from None
 
 
 def _collect(
@@ -459,11 +472,6 @@ def _collect(
                     "them, write a repaired annotations file with `check --repair OUT.json`, or allow more with "
                     "--max-bad SHARE."
                 )
-    except BrokenExecutor:
-        raise ColabUtilsError(
-            "expected every worker process to finish its shards, found one that the system ended, most often for want "
-            "of memory. Run the same command with fewer workers (--workers 1): it continues after the finished shards."
-        ) from None
     finally:
         for future in pending:
             future.cancel()
@@ -542,12 +550,9 @@ def _build_shard(
     with closing(_read_ahead(job, retries)) as files:
         for i, reading in enumerate(files):
             count(1)
-            try:
-                sample = make_sample(reading.result(), job.dataset, i, job.recipe)
-            except DriveLostError:
-                raise
-            except ColabUtilsError as error:
-                skipped.append(SkippedImage(job.dataset.file_name(i), str(error)))
+            sample = try_sample(reading.result, job.dataset, i, job.recipe)
+            if isinstance(sample, SkippedImage):
+                skipped.append(sample)
                 continue
             spans = []
             for header, data, padding in sample.split_members():
@@ -558,7 +563,7 @@ def _build_shard(
             annotations += len(sample.record["annotations"])
     tar.append(bytes(2 * BLOCK_BYTES))
     head = _make_mark(job.dataset.fingerprint, job.recipe) | {
-        "name": job.name,
+        "name": f"{job.name}.tar",
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
         "bytes": size + 2 * BLOCK_BYTES,
@@ -584,12 +589,8 @@ def _read_ahead(job: ShardJob, retries: Retries) -> Generator[Future[bytes], Non
 def _make_result(head: dict[str, Any], arrays: bytes, retries: int = 0) -> ShardResult:
     """The shard that an arrays file and its head describe."""
     info = ShardInfo(
-        name=f"{head['name']}.tar",
-        images=head["images"],
-        annotations=head["annotations"],
-        bytes=head["bytes"],
-        xxh3_64=head["xxh3_64"],
-        arrays_name=f"{head['name']}.arrays",
+        **{name: head[name] for name in ("name", "images", "annotations", "bytes", "xxh3_64")},
+        arrays_name=head["name"].replace(".tar", ".arrays"),
         arrays_bytes=len(arrays),
         arrays_xxh3_64=hash_bytes(arrays),
     )
