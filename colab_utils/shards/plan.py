@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from colab_utils.shards.write import (
     READ_STREAMS,
     check_settings,
     explain_bad,
+    explain_ended_worker,
     find_recipe,
     open_dataset,
     read_image,
@@ -41,14 +41,10 @@ class StorageOption:
     """One way to store the images and what it costs on this machine, with all cores busy."""
 
     storage: Storage
-    bytes_per_image: float
-    """In the shards and their arrays."""
     bytes: int
-    """Of the complete dataset."""
+    """Of the complete dataset, in the shards and their arrays."""
     write_s: float
     """Seconds to write the complete dataset."""
-    write_cpu_ms: float
-    """CPU time to make one image's sample."""
     load_cpu_ms: float
     """CPU time to decode one image."""
     images_per_second: float
@@ -66,8 +62,6 @@ class ShardPlan:
     options: tuple[StorageOption, ...]
     images: int
     sampled_images: int
-    seconds: float
-    """Seconds that planning took."""
 
     @property
     def rows(self) -> list[dict[str, str]]:
@@ -75,12 +69,10 @@ class ShardPlan:
         return [
             {
                 "storage": option.storage,
-                "an image": format_bytes(option.bytes_per_image),
-                "in all": format_bytes(option.bytes),
+                "size": format_bytes(option.bytes),
                 "fits": "yes" if option.fits else "no",
                 "to write": format_seconds(option.write_s),
-                "write CPU-ms": f"{option.write_cpu_ms:.1f}",
-                "load CPU-ms": f"{option.load_cpu_ms:.1f}",
+                "CPU-ms to load an image": f"{option.load_cpu_ms:.1f}",
                 "decoding reaches images/s": f"{option.images_per_second:.0f}",
             }
             for option in self.options
@@ -106,7 +98,6 @@ class _Cost(NamedTuple):
 
     bytes: float
     write_s: float
-    write_cpu_s: float
     load_cpu_s: float
 
 
@@ -152,7 +143,7 @@ def plan_shards(
         >>> plan.picked.storage, plan.reason
         ('keep', 'no image is larger than training needs, every file keeps its bytes')
     """
-    started, processes = perf_counter(), count_cores() if workers == "auto" else workers
+    processes = count_cores() if workers == "auto" else workers
     recipe = {"jpeg_quality": jpeg_quality, "min_size": min_size, "max_size": max_size}
     check_settings(**recipe, storage="keep" if storage == "auto" else storage, workers=processes)
     check_settings(storage="keep", batch_size=batch_size, step_ms=1 if step_ms is None else step_ms)
@@ -175,7 +166,6 @@ def plan_shards(
         options=tuple(options),
         images=len(dataset),
         sampled_images=len(tried),
-        seconds=perf_counter() - started,
     )
 
 
@@ -184,14 +174,8 @@ def _try_images(dataset: CocoDataset, images: Path, recipe: dict[str, Any], proc
     chosen = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset))).astype(int).tolist()
     parts = [dataset.subset(i, i + 1) for i in chosen]
     _try_image(images, recipe, parts[0])  # loads the libraries, before anything is timed
-    try:
-        with fork_pool(processes) as pool:
-            found = list(pool.map(partial(_try_image, images, recipe), parts))
-    except BrokenExecutor:
-        raise ColabUtilsError(
-            "expected every process to try its images, found one that the system ended, most often for want of memory. "
-            "Run the same with fewer workers (--workers 1)."
-        ) from None
+    with explain_ended_worker(), fork_pool(processes) as pool:
+        found = list(pool.map(partial(_try_image, images, recipe), parts))
     tried = [costs for costs in found if isinstance(costs, list)]
     if not tried:
         raise explain_bad(images, found[0])
@@ -209,7 +193,7 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[
         return SkippedImage(part.file_name(0), str(error))
     read_s = (perf_counter() - began_s) / READ_STREAMS  # files are read ahead, while others are worked on
     for storage in _STORAGES:
-        began_s, began_cpu_s, builder = perf_counter(), process_time(), ArraysBuilder()
+        began_s, builder = perf_counter(), ArraysBuilder()
         sample = try_sample(lambda: data, part, 0, {**recipe, "storage": storage})
         if isinstance(sample, SkippedImage):
             return sample
@@ -218,7 +202,7 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[
         decode_pixels(sample.data).copy()  # the loader decodes into memory that is used again
         load_cpu_s = process_time() - made_cpu_s
         size = sample.count_bytes() + sum(array.nbytes for array in vars(builder.build()).values())
-        costs.append(_Cost(size, max(made_s - began_s, read_s), made_cpu_s - began_cpu_s, load_cpu_s))
+        costs.append(_Cost(size, max(made_s - began_s, read_s), load_cpu_s))
     return costs
 
 
@@ -226,10 +210,8 @@ def _describe(storage: Storage, cost: _Cost, count: int, processes: int, room: f
     size = round(count * cost.bytes)
     return StorageOption(
         storage=storage,
-        bytes_per_image=cost.bytes,
         bytes=size,
         write_s=count * cost.write_s / processes,
-        write_cpu_ms=cost.write_cpu_s * 1000,
         load_cpu_ms=cost.load_cpu_s * 1000,
         images_per_second=max(count_cores() - _BUSY_CORES, 0.1) / max(cost.load_cpu_s, 1e-6),
         fits=size <= (min(room, find_free_memory()) if storage == "pixels" else room),
