@@ -191,9 +191,7 @@ class TrainingStep:
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
                     if isinstance(images, PackedBatch):
                         mirrored = None if flips is None else flips[part]
-                        losses = compute_losses(
-                            self.model, images[part], flips=mirrored, jitter_side=self.jitter_side, shapes=self.shapes
-                        )
+                        losses = compute_losses(self.model, images[part], flips=mirrored, shapes=self.shapes)
                     else:
                         losses = self.model(images[part], targets and targets[part])  # type: ignore[index]
                     share = min(size, count - part.start) / (total or count)
