@@ -164,13 +164,11 @@ def run(monkeypatch):
     model = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None, min_size=64, max_size=96)
     plan = {"model": TINY_MODEL, "num_classes": 4, "starts_from": "random", "min_size": 64, "max_size": 96}
     ids = {label: 10 * label for label in NAMES}
-    weights = {
-        "model": build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None).state_dict(),
-        "ema": model.state_dict(),
-    }
-    checkpoints = {"best": {"plan": plan, **weights, "class_names": NAMES, "category_ids": ids}}
+    newer = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None)
+    best = {"plan": plan, "model": newer.state_dict(), "ema": model.state_dict(), "class_names": NAMES}
+    checkpoints = {"best": {**best, "category_ids": ids}}
     monkeypatch.setattr(model_module, "CheckpointFolder", lambda run: SimpleNamespace(read=checkpoints.get))
-    return checkpoints, model
+    return model
 
 
 def test_a_trained_model_has_its_averaged_weights_and_class_names(run):
