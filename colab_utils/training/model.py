@@ -6,7 +6,7 @@ import http.client
 import pickle
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -258,22 +258,24 @@ def assemble_mask_rcnn(name: str, *, num_classes: int, starts_from: str, min_siz
         'imagenet'
     """
     check_model_name(name)
-    pretrained = starts_from != "random"
-    sizes = {"min_size": min_size, "max_size": max_size}
-    if name == LIGHT_MODEL:
-        model = _assemble_light(num_classes, pretrained=pretrained, **sizes)
-    elif name == GPU_MODEL:
-        model = maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
-        if pretrained:  # torchvision trains the last three of five stages then
-            for key, parameter in model.backbone.body.named_parameters():
-                parameter.requires_grad_(key.startswith(("layer2", "layer3", "layer4")))
-    else:
-        # COCO_V1 was trained with an epsilon of 0, see overwrite_eps in torchvision's mask_rcnn.py.
-        norm = partial(FrozenBatchNorm2d, eps=0.0) if pretrained else nn.BatchNorm2d
-        stages = 3 if pretrained else 5
-        backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=stages)
-        model = MaskRCNN(backbone, num_classes, **sizes)
+    model = BUILDERS[name](num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size)
     model.starts_from = starts_from
+    return model
+
+
+def _assemble_resnet(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    # COCO_V1 was trained with an epsilon of 0, see overwrite_eps in torchvision's mask_rcnn.py.
+    norm = partial(FrozenBatchNorm2d, eps=0.0) if pretrained else nn.BatchNorm2d
+    stages = 3 if pretrained else 5
+    backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=stages)
+    return MaskRCNN(backbone, num_classes, **sizes)
+
+
+def _assemble_resnet_v2(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    model = maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
+    if pretrained:  # torchvision trains the last three of five stages then
+        for key, parameter in model.backbone.body.named_parameters():
+            parameter.requires_grad_(key.startswith(("layer2", "layer3", "layer4")))
     return model
 
 
@@ -304,6 +306,14 @@ def _assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> Mask
     )
 
 
+BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
+    GPU_MODEL: _assemble_resnet_v2,
+    "maskrcnn_resnet50_fpn": _assemble_resnet,
+    LIGHT_MODEL: _assemble_light,
+}
+"""What builds each model without weights: called with the number of classes, ``pretrained``, and the sizes."""
+
+
 def _fetch_weights(name: str) -> dict[str, Any] | None:
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # a network that swallows packets would hang for minutes
@@ -330,7 +340,7 @@ def check_model_name(name: str) -> None:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected one of the models maskrcnn_resnet50_fpn_v2, ...
     """
-    if name not in MODEL_NAMES:
+    if name not in BUILDERS:
         raise ColabUtilsError(
             f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these names."
         )
