@@ -17,7 +17,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms
-from colab_utils.training.augment import Augment, choose_shapes, list_scales, view_sizes
+from colab_utils.training.augment import Augment, choose_shapes, list_scales, resize_all
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.distributed import Ranks, join_ranks
 from colab_utils.training.memory import find_memory_probe, plan_memory
@@ -189,7 +189,9 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except (RuntimeError, TypeError):
-        raise ColabUtilsError(f"expected a device such as 'cpu' or 'cuda', found {device!r}. Pass one of them.") from None
+        raise ColabUtilsError(
+            f"expected a device such as 'cpu' or 'cuda', found {device!r}. Pass one of them."
+        ) from None
     if place.type != "cuda":
         return place
     if not torch.cuda.is_available():
@@ -272,14 +274,16 @@ def _build_step(
     return step, replace(plan, starts_from=starts_from, precision=precision)
 
 
-def _plan_batches(plan: TrainingPlan, step: TrainingStep, images: TrainingImages, *, plans_memory: bool) -> TrainingPlan:
+def _plan_batches(
+    plan: TrainingPlan, step: TrainingStep, images: TrainingImages, *, plans_memory: bool
+) -> TrainingPlan:
     """Batch size and learning rate, and on a GPU what makes every batch fit and the shapes that batches are padded to."""
     dataset, rows, ranks, transform = images.dataset, images.rows, step.ranks, step.model.transform
     probe, number = find_memory_probe(step.device) if plans_memory else None, plan.batch_size
     if probe:
         memory = plan_memory(
             step, probe, read=lambda i: dataset.read_packed(int(rows[i])),
-            sizes=view_sizes(dataset.sizes[rows], transform), counts=dataset.describe(rows.tolist())["counts"],
+            sizes=resize_all(dataset.sizes[rows], transform), counts=dataset.describe(rows.tolist())["counts"],
             batch_size=-(-number // ranks.count) if number else None,
             reserve=sum(p.nbytes for p in step.model.parameters()) if plan.ema else 0,
         )  # fmt: skip
@@ -294,8 +298,10 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, images: TrainingImages
     if step.device.type == "cuda" and plan.augment in ("none", "flip"):
         # fewer shapes, chosen for the batches of the first epoch: memory is cut into the same pieces again and again
         sizes = dataset.sizes[rows]
-        batches = (batch[ranks.rank :: ranks.count] for batch in BatchSampler(len(sizes), number, plan.seed, sizes=sizes))
-        step.shapes = choose_shapes(view_sizes(sizes, transform), filter(len, batches))
+        batches = (
+            batch[ranks.rank :: ranks.count] for batch in BatchSampler(len(sizes), number, plan.seed, sizes=sizes)
+        )
+        step.shapes = choose_shapes(resize_all(sizes, transform), filter(len, batches))
     return replace(plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number))
 
 
