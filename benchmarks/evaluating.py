@@ -31,7 +31,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import fork_pool
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
-from colab_utils.training.evaluate import Detections, describe_detections, detect
+from colab_utils.training.evaluate import describe_detections, detect
 from colab_utils.training.model import LIGHT_MODEL
 
 __all__ = ["WAYS", "check_results", "main", "measure_way", "tabulate_runs"]
@@ -65,8 +65,8 @@ def check_results(model: nn.Module, dataset: ShardDataset, device: str) -> None:
         raise ColabUtilsError(f"expected the masks of torchvision's references, found {same} of {len(theirs)} the same")
 
 
-def _describe(found: Detections, category_ids: dict[int, int]) -> list[dict[str, Any]]:
-    return describe_detections(found, image_id=0, category_ids=category_ids)
+def _describe(found: dict[str, Any], size: Sequence[int], category_ids: dict[int, int]) -> list[dict[str, Any]]:
+    return describe_detections(found, image_id=0, size=size, category_ids=category_ids)
 
 
 def measure_way(way: str, model: nn.Module, dataset: ShardDataset, *, device: str, images: int) -> dict[str, float]:
@@ -79,7 +79,7 @@ def measure_way(way: str, model: nn.Module, dataset: ShardDataset, *, device: st
                 describe_stock(model, image, device=device)
                 return None
             (found,) = detect(model, [image], device=device)
-            return pool.submit(_describe, found, dataset.category_ids) if way == OURS else None
+            return pool.submit(_describe, found, image.shape[1:], dataset.category_ids) if way == OURS else None
 
         wait(filter(None, [evaluate_image(0)]))
         began_s = perf_counter()

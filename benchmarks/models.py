@@ -118,7 +118,7 @@ def measure_model(name: str, work: Path, *, steps: int, seed: int, min_size: int
 
     def detect_image(i: int) -> None:
         (objects,) = detect(model, [images[i]], device=device)
-        describe_detections(objects, image_id=i, category_ids=validation.category_ids)
+        describe_detections(objects, image_id=i, size=images[i].shape[1:], category_ids=validation.category_ids)
 
     found["detect_ms"] = _time(detect_image, device)
     return found

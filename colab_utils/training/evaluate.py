@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,17 +35,9 @@ from colab_utils.runtime import fork_pool, show_progress
 from colab_utils.training.augment import Size, fit_shape, resize_all
 from colab_utils.training.model import choose_precision, keep_boxes_exact
 
-__all__ = [
-    "AveragePrecision",
-    "ClassPrecision",
-    "Detections",
-    "EvaluationProcessError",
-    "collect_truth",
-    "describe_detections",
-    "detect",
-    "evaluate",
-]
+__all__ = ["AveragePrecision", "EvaluationProcessError", "collect_truth", "describe_detections", "detect", "evaluate"]
 
+_RESULT = ("boxes", "labels", "scores", "masks")
 _DECODERS = 2  # threads
 _BATCHES_AHEAD = 2
 _MOST_WAITING = 64  # images whose masks are not drawn yet: 20 MB of them
@@ -176,13 +168,13 @@ def _set_up(model: nn.Module) -> Iterator[None]:
 def _evaluate(
     model: nn.Module, dataset: ShardDataset | CocoFolder, truth: dict[str, Any], device: str | torch.device, size: int
 ) -> AveragePrecision:
-    pool = fork_pool(1, _keep_truth, truth, dataset.category_ids)  # before there are threads
+    ids, pool = dataset.category_ids, fork_pool(1, _keep_truth, truth)  # before there are threads
     drawing: deque[Future[None]] = deque()
     try:
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
             for indices, images in _decode_ahead(dataset, _group_images(model, dataset, size)):
-                for i, found in zip(indices, detect(model, images, device=device), strict=True):
-                    drawing.append(pool.submit(_draw, int(dataset.image_ids[i]), found))
+                for i, image, found in zip(indices, images, detect(model, images, device=device), strict=True):
+                    drawing.append(pool.submit(_draw, found, int(dataset.image_ids[i]), image.shape[1:], ids))
                 while len(drawing) > _MOST_WAITING:
                     drawing.popleft().result()
                 bar.update(len(indices))
@@ -205,9 +197,7 @@ def _group_images(model: nn.Module, dataset: ShardDataset | CocoFolder, batch_si
         yield from (group[first : first + batch_size] for first in range(0, len(group), batch_size))
 
 
-def _decode_ahead(
-    dataset: ShardDataset | CocoFolder, batches: Iterable[list[int]]
-) -> Iterator[tuple[list[int], list[Tensor]]]:
+def _decode_ahead(dataset: Any, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Each batch with its images, decoded in threads while the model works on the batches before it."""
     waiting: deque[tuple[list[int], list[Future[Tensor]]]] = deque()
     with ThreadPoolExecutor(_DECODERS) as pool:
@@ -218,27 +208,18 @@ def _decode_ahead(
                 yield indices, [image.result() for image in images]
 
 
-class Detections(NamedTuple):
-    """The objects that a model found in one image: D objects, on the CPU."""
-
-    size: Size
-    """Height and width of the image, pixels."""
-    labels: NDArray[np.int64]
-    """int64 [D]."""
-    scores: NDArray[np.float32]
-    """float32 [D], 0 to 1."""
-    boxes: NDArray[np.float32]
-    """float32 [D, 4]: x0, y0, x1, y1 in pixels of the image."""
-    masks: NDArray[Any]
-    """float32 [D, 28, 28], 0 to 1, each of its box; of another model than Mask R-CNN bool [D, H, W]."""
-
-
 @torch.no_grad()  # not inference_mode: the model caches its anchors, and trains with them later
-def detect(model: nn.Module, images: Sequence[Tensor], *, device: str | torch.device = "cpu") -> list[Detections]:
+def detect(
+    model: nn.Module, images: Sequence[Tensor], *, device: str | torch.device = "cpu"
+) -> list[dict[str, NDArray[Any]]]:
     """Find the objects in a batch of images: uint8 [3, H, W] each, by a model in evaluation mode on the device.
 
     torchvision's own output holds a float image of every mask on the device: 4.8 GB for 100 objects in a photo of 12
     megapixels, made in a loop that reads from the device again and again. Here masks stay in their boxes.
+
+    Returns:
+        For each image its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels`` int64 [D], ``scores`` float32 [D],
+        and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than a Mask R-CNN bool [D, H, W].
 
     Raises:
         ColabUtilsError: The model gives no masks.
@@ -247,14 +228,7 @@ def detect(model: nn.Module, images: Sequence[Tensor], *, device: str | torch.de
     with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
         inputs = [send(image, device).float().div_(255) for image in images]
         results = _find_in_boxes(model, inputs) if isinstance(model, MaskRCNN) else _find_dense(model, inputs)
-    return [
-        Detections(
-            (image.shape[1], image.shape[2]),
-            *(result[name].cpu().numpy() for name in ("labels", "scores", "boxes")),
-            masks=result["masks"][:, 0].cpu().numpy(),
-        )
-        for image, result in zip(images, results, strict=True)
-    ]
+    return [{name: result[name].cpu().numpy() for name in _RESULT} for result in results]
 
 
 def _find_in_boxes(model: MaskRCNN, images: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -269,7 +243,7 @@ def _find_in_boxes(model: MaskRCNN, images: list[Tensor]) -> list[dict[str, Tens
         {
             **result,
             "boxes": resize_boxes(result["boxes"], size, image.shape[-2:]),
-            "masks": result["masks"].float(),
+            "masks": result["masks"][:, 0].float(),
         }
         for result, size, image in zip(results, resized.image_sizes, images, strict=True)
     ]
@@ -281,19 +255,24 @@ def _find_dense(model: nn.Module, images: list[Tensor]) -> list[dict[str, Tensor
         raise ColabUtilsError(
             f"expected masks from the model, found {', '.join(results[0])}. Pass a model that finds masks."
         )
-    return [{**result, "masks": result["masks"] > 0.5} for result in results]
+    return [{**result, "masks": result["masks"][:, 0] > 0.5} for result in results]
 
 
-def describe_detections(found: Detections, *, image_id: int, category_ids: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Detections as COCO's results, each with its box and its mask; labels without a category id are left out."""
+def describe_detections(
+    found: Mapping[str, NDArray[Any]], *, image_id: int, size: Sequence[int], category_ids: Mapping[int, int]
+) -> list[dict[str, Any]]:
+    """The objects of an image, found by `detect`, as COCO's results with boxes and masks.
+
+    Labels without a category id are left out; ``size`` is the image's height and width.
+    """
     from pycocotools import mask as coco_mask
 
-    known = np.isin(found.labels, list(category_ids))
-    labels, scores, boxes, masks = (part[known] for part in found[1:])
+    known = np.isin(found["labels"], list(category_ids))
+    boxes, labels, scores, masks = (found[name][known] for name in _RESULT)
     if masks.dtype == np.bool_:
         rles = [coco_mask.encode(np.asfortranarray(mask, np.uint8)) for mask in masks]
     else:
-        rles = encode_masks(torch.from_numpy(masks), torch.from_numpy(boxes), found.size)
+        rles = encode_masks(torch.from_numpy(masks), torch.from_numpy(boxes), size)
     sides = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1).tolist()
     rows = zip(labels.tolist(), scores.tolist(), sides, rles, strict=True)
     return [
@@ -362,18 +341,16 @@ def collect_truth(dataset: ShardDataset | CocoFolder) -> dict[str, Any]:
 # What follows runs in the other process.
 
 _truth: dict[str, Any] = {}
-_category_ids: dict[int, int] = {}
 _results: list[dict[str, Any]] = []
 
 
-def _keep_truth(truth: dict[str, Any], category_ids: dict[int, int]) -> None:
+def _keep_truth(truth: dict[str, Any]) -> None:
     torch.set_num_threads(1)  # the threads of the parent process are not here
     _truth.update(truth)
-    _category_ids.update(category_ids)
 
 
-def _draw(image_id: int, found: Detections) -> None:
-    _results.extend(describe_detections(found, image_id=image_id, category_ids=_category_ids))
+def _draw(found: dict[str, NDArray[Any]], image_id: int, size: Sequence[int], category_ids: dict[int, int]) -> None:
+    _results.extend(describe_detections(found, image_id=image_id, size=size, category_ids=category_ids))
 
 
 def _score() -> AveragePrecision:

@@ -326,36 +326,28 @@ def fold_norms(model: nn.Module) -> int:
         >>> fold_norms(block), list(block.state_dict())
         (1, ['0.weight', '1.weight', '1.bias', '1.running_mean', '1.running_var'])
     """
-    pairs = list(_find_pairs(model))
+    pairs = [*_find_pairs(model, nn.Conv2d)]
     for conv, norm in pairs:
         conv.__class__, norm.__class__ = _FoldedConv2d, _FoldedNorm
         for name in ("scale", "shift", "folded"):
             conv.register_buffer(name, None, persistent=False)
-    _refresh(pairs)
-    if pairs:  # weights that are loaded later have other factors
-        model.register_load_state_dict_post_hook(_refresh_model)
+    if pairs:
+        _compute_factors(model)
+        model.register_load_state_dict_post_hook(_compute_factors)  # weights that are loaded later have other factors
     return len(pairs)
 
 
-def _find_pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    for conv, norm in _list_neighbours(model):
-        if type(conv) is nn.Conv2d and conv.bias is None and type(norm) is FrozenBatchNorm2d:
-            yield conv, norm
-
-
-def _list_neighbours(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Layers that follow each other in a module, in the order in which torchvision's blocks call them."""
+def _find_pairs(model: nn.Module, kind: type[nn.Conv2d]) -> Iterator[tuple[Any, Any]]:
+    """Convolutions with the norm that follows each, in the order in which torchvision's blocks call them."""
     for module in model.modules():
-        yield from pairwise(module.children())
-
-
-def _refresh_model(model: nn.Module, _: Any) -> None:
-    _refresh([pair for pair in _list_neighbours(model) if isinstance(pair[0], _FoldedConv2d)])
+        for conv, norm in pairwise(module.children()):
+            if type(conv) is kind and conv.bias is None and isinstance(norm, FrozenBatchNorm2d):
+                yield conv, norm
 
 
 @torch.no_grad()
-def _refresh(pairs: list[tuple[Any, Any]]) -> None:
-    for conv, norm in pairs:
+def _compute_factors(model: nn.Module, _: Any = None) -> None:
+    for conv, norm in _find_pairs(model, _FoldedConv2d):
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
         conv.scale = scale[:, None, None, None]
         conv.shift = norm.bias - norm.running_mean * scale
