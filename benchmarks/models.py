@@ -1,4 +1,4 @@
-"""Lighter models and pruning beside the usual ones: `python -m benchmarks.models --json FILE`.
+"""Lighter models and pruning, compared with the usual models: `python -m benchmarks.models --json FILE`.
 
 Each trains on the built-in dataset from random weights for the same number of steps: milliseconds a step and an
 evaluated image, memory, and average precision. Memory is what does not depend on the device: weights with gradients and

@@ -239,14 +239,10 @@ def _find_in_boxes(model: MaskRCNN, images: list[Tensor]) -> list[dict[str, Tens
         features = {"0": features}
     proposals, _ = model.rpn(resized, features)
     results, _ = model.roi_heads(features, proposals, resized.image_sizes)
-    return [
-        {
-            **result,
-            "boxes": resize_boxes(result["boxes"], size, image.shape[-2:]),
-            "masks": result["masks"][:, 0].float(),
-        }
-        for result, size, image in zip(results, resized.image_sizes, images, strict=True)
-    ]
+    for result, size, image in zip(results, resized.image_sizes, images, strict=True):
+        result["boxes"] = resize_boxes(result["boxes"], size, image.shape[-2:])
+        result["masks"] = result["masks"][:, 0].float()
+    return list(results)
 
 
 def _find_dense(model: nn.Module, images: list[Tensor]) -> list[dict[str, Tensor]]:

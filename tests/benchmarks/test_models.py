@@ -31,7 +31,7 @@ def test_models_are_trained_evaluated_and_timed(work, monkeypatch, one_thread):
         for name in (LIGHT_MODEL, SMALL_HEADS, PRUNED)
     ]
     light, small, half = rows
-    assert small["weights_mb"] < light["weights_mb"] < half["weights_mb"]  # a mask beside every weight
+    assert small["weights_mb"] < light["weights_mb"] < half["weights_mb"]  # every weight has a mask
     assert small["kept_mb"] < light["kept_mb"]
     assert all(0 <= row["box_ap"] <= 1 for row in rows)
     weights = torch.cat([layer.weight.flatten() for layer in pruned[0].modules() if hasattr(layer, "weight_mask")])

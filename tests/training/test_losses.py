@@ -1,4 +1,4 @@
-"""The losses of a packed batch beside those that torchvision's own path computes from dense masks."""
+"""The losses of a packed batch, against those that torchvision computes from dense masks."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
         torch.manual_seed(1)
         step(packed, flips=FLIPS)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    whole, halves = gradients
-    assert torch.nn.functional.cosine_similarity(whole, halves, dim=0) > 0.9  # other proposals are sampled
+    full, halves = gradients
+    assert torch.nn.functional.cosine_similarity(full, halves, dim=0) > 0.9  # other proposals are sampled
 
 
 def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_samples, monkeypatch):
