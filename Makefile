@@ -21,8 +21,10 @@ $(INSTALLED): requirements.txt pyproject.toml
 demo: setup
 	$(RUN) -m tools.run_notebooks --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)")
 
+# Two processes for all that does not look at clocks; the rest alone, one after the other
 test: lint fuse
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not clock"
+	$(RUN) -m pytest -m clock
 
 # For a mounted Drive to test on; without it those tests are skipped, and say so
 fuse:
