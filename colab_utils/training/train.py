@@ -189,7 +189,9 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
     except (RuntimeError, TypeError):
-        raise ColabUtilsError(f"expected a device such as 'cpu' or 'cuda', found {device!r}. Pass one of them.") from None
+        raise ColabUtilsError(
+            f"expected a device such as 'cpu' or 'cuda', found {device!r}. Pass one of them."
+        ) from None
     if place.type != "cuda":
         return place
     if not torch.cuda.is_available():
@@ -272,7 +274,9 @@ def _build_step(
     return step, replace(plan, starts_from=starts_from, precision=precision)
 
 
-def _plan_batches(plan: TrainingPlan, step: TrainingStep, images: TrainingImages, *, plans_memory: bool) -> TrainingPlan:
+def _plan_batches(
+    plan: TrainingPlan, step: TrainingStep, images: TrainingImages, *, plans_memory: bool
+) -> TrainingPlan:
     """Batch size and learning rate, and on a GPU what makes every batch fit and the shapes that batches are padded to."""
     dataset, rows, ranks, transform = images.dataset, images.rows, step.ranks, step.model.transform
     probe, number = find_memory_probe(step.device) if plans_memory else None, plan.batch_size
@@ -294,7 +298,9 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, images: TrainingImages
     if step.device.type == "cuda" and plan.augment in ("none", "flip"):
         # fewer shapes, chosen for the batches of the first epoch: memory is cut into the same pieces again and again
         sizes = dataset.sizes[rows]
-        batches = (batch[ranks.rank :: ranks.count] for batch in BatchSampler(len(sizes), number, plan.seed, sizes=sizes))
+        batches = (
+            batch[ranks.rank :: ranks.count] for batch in BatchSampler(len(sizes), number, plan.seed, sizes=sizes)
+        )
         step.shapes = choose_shapes(view_sizes(sizes, transform), filter(len, batches))
     return replace(plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number))
 
