@@ -29,7 +29,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.show.table import make_table
-from colab_utils.training.augment import choose_shapes, view_sizes
+from colab_utils.training.augment import choose_shapes, resize_all
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, choose_precision, fold_norms, keep_boxes_exact
 from colab_utils.training.step import begin_momentum
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             classes = 1 + max(int(target["labels"].max()) for batch in batches for target in batch.targets)
             model = make_model(options.model, num_classes=classes, min_size=options.min_size)
             differences[name] = compare_losses(model, batches, device)
-            sizes = view_sizes(torch.cat([batch.packed.sizes for batch in batches]).numpy(), model.transform)
+            sizes = resize_all(torch.cat([batch.packed.sizes for batch in batches]).numpy(), model.transform)
             every = range(0, len(sizes), options.batch_size)
             shapes = choose_shapes(sizes, [range(first, first + options.batch_size) for first in every])
             for number in range(len(changes) + 1):

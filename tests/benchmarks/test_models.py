@@ -16,7 +16,7 @@ def work(tiny_dataset, tmp_path):
     return tmp_path
 
 
-def test_models_are_trained_judged_and_timed(work, monkeypatch, one_thread):
+def test_models_are_trained_evaluated_and_timed(work, monkeypatch, one_thread):
     monkeypatch.setattr(models, "TIMED", 1)
     pruned = []
     real = models.prune_weights
