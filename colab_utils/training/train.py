@@ -17,7 +17,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms
-from colab_utils.training.augment import Augment, choose_shapes, list_scales, view_sizes
+from colab_utils.training.augment import Augment, choose_shapes, list_scales, resize_all
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.distributed import Ranks, join_ranks
 from colab_utils.training.memory import find_memory_probe, plan_memory
@@ -283,7 +283,7 @@ def _plan_batches(
     if probe:
         memory = plan_memory(
             step, probe, read=lambda i: dataset.read_packed(int(rows[i])),
-            sizes=view_sizes(dataset.sizes[rows], transform), counts=dataset.describe(rows.tolist())["counts"],
+            sizes=resize_all(dataset.sizes[rows], transform), counts=dataset.describe(rows.tolist())["counts"],
             batch_size=-(-number // ranks.count) if number else None,
             reserve=sum(p.nbytes for p in step.model.parameters()) if plan.ema else 0,
         )  # fmt: skip
@@ -301,7 +301,7 @@ def _plan_batches(
         batches = (
             batch[ranks.rank :: ranks.count] for batch in BatchSampler(len(sizes), number, plan.seed, sizes=sizes)
         )
-        step.shapes = choose_shapes(view_sizes(sizes, transform), filter(len, batches))
+        step.shapes = choose_shapes(resize_all(sizes, transform), filter(len, batches))
     return replace(plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number))
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import show_progress
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
-from colab_utils.training.evaluate import AveragePrecision, evaluate
+from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
 from colab_utils.training.settings import BestCheckpoint, LogLine, TrainingImages, TrainingPlan
 from colab_utils.training.step import TrainingStep, compute_rate
 
@@ -140,8 +141,13 @@ class Trainer:
         if self.ranks.is_first:
             model = self.ema.model if self.ema else self.step.model
             self._is_evaluating = True
-            self.ap = evaluate(model, validation, device=self.step.device)
-            self._is_evaluating = False
+            try:
+                self.ap = evaluate(model, validation, device=self.step.device)
+            except EvaluationProcessError as error:
+                self.ap = None
+                warnings.warn(f"this evaluation is skipped: {error}", ColabUtilsWarning, stacklevel=2)
+            finally:
+                self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 facts = {"bbox": self.ap.bbox, "segm": self.ap.segm, "validation": validation.fingerprint}
                 path = self.folder.save_best(

@@ -29,6 +29,7 @@ from colab_utils.training.evaluate import (
     evaluate,
 )
 from colab_utils.training.model import build_mask_rcnn
+from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
 
 
@@ -219,6 +220,19 @@ def test_a_killed_evaluation_process_is_started_once_more(deaths, dataset, monke
     with pytest.warns(ColabUtilsWarning, match=r"was killed .* starts once more"), ends:
         assert evaluate(model, dataset) == expected
     assert model.training
+
+
+def test_a_run_goes_on_without_an_evaluation_whose_process_is_killed(tiny_shards, monkeypatch, tmp_path):
+    def die(found, **given):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(evaluate_module, "describe_detections", die)
+    with pytest.warns(ColabUtilsWarning, match=r"this evaluation is skipped: .* killed twice"):
+        report = train(
+            tiny_shards, tmp_path, val_shards=tiny_shards, steps=1, model=TINY_MODEL, weights=None, min_size=64,
+            batch_size=2, device="cpu",
+        )  # fmt: skip
+    assert (report.steps, report.ap, report.best) == (1, None, None)
 
 
 def test_an_error_in_the_other_process_is_not_lost(dataset, monkeypatch):
