@@ -144,7 +144,7 @@ def choose_settings(known: Mapping[str, Any], *, on_gpu: bool, **asked: Any) -> 
                 "your own by TrainingStep."
             )
         check_model_name(asked["model"])
-    check_at_least_one(min_size=asked.get("min_size"), max_size=asked.get("max_size"))
+    check_at_least_one(**{name: asked.get(name) for name in ("min_size", "max_size", "batch_size")})
     if asked.get("augment") not in (None, *get_args(Augment), "own"):
         raise ColabUtilsError(
             f"expected augment as one of {', '.join(get_args(Augment))} or transforms of your own, found "

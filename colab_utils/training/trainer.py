@@ -44,10 +44,11 @@ class Trainer:
         self.ranks, self.writer = step.ranks, CheckpointWriter(folder, step.device)
         self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
         self.timer = StepTimer(step.device)
-        self.done = self._saved_step = self._logged_step = self._ap_step = 0
+        self.done = self._saved_step = self._logged_step = 0
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
         self.best: BestCheckpoint | None = None
+        self._unlogged_ap: tuple[AveragePrecision | None, int] = None, 0  # and the step after which it was measured
         # losses still on the device, where asking for each would stall it, and the images they are of
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
@@ -123,10 +124,10 @@ class Trainer:
     def _log(self, log: Callable[[LogLine], object] | None) -> None:
         self._fetch_losses()
         pace = self.timer.collect()
-        ap = self.ap if self._ap_step > self._logged_step else None
+        (ap, ap_step), self._unlogged_ap = self._unlogged_ap, (None, 0)
         line = LogLine(
             self.done, self.plan.steps, fmean(self.losses[self._logged_step :]), self._compute_rate(self.done - 1),
-            pace.images_per_second, pace.wait_share, self._read_memory(), ap, self._ap_step if ap else 0,
+            pace.images_per_second, pace.wait_share, self._read_memory(), ap, ap_step,
         )  # fmt: skip
         self._logged_step = self.done
         if log is not None:
@@ -155,7 +156,7 @@ class Trainer:
                 if path:
                     self.best = BestCheckpoint(self.done, self.ap.bbox, self.ap.segm, str(path))
         self.ap, self.best = self.ranks.send((self.ap, self.best))
-        self._ap_step = self.done
+        self._unlogged_ap = self.ap, self.done
 
     def save(self, *, wait: bool = False, patiently: bool = False) -> None:
         """Write the state as a checkpoint in a thread, if any step was done since the last one.
@@ -310,7 +311,8 @@ class EMA:
         """Take in the model's weights; ``steps`` were done before this one."""
         decay = min(self._decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_([*self.model.parameters()], [*model.parameters()], 1 - decay)
-        torch._foreach_copy_([*self.model.buffers()], [*model.buffers()])
+        for averaged, current in zip(self.model.buffers(), model.buffers(), strict=True):
+            averaged.copy_(current)
 
 
 @dataclass(frozen=True)
