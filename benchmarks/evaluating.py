@@ -55,9 +55,8 @@ def check_results(model: nn.Module, dataset: ShardDataset, device: str) -> None:
         ColabUtilsError: They differ, or there are none.
     """
     image = dataset.decode(dataset.read(0))
-    ours = [
-        result["segmentation"] for result in _describe(detect(model, [image], device=device)[0], dataset.category_ids)
-    ]
+    (found,) = detect(model, [image], device=device)
+    ours = [result["segmentation"] for result in _describe(found, image.shape[1:], dataset.category_ids)]
     theirs = describe_stock(model, image, device=device)
     same = sum(one == other for one, other in zip(ours, theirs, strict=False))
     # on a GPU pixels at exactly the threshold may differ from those on a CPU

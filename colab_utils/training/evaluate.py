@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
+from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.models.detection.transform import resize_boxes
 
@@ -226,21 +227,26 @@ def detect(
     """
     precision = choose_precision(device)
     with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
-        inputs = [send(image, device).float().div_(255) for image in images]
-        results = _find_in_boxes(model, inputs) if isinstance(model, MaskRCNN) else _find_dense(model, inputs)
+        floats = (send(image, device).float().div_(255) for image in images)  # one at a time: photos may be large
+        if isinstance(model, MaskRCNN):
+            results = _find_in_boxes(model, floats, [(image.shape[1], image.shape[2]) for image in images])
+        else:
+            results = _find_dense(model, [*floats])
     return [{name: result[name].cpu().numpy() for name in _RESULT} for result in results]
 
 
-def _find_in_boxes(model: MaskRCNN, images: list[Tensor]) -> list[dict[str, Tensor]]:
+def _find_in_boxes(model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]) -> list[dict[str, Tensor]]:
     """The result of ``model(images)``, with masks as the mask head makes them. Source: ``GeneralizedRCNN.forward``."""
-    resized, _ = model.transform(images)
-    features = model.backbone(resized.tensors)
+    resized = [model.transform([image])[0] for image in images]
+    padded = model.transform.batch_images([one.tensors[0] for one in resized], model.transform.size_divisible)
+    batch = ImageList(padded, [one.image_sizes[0] for one in resized])
+    features = model.backbone(batch.tensors)
     if isinstance(features, Tensor):
         features = {"0": features}
-    proposals, _ = model.rpn(resized, features)
-    results, _ = model.roi_heads(features, proposals, resized.image_sizes)
-    for result, size, image in zip(results, resized.image_sizes, images, strict=True):
-        result["boxes"] = resize_boxes(result["boxes"], size, image.shape[-2:])
+    proposals, _ = model.rpn(batch, features)
+    results, _ = model.roi_heads(features, proposals, batch.image_sizes)
+    for result, resized_size, size in zip(results, batch.image_sizes, sizes, strict=True):
+        result["boxes"] = resize_boxes(result["boxes"], resized_size, size)
         result["masks"] = result["masks"][:, 0].float()
     return list(results)
 
