@@ -186,7 +186,9 @@ def test_a_complete_file_that_cannot_be_loaded_is_left_alone(tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", fail)
         for load in (folder.load_newest, folder.read):
-            with pytest.raises(ColabUtilsError, match=r"expected to load .*00020.pt, .* the file is complete") as caught:
+            with pytest.raises(
+                ColabUtilsError, match=r"expected to load .*00020.pt, .* the file is complete"
+            ) as caught:
                 load()
             assert "\n" not in str(caught.value)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]

@@ -241,7 +241,9 @@ def test_light_model_on_a_cpu_is_small(tiny_shards, tmp_path, options, sizes):
 
 
 def test_finished_run_has_nothing_left_to_do(undisturbed, tiny_shards):
-    with pytest.warns(ColabUtilsWarning, match=r"is finished: all of its 5 steps are done, .* resume='never'") as caught:
+    with pytest.warns(
+        ColabUtilsWarning, match=r"is finished: all of its 5 steps are done, .* resume='never'"
+    ) as caught:
         again = train(tiny_shards, Path(undisturbed.checkpoint).parent, steps=5, **TINY)
     assert "\n" not in str(caught[0].message)
     assert again.losses == undisturbed.losses
