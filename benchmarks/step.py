@@ -227,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
+
     def measure() -> None:
         runs: list[Run] = []
         differences = {}

@@ -215,7 +215,7 @@ class _SummedLosses(nn.Module):
         if images is None:  # this process has no image of the batch, and the others wait for its gradients
             return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
         if isinstance(images, PackedBatch):
-            losses = compute_losses(self.model, images, flips=flips, shapes=shapes)  # type: ignore[arg-type]
+            losses = compute_losses(self.model, images, flips=flips, shapes=shapes)
         else:
             losses = self.model(images, targets)
         return torch.stack([loss.float() for loss in losses.values()]).sum()

@@ -255,7 +255,7 @@ def _build_step(
     network, starts_from = None, plan.starts_from
     if not state and ranks.is_first:  # the others take what the first one could download
         names = images.dataset.class_names
-        network = build_mask_rcnn(plan.model, weights=weights, class_names=names, **sizes)  # type: ignore[arg-type]
+        network = build_mask_rcnn(plan.model, weights=weights, class_names=names, **sizes)
         starts_from = str(network.starts_from)
     starts_from = ranks.send(starts_from)
     if network is None:

@@ -601,9 +601,10 @@ def test_an_error_inside_a_batch_saves_what_was_done_before(undisturbed, tiny_sh
             raise ColabUtilsError("a batch does not fit")
         return real(self, *given, **more)
 
-    with monkeypatch.context() as patch, pytest.raises(ColabUtilsError, match="does not fit"):
-        patch.setattr(TrainingStep, "add_gradients", fail_third)
+    monkeypatch.setattr(TrainingStep, "add_gradients", fail_third)
+    with pytest.raises(ColabUtilsError, match="does not fit"):
         train(tiny_shards, tmp_path, steps=5, **TINY)
+    monkeypatch.undo()
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
     assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
 
@@ -625,9 +626,10 @@ def test_a_checkpoint_that_cannot_be_loaded_changes_no_file(undisturbed, tiny_sh
     def fail(*given, **more):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    with monkeypatch.context() as patch, pytest.raises(ColabUtilsError, match=r"expected to load .*can't allocate"):
-        patch.setattr(torch, "load", fail)
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(ColabUtilsError, match=r"expected to load .*can't allocate"):
         train(tiny_shards, run, steps=6, **TINY)
+    monkeypatch.undo()
     assert list_names(run) == names
     assert train(tiny_shards, run, steps=6, **TINY).plan.first_step == 5
 
