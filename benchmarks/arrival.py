@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data = make_data("kept", options.work, options.images, options.annotations, samples=options.samples)
         shards = options.work / "arriving"
         shutil.rmtree(shards, ignore_errors=True)
-        write_shards(data.images, data.annotations, shards=shards, shard_mb=options.shard_mb, form="keep")
+        write_shards(data.images, data.annotations, shards=shards, shard_mb=options.shard_mb, storage="keep")
         runs: list[Run] = [
             ({"profile": profile, "way": way}, partial(run_once, way, data, shards, profile, options.step_ms))
             for profile, way in product(PROFILES, options.ways)

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in DATA:
             data = make_data(name, options.work, options.images, options.annotations, samples=300)
             shards = data.folder / "evaluated"
-            write_shards(data.images, data.annotations, shards=shards, form="keep")
+            write_shards(data.images, data.annotations, shards=shards, storage="keep")
             dataset = ShardDataset(shards, contiguous_labels=True)
             model: Any = make_model(options.model, num_classes=dataset.num_classes, min_size=options.min_size)
             model.to(device).eval().roi_heads.score_thresh = 0.0  # it has learned nothing: 100 objects an image

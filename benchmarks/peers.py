@@ -20,9 +20,9 @@ import torch
 from benchmarks.systems.pipelines import import_tensorflow, make_record_parser
 from colab_utils.comparison.strategies import EpochLoader, Setting, Strategy, end_workers
 from colab_utils.data.decoding import decode_pixels
-from colab_utils.data.masks import PackedMasks, pack_masks, unpack_masks
+from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks, unpack_masks
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards.arrays import convert_boxes, decode_counts
+from colab_utils.shards.arrays import convert_boxes
 
 __all__ = ["PEERS"]
 
@@ -108,8 +108,9 @@ def _open_webdataset(setting: Setting) -> Peer:
         kept = [one for one in record["annotations"] if not one["iscrowd"]]
         boxes, keep = convert_boxes([one["bbox"] for one in kept], record["height"], record["width"])
         kept = [one for one, good in zip(kept, keep.tolist(), strict=True) if good]
-        packed = pack_masks([decode_counts(one["segmentation"]) for one in kept])
-        masks = unpack_masks(packed, record["height"], record["width"])
+        size = record["height"], record["width"]
+        packed = pack_masks([encode_segmentation(one["segmentation"], *size) for one in kept])
+        masks = unpack_masks(packed, *size)
         labels, areas = (np.array([one[key] for one in kept], kind)
                          for key, kind in (("category_id", np.int64), ("area", np.float32)))  # fmt: skip
         return _as_sample(data, record["image_id"], boxes[keep], labels, areas, masks)

@@ -1,4 +1,4 @@
-"""Preprocess and copy against bare calls, and the plan's minutes: `python -m benchmarks.preparing --images DIR ...`.
+"""Preprocess and copy against bare calls, and the planned seconds: `python -m benchmarks.preparing --images DIR ...`.
 
 Preprocess is compared with decoding, resizing and encoding alone, on as many processes: of the images (Pillow), and of
 images and masks (pycocotools, and torch's nearest neighbour, as torchvision's references resize them). From a mounted
@@ -33,15 +33,15 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, copy_shards
 from colab_utils.shards.format import PIECE_BYTES, read_index
-from colab_utils.shards.images import StoredImage
+from colab_utils.shards.images import Storage, StoredImage, store_image
 from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.write import read_image, store_sample, write_shards
+from colab_utils.shards.write import read_image, write_shards
 from colab_utils.show.table import make_table
 
 __all__ = ["main"]
 
 COPIED = 6000  # images, about
-SIZES: dict[str, dict[str, Any]] = {"keep": {}, "shrink": {"min_size": 400, "max_size": 667}, "pixels": {}}
+SIZES: dict[Storage, dict[str, Any]] = {"keep": {}, "shrink": {"min_size": 400, "max_size": 667}, "pixels": {}}
 
 
 def make_bare(images: Path, dataset: CocoDataset, recipe: dict[str, Any], processes: int, *, masks: bool) -> float:
@@ -58,8 +58,9 @@ def make_bare(images: Path, dataset: CocoDataset, recipe: dict[str, Any], proces
 
 def _store_all(images: Path, dataset: CocoDataset, recipe: dict[str, Any], masks: bool, share: Sequence[int]) -> None:
     torch.set_num_threads(1)
+    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage", "jpeg_quality")}
     for i in share:
-        stored = store_sample(read_image(images, dataset, i), dataset, i, recipe)
+        stored = store_image(read_image(images, dataset, i), tuple(dataset.sizes[i].tolist()), **settings)
         for annotation in dataset.annotations(i) if masks else ():
             _store_mask(annotation["segmentation"], stored)
 
@@ -89,15 +90,15 @@ def _read_through(path: Path) -> None:
     os.close(descriptor)
 
 
-def time_preprocess(data: Any, form: Any, workers: int, folder: Path) -> dict[str, float]:
+def time_preprocess(data: Any, storage: Storage, workers: int, folder: Path) -> dict[str, float]:
     """The plan's seconds, those of `write_shards`, and those of the bare calls."""
     # several shards for each process, as a dataset worth preprocessing has
-    settings = {"shards": folder / "shards", "form": form, "workers": workers, "shard_mb": 8, **SIZES[form]}
+    settings = {"shards": folder / "shards", "storage": storage, "workers": workers, **SIZES[storage]}
     plan = plan_shards(data.images, data.annotations, **settings)
-    made = write_shards(data.images, data.annotations, **settings)
+    made = write_shards(data.images, data.annotations, shard_mb=8, **settings)
     recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
     return {
-        "planned": plan.picked.make_s, "made": made.seconds,
+        "planned": plan.picked.write_s, "made": made.seconds,
         "bare": make_bare(Path(data.images), dataset, recipe, workers, masks=False),
         "bare with masks": make_bare(Path(data.images), dataset, recipe, workers, masks=True),
         "planned bytes": plan.picked.bytes, "bytes": made.bytes,
@@ -121,7 +122,7 @@ def time_preprocess_from_drive(data: Any, profile: str, workers: int, folder: Pa
     """Seconds of `write_shards` from images on a mount, and of the bare calls on another mount of the same folder."""
     from tests.drive_mount import mount_drive  # it needs libfuse
 
-    settings: dict[str, Any] = {"shards": folder / "shards", "form": "keep", "workers": workers, "shard_mb": 8}
+    settings: dict[str, Any] = {"shards": folder / "shards", "storage": "keep", "workers": workers, "shard_mb": 8}
     with mount_drive(data.images, folder / "made", profile=profile) as mount:
         made = write_shards(mount.folder, data.annotations, **settings)
     recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
@@ -178,11 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copied = make_data("kept", options.work / "copied", options.images, options.annotations, samples=COPIED)
         shards = options.work / "preparing"
         shutil.rmtree(shards, ignore_errors=True)
-        write_shards(copied.images, copied.annotations, shards=shards, shard_mb=32, form="keep")
+        write_shards(copied.images, copied.annotations, shards=shards, shard_mb=32, storage="keep")
         cores = sorted({1, count_cores()}, reverse=True)
         things = {
-            f"{form}, {workers} processes": partial(time_preprocess, data, form, workers)
-            for form, workers in product(SIZES, cores)
+            f"{storage}, {workers} processes": partial(time_preprocess, data, storage, workers)
+            for storage, workers in product(SIZES, cores)
         }
         things |= {
             f"Drive, typical, {workers} processes": partial(time_preprocess_from_drive, data, "typical", workers)

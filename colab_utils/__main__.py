@@ -159,27 +159,25 @@ def _run_diagnose(options: argparse.Namespace) -> Any:
 def _run_preprocess(options: argparse.Namespace) -> Any:
     from colab_utils.shards.write import find_recipe, write_shards
 
-    settings = {name: getattr(options, name) for name in ("shards", "shard_mb", "min_size", "max_size", "workers")}
-    form, quality = options.form, options.jpeg_quality
+    names = ("shards", "min_size", "max_size", "workers", "storage", "jpeg_quality")
+    settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     begun = None if options.plan else find_recipe(options.shards)
     if begun is not None:  # what is not asked for stays as it was begun
-        form, quality = begun["form"] if form == "auto" else form, quality or begun["jpeg_quality"]
-    if options.plan or form == "auto":
+        settings["storage"] = begun["storage"] if options.storage == "auto" else options.storage
+        settings = {"jpeg_quality": begun["jpeg_quality"], **settings}
+    if options.plan or settings["storage"] == "auto":
         from colab_utils.shards.plan import plan_shards
 
-        plan = plan_shards(
-            options.images, options.annotations, form=form, jpeg_quality=quality, step_ms=options.step_ms, **settings
-        )
+        plan = plan_shards(options.images, options.annotations, step_ms=options.step_ms, **settings)
         if options.plan:
             return plan
-        form, quality = plan.picked.form, plan.picked.jpeg_quality
+        settings["storage"] = plan.picked.storage
         if options.json != "-":
-            print("\n".join(f"note: {line}" for line in str(plan).splitlines() if line), file=sys.stderr)
+            print("\n".join(f"note: {line}" for line in str(plan).splitlines()), file=sys.stderr)
     report = write_shards(
         options.images,
         options.annotations,
-        form=form,
-        **({} if quality is None else {"jpeg_quality": quality}),
+        shard_mb=options.shard_mb,
         max_bad=options.max_bad,
         **settings,
     )
@@ -272,7 +270,7 @@ def _make_parser() -> argparse.ArgumentParser:
     preprocess.add_argument("--min-size", type=int, default=800, help="shorter side that training needs, px (800)")
     preprocess.add_argument("--max-size", type=int, default=1333, help="longer side that training needs, px (1333)")
     preprocess.add_argument(
-        "--form", choices=("auto", "keep", "shrink", "pixels"), default="auto",
+        "--storage", choices=("auto", "keep", "shrink", "pixels"), default="auto",
         help="shrink larger images, keep every file's bytes, or raw pixels (auto: what a short trial here picks)",
     )  # fmt: skip
     preprocess.add_argument("--jpeg-quality", type=int, metavar="Q", help="of images that are shrunk, 1 to 100 (95)")

@@ -145,8 +145,9 @@ BAD = [
         ("--min-size", 0), ("--min-size", -5), ("--max-size", 0), ("--min-size", 1.5), ("--min-size", 10**9),
         ("--shard-mb", 0), ("--shard-mb", -1), ("--shard-mb", "nan"), ("--shard-mb", "inf"), ("--shard-mb", "big"),
         ("--workers", 0), ("--workers", -1), ("--workers", "many"), ("--workers", 1.5),
-        ("--form", "zip"), ("--form", ""), ("--jpeg-quality", 0), ("--jpeg-quality", 101), ("--jpeg-quality", "high"),
-        ("--form", "keep", "--jpeg-quality", 0), ("--step-ms", 0), ("--step-ms", -1), ("--step-ms", "nan"),
+        ("--storage", "zip"), ("--storage", ""), ("--jpeg-quality", 0), ("--jpeg-quality", 101),
+        ("--jpeg-quality", "high"),
+        ("--storage", "keep", "--jpeg-quality", 0), ("--step-ms", 0), ("--step-ms", -1), ("--step-ms", "nan"),
         ("--step-ms", "inf"), ("--step-ms", "fast"), ("--plan", "--jpeg-quality", 0), ("--plan", "--workers", 0),
         ("--max-bad", "nan"), ("--max-bad", 1.5), ("--max-bad", "101%"), ("--max-bad", "-1%"), ("--max-bad", "few"))],
     *[(["diagnose", *COCO, *option], "") for option in (
@@ -166,7 +167,7 @@ BAD = [
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/shards", "--min-size", 64], "shards"),  # other shards are there
-    (["preprocess", *COCO, "--shards", "{}/shards", "--form", "pixels"], "shards"),
+    (["preprocess", *COCO, "--shards", "{}/shards", "--storage", "pixels"], "shards"),
     (["preprocess", *COCO, "--shards", "{}/shards", "--jpeg-quality", 90], "shards"),
     (["preprocess", *COCO, "--shards", "{}/broken", "--plan"], "broken"),
     (["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW], "every one that was looked at bad"),
@@ -183,8 +184,8 @@ BAD = [
     (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
     (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
     # places where nothing can be written
-    (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "expected room"),
-    (["preprocess", *COCO, "--shards", "/proc/colab_utils", "--form", "keep"], "/proc"),
+    (["preprocess", *COCO, "--shards", "/proc/colab_utils"], "expected to write into"),
+    (["preprocess", *COCO, "--shards", "/proc/colab_utils", "--storage", "keep"], "/proc"),
     (["copy", "--shards", "{}/shards", "--to", "/proc/colab_utils"], "/proc"),
     (["train", "--shards", "{}/shards", "--run", "/proc/colab_utils", "--steps", 1], "/proc"),
     (["compare", *COCO, "--report", "/proc/colab_utils"], "/proc"),
@@ -374,9 +375,8 @@ def test_repair_writes_what_check_then_finds_whole(run, world):
 
 
 PREPROCESS = ("preprocess", *COCO, *NEW, "--workers", 1)
-PLAN_KEYS = {"picked", "reason", "options", "masks", "images", "sampled_images", "setting", "seconds"}
-OPTION_KEYS = {"name", "form", "jpeg_quality", "bytes_per_image", "bytes", "write_cpu_ms", "read_cpu_ms", "make_s",
-               "copy_s", "images_per_second", "lacking"}  # fmt: skip
+PLAN_KEYS = {"picked", "reason", "options", "images", "sampled_images"}
+OPTION_KEYS = {"storage", "bytes", "write_s", "load_cpu_ms", "images_per_second", "fits"}
 
 
 @pytest.fixture
@@ -391,14 +391,13 @@ def test_a_plan_alone_writes_nothing(preprocess, world, tmp_path):
     before = hash_tree(world)
     status, out, err = preprocess("--plan", "--step-ms", 100, "--json", tmp_path / "plan.json")
     assert (status, err) == (0, "")
-    assert out.startswith("stored as")
+    assert out.startswith("storage")
     assert out.splitlines()[-1].startswith("keep: no image is larger")
     found = json.loads((tmp_path / "plan.json").read_text(), parse_constant=refuse_constant)
     assert set(found) == PLAN_KEYS | {"command"}
     assert all(set(option) == OPTION_KEYS for option in found["options"])
     assert found["picked"] in found["options"]
-    assert "40 images/s" in found["setting"]
-    assert json.loads(preprocess("--plan", "--json", "-")[1])["picked"]["form"] == "keep"
+    assert json.loads(preprocess("--plan", "--json", "-")[1])["picked"]["storage"] == "keep"
     assert hash_tree(world) == before
 
 
@@ -407,42 +406,42 @@ def test_the_plan_is_shown_and_taken(preprocess, world):
     assert status == 0
     lines = err.splitlines()
     assert all(line.startswith("note: ") for line in lines)
-    assert lines[0].startswith("note: stored as")
-    assert "note: shrink, JPEG 95: 12 of 12 images are larger" in lines[-1]
+    assert lines[0].startswith("note: storage")
+    assert "note: shrink: 12 of 12 images are larger" in lines[-1]
     assert "12 images" in out
-    assert read_index(world / "new").recipe["form"] == "shrink"
+    assert read_index(world / "new").recipe["storage"] == "shrink"
 
 
 def test_no_note_beside_json_on_standard_output(preprocess):
     status, out, err = preprocess("--json", "-")
     assert (status, err) == (0, "")
-    assert json.loads(out)["form"] == "keep"
+    assert json.loads(out)["storage"] == "keep"
 
 
 @pytest.mark.parametrize(
-    ("options", "form", "quality"),
+    ("options", "storage", "quality"),
     [
-        (("--form", "pixels"), "pixels", 95),
-        (("--form", "shrink", "--jpeg-quality", 70), "shrink", 70),
-        (("--form", "auto", "--jpeg-quality", 70, "--min-size", 64), "shrink", 70),
+        (("--storage", "pixels"), "pixels", 95),
+        (("--storage", "shrink", "--jpeg-quality", 70), "shrink", 70),
+        (("--storage", "auto", "--jpeg-quality", 70, "--min-size", 64), "shrink", 70),
         (("--step-ms", 0.0001), "pixels", 95),  # decoding feeds no such step
     ],
 )
-def test_each_choice_of_the_plan_can_be_overruled(preprocess, world, options, form, quality):
+def test_each_choice_of_the_plan_can_be_overruled(preprocess, world, options, storage, quality):
     status, _, err = preprocess(*options)
     assert status == 0, err
     recipe = read_index(world / "new").recipe
-    assert (recipe["form"], recipe["jpeg_quality"]) == (form, quality)
+    assert (recipe["storage"], recipe["jpeg_quality"]) == (storage, quality)
 
 
 @pytest.mark.parametrize("lost", [None, "index.json"])  # finished, and not
 def test_what_was_begun_continues_without_a_plan(preprocess, world, monkeypatch, lost):
-    assert preprocess("--form", "pixels", "--jpeg-quality", 80)[0] == 0
+    assert preprocess("--storage", "pixels", "--jpeg-quality", 80)[0] == 0
     before = hash_tree(world / "new")
     if lost:
         (world / "new" / lost).unlink()
     monkeypatch.delattr("colab_utils.shards.plan.plan_shards")
-    for options in ((), ("--form", "pixels"), ("--jpeg-quality", 80)):
+    for options in ((), ("--storage", "pixels"), ("--jpeg-quality", 80)):
         status, _, err = preprocess(*options)
         assert (status, err) == (0, "")
         assert hash_tree(world / "new") == before

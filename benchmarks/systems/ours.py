@@ -43,7 +43,7 @@ class Packed(System):
     def prepare(cls, data: Data, folder: Path) -> None:
         """Write shards: raw pixels of what is at 800/1333 already, photos shrunk, JPEGs kept."""
         form: Any = _FORMS.get(data.name, "keep")
-        write_shards(data.images, data.annotations, shards=folder, form=form)
+        write_shards(data.images, data.annotations, shards=folder, storage=form)
 
     def open_dataset(self) -> Dataset[Any]:
         """The shards."""

@@ -400,7 +400,7 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
             labels.num_classes,
         )
         self.fingerprint = self.index.fingerprint
-        self.is_decoded = self.index.recipe.get("form") == "pixels"
+        self.is_decoded = self.index.recipe["storage"] == "pixels"
         self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
         self.image_ids: NDArray[np.int64] = _join(shards, "image_ids", np.int64, ())
         self.sizes: NDArray[np.int32] = _join(shards, "sizes", np.int32, (2,))

@@ -1,8 +1,8 @@
-"""The flat arrays beside a shard's tar: what a loader needs to know without parsing any JSON.
+"""The flat arrays of a shard: what a loader needs to know without parsing any JSON.
 
-``shard-000000.arrays`` holds numpy arrays saved one after another (``numpy.save``): a head in JSON, the
-arrays of :class:`ShardArrays`, and last the bits of all masks, which are mapped and not read. They hold what
-torchvision's references train on: crowds and boxes without area are left out (both stay in the tar's JSON).
+``shard-000000.arrays`` holds numpy arrays saved one after another (``numpy.save``): a head in JSON, the arrays of
+:class:`ShardArrays`, and last the bits of all masks, which are mapped and not read. They hold what torchvision's
+references train on: crowds and boxes without area are left out (both stay in the tar's JSON).
 """
 
 from __future__ import annotations
@@ -27,18 +27,10 @@ from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import hash_bytes
 
-__all__ = [
-    "ArraysBuilder",
-    "ShardArrays",
-    "check_bytes",
-    "convert_boxes",
-    "dump_arrays",
-    "load_arrays",
-    "read_head",
-    "rebuild_arrays",
-]
+__all__ = ["ArraysBuilder", "ShardArrays", "check_bytes", "convert_boxes", "dump_arrays", "load_arrays", "read_head",
+           "rebuild_arrays"]  # fmt: skip
 
-_CHECKSUM = "tables_xxh3_64"
+_CHECKSUM = "tables_xxh3_64"  # in the head: of all arrays but the bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,16 +58,16 @@ class ShardArrays:
     mask_ends: NDArray[np.int64]
     """int64 [N + 1]: offsets into ``bits``."""
     checks: NDArray[np.uint64]
-    """uint64 [I, 2]: XXH3-64 of each image's bytes in the tar, and of its masks' bits; 0 in shards made before."""
+    """uint64 [I, 2]: XXH3-64 of each image's bytes in the tar, and of its masks' bits."""
     bits: NDArray[np.uint8]
     """uint8: all masks, one bit a pixel."""
 
 
 class ArraysBuilder:
-    """Collect records one by one, then save their arrays."""
+    """Collect records one by one, then build their arrays."""
 
     def __init__(self) -> None:
-        self._images: list[tuple[int, int, int, int, int, int, int, int]] = []
+        self._images: list[tuple[int, ...]] = []
         self._boxes: list[NDArray[np.float32]] = []
         self._objects: list[tuple[int, float]] = []
         self._masks: list[PackedMasks] = []
@@ -84,50 +76,46 @@ class ArraysBuilder:
     def add(
         self, record: dict[str, Any], image: bytes, image_span: tuple[int, int], record_span: tuple[int, int]
     ) -> None:
-        """Add one record (the content of ``KEY.json``), its image's bytes, and where both lie in the tar."""
+        """Add a record as `make_record` gives it, its image's bytes, and the start and length of both in the tar."""
         height, width = record["height"], record["width"]
         annotations = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
         boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], height, width)
         kept = [annotation for annotation, kept in zip(annotations, keep.tolist(), strict=True) if kept]
+        masks = pack_masks([annotation["segmentation"] for annotation in kept])
         self._images.append((record["image_id"], height, width, len(kept), *image_span, *record_span))
         self._boxes.append(boxes[keep])
         self._objects += [(annotation["category_id"], annotation["area"]) for annotation in kept]
-        self._masks.append(pack_masks([decode_counts(annotation["segmentation"]) for annotation in kept]))
-        self._checks.append((check_bytes(image), check_bytes(self._masks[-1].bits)))
+        self._masks.append(masks)
+        self._checks.append((check_bytes(image), check_bytes(masks.bits)))
 
     def build(self) -> ShardArrays:
         """The arrays of all records added so far."""
         images = np.array(self._images, np.int64).reshape(-1, 8)
-        sizes = np.concatenate([np.diff(masks.offsets) for masks in self._masks] or [np.zeros(0, np.int64)])
+        sizes = [np.diff(masks.offsets) for masks in self._masks]
         return ShardArrays(
             image_ids=images[:, 0].copy(),
             sizes=images[:, 1:3].astype(np.int32),
             image_spans=images[:, 4:6].copy(),
             record_spans=images[:, 6:8].copy(),
             counts=images[:, 3].copy(),
-            boxes=np.concatenate(self._boxes or [np.zeros((0, 4), np.float32)]),
+            boxes=np.concatenate([np.zeros((0, 4), np.float32), *self._boxes]),
             labels=np.array([category for category, _ in self._objects], np.int64),
             areas=np.array([area for _, area in self._objects], np.float32),
-            crops=np.concatenate([masks.crops for masks in self._masks] or [np.zeros((0, 4), np.int32)]),
-            mask_ends=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)]),
+            crops=np.concatenate([np.zeros((0, 4), np.int32), *(masks.crops for masks in self._masks)]),
+            mask_ends=np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes])),
             checks=np.array(self._checks, np.uint64).reshape(-1, 2),
-            bits=np.concatenate([masks.bits for masks in self._masks] or [np.zeros(0, np.uint8)]),
+            bits=np.concatenate([np.zeros(0, np.uint8), *(masks.bits for masks in self._masks)]),
         )
 
 
 def check_bytes(*parts: Any) -> int:
-    """XXH3-64 of some bytes (or arrays of them), one part after another, never 0, which stands for no checksum.
+    """XXH3-64 of some bytes (or arrays of them), one part after another.
 
     Example:
         >>> check_bytes(b"ab") == check_bytes(b"a", b"b") != check_bytes(b"")
         True
     """
-    import xxhash
-
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return int(state.intdigest()) or 1
+    return int(hash_bytes(*parts), 16)
 
 
 def convert_boxes(
@@ -146,11 +134,6 @@ def convert_boxes(
     corners[:, 0::2] = corners[:, 0::2].clip(0, width)
     corners[:, 1::2] = corners[:, 1::2].clip(0, height)
     return corners, (corners[:, 3] > corners[:, 1]) & (corners[:, 2] > corners[:, 0])
-
-
-def decode_counts(rle: dict[str, Any]) -> dict[str, Any]:
-    """RLE from JSON (counts as text) as pycocotools takes it (counts as bytes)."""
-    return {"size": rle["size"], "counts": rle["counts"].encode()}
 
 
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
@@ -173,10 +156,7 @@ def read_head(path: Path) -> dict[str, Any]:
         ColabUtilsError: if the file is damaged.
     """
     with _explain_damage(path), open(path, "rb") as file:
-        head = json.loads(_read_array(file).tobytes())
-        if not isinstance(head, dict):
-            raise ValueError("no head")
-        return head
+        return _read_head(file)
 
 
 def load_arrays(path: Path) -> ShardArrays:
@@ -186,33 +166,62 @@ def load_arrays(path: Path) -> ShardArrays:
         ColabUtilsError: if the file is damaged.
     """
     with _explain_damage(path), open(path, "rb") as file:
-        head = json.loads(_read_array(file).tobytes())
-        start = file.tell()
-        *names, checks, last = [field.name for field in fields(ShardArrays)]
+        head, start = _read_head(file), file.tell()
+        *names, bits = [field.name for field in fields(ShardArrays)]
         values = {name: _read_array(file) for name in names}
         end = file.tell()
+        file.seek(start)
+        if hash_bytes(file.read(end - start)) != head.get(_CHECKSUM):
+            raise ValueError("another checksum")
         shape, dtype = _read_header(file)
-        if _CHECKSUM in head:
-            file.seek(end)
-            values[checks] = _read_array(file)
-            end = file.tell()
-            file.seek(start)
-            if hash_bytes(file.read(end - start)) != head[_CHECKSUM]:
-                raise ValueError("another checksum")
-            shape, dtype = _read_header(file)
-        else:  # made before there were checksums
-            values[checks] = np.zeros((len(values["image_ids"]), 2), np.uint64)
         offset = file.tell()
         if dtype != np.uint8 or (os.fstat(file.fileno()).st_size - offset,) != shape:
             raise ValueError("cut short")
         try:
             # numpy cannot map nothing
-            values[last] = np.memmap(path, np.uint8, "r", offset, shape) if shape[0] else np.zeros(0, np.uint8)
+            values[bits] = np.memmap(path, np.uint8, "r", offset, shape) if shape[0] else np.zeros(0, np.uint8)
         except OSError as error:
             if error.errno != errno.ENODEV:  # a mount whose files cannot be mapped
                 raise
-            values[last] = np.frombuffer(file.read(), np.uint8)
+            values[bits] = np.frombuffer(file.read(), np.uint8)
     return ShardArrays(**values)
+
+
+def rebuild_arrays(tar_path: Path) -> ShardArrays:
+    """Make the arrays of one shard again from its tar.
+
+    Raises:
+        ColabUtilsError: if the tar is damaged.
+
+    Example:
+        >>> rebuild_arrays(Path(__file__))
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a shard in ...
+    """
+    builder = ArraysBuilder()
+    try:
+        with open(tar_path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            members = tar.getmembers()
+            for image, member in zip(members[::2], members[1::2], strict=True):
+                file.seek(member.offset_data)
+                record = json.loads(file.read(member.size))
+                for one in record["annotations"]:  # checked: pycocotools would read past damaged counts
+                    one["segmentation"] = encode_segmentation(one["segmentation"], record["height"], record["width"])
+                file.seek(image.offset_data)
+                data = file.read(image.size)
+                builder.add(record, data, (image.offset_data, image.size), (member.offset_data, member.size))
+    except (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, ColabUtilsError) as error:
+        raise ColabUtilsError(
+            f"expected a shard in {tar_path}, found a damaged file ({error}). Copy it again, or run preprocess again."
+        ) from None
+    return builder.build()
+
+
+def _read_head(file: BinaryIO) -> dict[str, Any]:
+    head = json.loads(_read_array(file).tobytes())
+    if not isinstance(head, dict):
+        raise ValueError("no head")
+    return head
 
 
 def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -236,35 +245,5 @@ def _explain_damage(path: Path) -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise ColabUtilsError(
-            f"expected arrays in {path}, found a damaged file ({error}). Delete it: it is made again from the tar."
+            f"expected arrays in {path}, found a damaged file ({error}). Run verify on the shards."
         ) from None
-
-
-def rebuild_arrays(tar_path: Path) -> ShardArrays:
-    """Make the arrays of one shard again from its tar.
-
-    Raises:
-        ColabUtilsError: if the tar is damaged.
-
-    Example:
-        >>> rebuild_arrays(Path(__file__))
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a shard in ...
-    """
-    builder = ArraysBuilder()
-    try:
-        with open(tar_path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            members = tar.getmembers()
-            for image, member in zip(members[::2], members[1::2], strict=True):
-                file.seek(member.offset_data)
-                record = json.loads(file.read(member.size))
-                for annotation in record["annotations"]:  # pycocotools would read past damaged counts
-                    encode_segmentation(annotation["segmentation"], record["height"], record["width"])
-                file.seek(image.offset_data)
-                data = file.read(image.size)
-                builder.add(record, data, (image.offset_data, image.size), (member.offset_data, member.size))
-    except (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, ColabUtilsError) as error:
-        raise ColabUtilsError(
-            f"expected a shard in {tar_path}, found a damaged file ({error}). Copy it again, or run preprocess again."
-        ) from None
-    return builder.build()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
@@ -18,7 +18,7 @@ from colab_utils.drive import (
     describe_retries,
     get_profile,
     is_on_drive,
-)
+)  # fmt: skip
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, show_progress
 from colab_utils.shards.format import (
@@ -28,32 +28,33 @@ from colab_utils.shards.format import (
     ShardIndex,
     ShardInfo,
     explain_write,
+    find_free_space,
+    has_size,
     hash_file,
     read_index,
     remove_leftovers,
     write_index,
-)
+)  # fmt: skip
 
-__all__ = ["COPY_STREAMS", "CopyReport", "Copying", "check_space", "copy_shards", "has_size", "read_target"]
+__all__ = ["COPY_STREAMS", "CopyReport", "Copying", "check_space", "copy_shards", "read_target"]
 
-HEADER_BYTES = 4096
-DISK_MARGIN = 1.02
 COPY_STREAMS = 4  # files at the same time
-FLUSHED_BYTES = 8 * PIECE_BYTES  # in small portions the disk takes more of the cores
+_DISK_MARGIN = 1.02
 
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What a copy did: ``shards`` now lie in the target, ``skipped_shards`` of them lay there before.
-
-    ``bytes`` were copied now, in ``seconds``; ``left_out_shards`` are beyond ``limit_gb``.
-    """
+    """What :func:`copy_shards` did."""
 
     shards: int
+    """Shards in the target now."""
     bytes: int
+    """Bytes that were copied."""
     seconds: float
     skipped_shards: int
+    """Shards that were in the target before."""
     left_out_shards: int = 0
+    """Shards beyond ``limit_gb``."""
     retries: int = 0
     """How many times Drive failed and was tried again."""
 
@@ -76,9 +77,9 @@ def copy_shards(
 ) -> CopyReport:
     """Copy a folder of shards, file by file, and check each against its checksum while it is copied.
 
-    What already lies in ``target`` and is whole is not copied again, so an interrupted copy continues. Each
-    file appears under its name only when it is complete; the index comes last. Where Drive fails, the copy goes on
-    from the byte it had reached; after four tries with growing waits (81 s in all) it ends.
+    A file that is complete in ``target`` is not copied again, so an interrupted copy continues. Each file appears
+    under its name only when it is complete; the index comes last. Where Drive fails, the copy goes on from the byte
+    that it had reached; after four tries with growing waits (81 s in all) it ends.
 
     Args:
         source: folder of shards, usually on Drive.
@@ -132,7 +133,7 @@ def copy_shards(
 
 
 class Copying:
-    """One copy under way; ``overwrite`` allows to replace damaged files, which are known to be ours."""
+    """One copy under way; ``overwrite`` allows to replace damaged files, which the index in the target lists."""
 
     def __init__(
         self, source: Path, target: Path, profile: DriveProfile | None, retries: Retries, *, overwrite: bool
@@ -154,7 +155,7 @@ class Copying:
             try:
                 while pending:
                     done = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED).done
-                    # files that are whole first: an error among them must not hide how many are safe
+                    # complete files first: an error among them must not hide how many are safe
                     for future in sorted(done, key=lambda future: future.exception() is not None):
                         name = pending.pop(future)
                         if future.result():
@@ -168,14 +169,17 @@ class Copying:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def copy_file(self, name: str, size: int, checksum: str) -> bool:
-        """Copy one file unless it is there; says whether it was copied."""
+        """Copy one file unless it is there; returns whether it was copied."""
         path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
         with explain_write(self.target):
             if has_size(path, size) and hash_file(path) == checksum:
                 self._progress.put(size)
                 return False
             if path.exists() and not self.overwrite:
-                self._refuse_foreign(path)
+                raise ColabUtilsError(
+                    f"expected no other data in {self.target}, found another {name}: name another folder, or delete "
+                    "that file if it is a damaged copy"
+                )
             try:
                 if self._transfer(name, temporary) != (size, checksum):
                     self._progress.put(-size)
@@ -190,39 +194,18 @@ class Copying:
         return True
 
     def _transfer(self, name: str, temporary: Path) -> tuple[int, str]:
-        """Copy the bytes under a temporary name; returns their number and their checksum.
-
-        A piece is written while the next one is read.
-        """
+        """Copy the bytes under a temporary name; returns their number and their checksum."""
         import xxhash
 
-        state, offset = xxhash.xxh3_64(), 0
-        buffers = [memoryview(bytearray(PIECE_BYTES)) for _ in range(2)]
-        with self._open(name) as file, open(temporary, "wb", buffering=0) as out, ThreadPoolExecutor(1) as writer:
-
-            def write(piece: memoryview, offset: int) -> None:
-                state.update(piece)
-                count = len(piece)
-                while piece:  # a disk that is nearly full may take less than it was given
-                    piece = piece[out.write(piece) :]
-                file.forget(count, offset)
-                if (offset + count) % FLUSHED_BYTES < count and hasattr(os, "posix_fadvise"):
-                    # start to flush it, or the index would wait for the whole copy
-                    start = max(0, offset + count - FLUSHED_BYTES)
-                    os.posix_fadvise(out.fileno(), start, FLUSHED_BYTES, os.POSIX_FADV_DONTNEED)
-
-            written: Future[None] | None = None
-            while count := file.readinto(buffers[0], offset):
-                if written:
-                    written.result()
+        state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
+        with self._open(name) as file, open(temporary, "wb") as out:
+            while count := file.readinto(piece, offset):
                 if self.stop.is_set():
                     raise CancelledError
-                written = writer.submit(write, buffers[0][:count], offset)
-                buffers.reverse()
+                out.write(piece[:count])
+                state.update(piece[:count])
                 offset += count
                 self._progress.put(count)
-            if written:
-                written.result()
         return offset, state.hexdigest()
 
     def _open(self, name: str) -> DriveFile:
@@ -233,16 +216,6 @@ class Copying:
                 f"expected to read {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. "
                 "Run verify on the source, then preprocess again what it names"
             ) from error
-
-    def _refuse_foreign(self, path: Path) -> None:
-        """Without an index in the target, replace only what begins like ours: a copy that was cut short."""
-        with self._open(path.name) as theirs, DriveFile(path) as ours:
-            start = ours.pread(HEADER_BYTES, 0)
-            if theirs.pread(len(start), 0) != start:
-                raise ColabUtilsError(
-                    f"expected no other data in {self.target}, found another {path.name}: name another folder, or "
-                    "move that file away"
-                )
 
 
 def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | None:
@@ -271,31 +244,25 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
     """The first shards that fit into the limit; all of them without one."""
     if limit_gb is None:
         return index.shards
-    chosen: list[ShardInfo] = []
-    left = limit_gb * 1e9
-    for shard in index.shards:
-        left -= shard.bytes + shard.arrays_bytes
-        if not left >= 0:
-            break
-        chosen.append(shard)
+    ends = accumulate(shard.bytes + shard.arrays_bytes for shard in index.shards)
+    chosen = tuple(shard for shard, end in zip(index.shards, ends, strict=True) if end <= limit_gb * 1e9)
     if not chosen and index.shards:
         least = (index.shards[0].bytes + index.shards[0].arrays_bytes) / 1e9
         raise ColabUtilsError(
             f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one takes {least:.3g} GB"
         )
-    return tuple(chosen)
+    return chosen
 
 
 def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool) -> None:
-    """Refuse a copy that the disk cannot hold, before its first byte; ``cached``: Drive keeps what is read on it too.
+    """Refuse a copy that the disk cannot hold, before its first byte.
 
-    Drive's cache gives way to what the disk needs, but a file only when it was read whole: the largest ones under way
-    count twice.
+    ``cached``: Drive keeps what is read on this disk too. Its cache gives way to what the disk needs, but a file only
+    after its last byte was read: the largest files under way count twice.
     """
-    existing = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
-    needed = (sum(sizes) + (sum(sizes[-COPY_STREAMS:]) if cached else 0)) * DISK_MARGIN
-    free = shutil.disk_usage(existing).free
+    needed = (sum(sizes) + (sum(sizes[-COPY_STREAMS:]) if cached else 0)) * _DISK_MARGIN
+    free = find_free_space(target)
     if needed > free:
         raise ColabUtilsError(
             f"expected {format_bytes(needed)} of free disk for {target}, found {format_bytes(free)}: free some, name "
@@ -309,11 +276,6 @@ def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardIn
     for shard in previous.shards if previous else ():
         if all(has_size(target / name, size) for name, size, _ in shard.files()):
             listed[shard.name] = shard
-    whole = previous if previous and not previous.partial else index
+    full = previous if previous and not previous.partial else index
     shards = tuple(listed[name] for name in sorted(listed))
-    return replace(whole, shards=shards, partial=whole.partial or len(shards) < len(whole.shards))
-
-
-def has_size(path: Path, size: int) -> bool:
-    """Whether a file is there, as long as it should be."""
-    return path.is_file() and path.stat().st_size == size
+    return replace(full, shards=shards, partial=full.partial or len(shards) < len(full.shards))

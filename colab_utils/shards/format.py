@@ -1,4 +1,4 @@
-"""One writer for a folder: who writes there says so in a file, and gives a sign of life twice a minute."""
+"""The folder of shards: its index, the members of its tars, checksums, and the lock of its one writer."""
 
 from __future__ import annotations
 
@@ -7,57 +7,31 @@ import json
 import os
 import platform
 import re
+import shutil
 import tarfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic, sleep, time
+from time import time
 from typing import Any
 
 from colab_utils.drive import DriveFile, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import show_progress, write_file
+from colab_utils.runtime import write_file
 
-__all__ = [
-    "FORMAT_VERSION",
-    "INDEX_NAME",
-    "WRITER_NAME",
-    "ShardIndex",
-    "ShardInfo",
-    "SkippedImage",
-    "explain_write",
-    "hash_bytes",
-    "hash_file",
-    "hold_folder",
-    "is_running",
-    "pad_member",
-    "read_index",
-    "remove_leftovers",
-    "split_member",
-    "write_index",
-]
+__all__ = ["ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "read_index", "write_index"]
 
 FORMAT_NAME = "colab_utils shards"
-
-
 FORMAT_VERSION = 1
-
-
-INDEX_NAME = "index.json"
-
-
-UNFINISHED_NAME = "unfinished.json"
-
-
-BLOCK_BYTES = 512
-
-
+INDEX_NAME, UNFINISHED_NAME, WRITER_NAME = "index.json", "unfinished.json", "writer.json"
+BLOCK_BYTES = 512  # of a tar
 PIECE_BYTES = 1 << 20  # of a file that is read from its start to its end
 
-
-_LEFTOVER = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|unfinished\.json|writer\.json)\.(\d+)\.part")
+_TAR_NAME, _ARRAYS_NAME = re.compile(r"shard-\d+\.tar"), re.compile(r"shard-\d+\.arrays")
+_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|unfinished\.json)\.(\d+)\.part")
+_TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
 
 @dataclass(frozen=True)
@@ -82,7 +56,7 @@ class ShardInfo:
     arrays_xxh3_64: str
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
-        """(file name, bytes, checksum) of the tar and of the arrays beside it."""
+        """(file name, bytes, checksum) of the tar and of its arrays."""
         return (
             (self.name, self.bytes, self.xxh3_64),
             (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64),
@@ -96,10 +70,11 @@ class ShardIndex:
     fingerprint: str
     """XXH3-128 of the annotations file that the shards were made from."""
     recipe: dict[str, Any]
-    """How the images were stored: ``form`` ("shrink" where there is none), ``min_size``, ``max_size`` (pixels),
-    ``jpeg_quality``, ``images_per_shard``.
+    """How the images are stored: ``storage``, ``min_size``, ``max_size`` (pixels), ``jpeg_quality``, ``shard_mb``,
+    ``images_per_shard``.
     """
     categories: tuple[dict[str, Any], ...]
+    """Each category's ``id`` and ``name``."""
     shards: tuple[ShardInfo, ...]
     skipped: tuple[SkippedImage, ...] = ()
     partial: bool = False
@@ -152,6 +127,10 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         raise ColabUtilsError(
             f"expected JSON in {path}, found: {error}. Copy the file again, or delete it and run preprocess again."
         ) from None
+    return _parse_index(raw, path)
+
+
+def _parse_index(raw: Any, path: Path) -> ShardIndex:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise ColabUtilsError(
             f"expected an index of {FORMAT_NAME} in {path}, found something else. Name another folder."
@@ -159,22 +138,26 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     version = raw.get("format_version")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} or older in {folder}, found version {version}. "
+            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, found version {version}. "
             "Update colab_utils."
         )
     try:
-        shards = tuple(ShardInfo(**shard) for shard in raw["shards"])
         index = ShardIndex(
             fingerprint=raw["fingerprint"],
-            recipe=raw["recipe"],
+            recipe=dict(raw["recipe"]),
             categories=tuple(raw["categories"]),
-            shards=shards,
+            shards=tuple(ShardInfo(**shard) for shard in raw["shards"]),
             skipped=tuple(SkippedImage(**image) for image in raw["skipped"]),
             partial=raw["partial"],
         )
-        for name, size, _ in index.files():
-            if Path(name).name != name or size < 0:
-                raise ValueError(f"a file {name!r} of {size} bytes")
+        for category in index.categories:
+            if not (isinstance(category["id"], int) and isinstance(category["name"], str)):
+                raise ValueError(f"a category {category}")
+        for shard in index.shards:  # a name of another kind could lead out of the folder, or to a file of the user
+            if not (_TAR_NAME.fullmatch(shard.name) and _ARRAYS_NAME.fullmatch(shard.arrays_name)):
+                raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
+            if min(shard.images, shard.annotations, shard.bytes, shard.arrays_bytes) < 0:
+                raise ValueError(f"a negative number in {shard.name}")
     except (KeyError, TypeError, ValueError) as error:
         raise ColabUtilsError(
             f"expected a complete index in {path}, found one that lacks or adds {error}. Copy the file again."
@@ -183,7 +166,7 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
 
 
 def write_index(folder: Path, index: ShardIndex) -> None:
-    """Write ``index.json``: under a temporary name first, so that a half-written one is never seen."""
+    """Write ``index.json`` under a temporary name, then rename it."""
     content = {
         "format": FORMAT_NAME,
         "format_version": FORMAT_VERSION,
@@ -194,24 +177,54 @@ def write_index(folder: Path, index: ShardIndex) -> None:
     write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
-    for path in folder.glob(".*.part"):
-        match = _LEFTOVER.fullmatch(path.name)
-        with suppress(FileNotFoundError):  # its process finished it meanwhile
-            if match and not is_running(int(match[1]), path.stat().st_mtime):
-                path.unlink()
+def has_size(path: Path, size: int) -> bool:
+    """Whether there is a file of this size in bytes."""
+    return path.is_file() and path.stat().st_size == size
 
 
-def is_running(pid: int, since: float) -> bool:
-    """Whether the process with this id runs, and did so at the time ``since``: ids are used again."""
-    import psutil
+def find_free_space(folder: Path) -> int:
+    """Free bytes of the disk that a folder lies on, or will lie on once it is made."""
+    path = folder.absolute()
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1
-    except psutil.NoSuchProcess:
-        return False
+
+def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
+    """One tar member as header, data and padding; the same name and data always give the same bytes.
+
+    Example:
+        >>> [len(part) for part in split_member("000000000001.json", b"{}")]
+        [512, 2, 510]
+    """
+    header = tarfile.TarInfo(name)
+    header.size = len(data)
+    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK_BYTES)
+
+
+def hash_bytes(*parts: Any) -> str:
+    """XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
+
+    Example:
+        >>> hash_bytes(b"")
+        '2d06800538d394c2'
+    """
+    import xxhash
+
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def hash_file(path: str | Path) -> str:
+    """XXH3-64 of a file, in hexadecimal."""
+    import xxhash
+
+    state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
+    with DriveFile(path) as file:
+        while count := file.readinto(piece, offset):
+            state.update(piece[:count])
+            offset += count
+    return state.hexdigest()
 
 
 @contextmanager
@@ -239,65 +252,37 @@ def explain_write(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def hash_bytes(*parts: bytes) -> str:
-    """XXH3-64 of all parts, one after the other, in hexadecimal.
-
-    Example:
-        >>> hash_bytes(b"")
-        '2d06800538d394c2'
-    """
-    import xxhash
-
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
+    for path in folder.glob(".*.part"):
+        match = _TEMPORARY_NAME.fullmatch(path.name)
+        with suppress(FileNotFoundError):  # its process has just finished it
+            if match and not _is_running(int(match[1]), path.stat().st_mtime):
+                path.unlink()
 
 
-def hash_file(path: str | Path) -> str:
-    """XXH3-64 of a file, in hexadecimal."""
-    import xxhash
+def _is_running(pid: int, since: float) -> bool:
+    """Whether the process with this id runs, and ran at the time ``since``: ids are used again."""
+    import psutil
 
-    state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
-    with DriveFile(path) as file:
-        while count := file.readinto(piece, offset):
-            state.update(piece[:count])
-            offset += count
-    return state.hexdigest()
-
-
-def pad_member(name: str, data: bytes) -> bytes:
-    """One tar member, header and padding included; the same name and data always give the same bytes.
-
-    Example:
-        >>> len(pad_member("000000000001.json", b"{}"))
-        1024
-    """
-    return b"".join(split_member(name, data))
-
-
-def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
-    """The same as header, data and padding."""
-    header = tarfile.TarInfo(name)
-    header.size = len(data)
-    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK_BYTES)
-
-
-WRITER_NAME = "writer.json"
-
-
-_SIGN_S, _SILENT_S, _LOOK_S = 30.0, 100.0, 2.0
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
 def hold_folder(folder: Path, retries: Retries | None = None) -> Iterator[None]:
-    """Be the only one who writes into ``folder`` while the block lasts; the folder is made if need be.
+    """Lock ``folder``: no other process writes into it while the block runs. The folder is made if need be.
 
-    A writer that was killed on this machine is known at once. One on another machine may have ended with its session:
-    it is gone when it gives no sign of life for 100 seconds, and that is waited for.
+    The lock is the file ``writer.json``, which only one process can create. The lock of a process that was killed on
+    this machine is removed at once. A writer on another machine touches its lock every 30 seconds; when it has not for
+    100 seconds, its session has ended, and the lock is removed. (Drive shows another machine's files with a delay, so
+    two machines that start within seconds of each other can both get in.)
 
     Raises:
-        ColabUtilsError: somebody else is at work there, or the folder cannot be written to.
+        ColabUtilsError: if another process writes there, or the folder cannot be written to.
 
     Example:
         >>> import tempfile
@@ -305,81 +290,76 @@ def hold_folder(folder: Path, retries: Retries | None = None) -> Iterator[None]:
         >>> with hold_folder(folder), hold_folder(folder):
         ...     pass
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected nobody else to write into ..., found process ...
+        colab_utils.errors.ColabUtilsError: expected no other writer in ..., found process ...
     """
-    path, made, done = folder / WRITER_NAME, not folder.exists(), threading.Event()
+    path, made, owned, done = folder / WRITER_NAME, not folder.exists(), False, threading.Event()
 
-    def enter() -> None:
+    def acquire() -> None:
+        nonlocal owned
         with explain_write(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            _wait_for_silence(path)
-            _sign(path)
+            while not owned:
+                try:
+                    path.touch(exist_ok=False)
+                    owned = True
+                except FileExistsError:
+                    _remove_dead_lock(path)
+            path.write_text(json.dumps({"host": _find_host(), "pid": os.getpid(), "time": time()}))
 
-    (retries or Retries()).run(enter)
-    thread = threading.Thread(target=_sign_on, args=(path, done), name="writer", daemon=True)
-    thread.start()
+    def touch() -> None:
+        while not done.wait(_TOUCH_S):
+            with suppress(OSError):  # the work itself meets the error too
+                os.utime(path)
+
     try:
+        (retries or Retries()).run(acquire)
+        threading.Thread(target=touch, name="writer", daemon=True).start()
         yield
     finally:
         done.set()
-        thread.join(timeout=5)  # it may be waiting for a Drive that does not answer
         with suppress(OSError):
-            path.unlink()
+            if owned:
+                path.unlink()
             if made:
-                folder.rmdir()  # if nothing came of it
+                folder.rmdir()  # if it stayed empty
 
 
-def _wait_for_silence(path: Path) -> None:
-    first = _read_sign(path)
-    if first is None:
-        return
-    if first["host"] == _find_host():
-        if is_running(first["pid"], first["time"]):
-            raise _refuse(path, first)
-        return
-    deadline = monotonic() + _SILENT_S - min(max(time() - first["time"], 0), _SILENT_S)
-    label = f"another machine wrote into {path.parent.name} a moment ago: is it still at work?"
-    with show_progress(label, total=None, unit="look") as bar:
-        while monotonic() < deadline:
-            sleep(_LOOK_S)
-            bar.update(1)
-            now = _read_sign(path)
-            if now is None:
-                return
-            if now != first:
-                raise _refuse(path, now)
+def _remove_dead_lock(path: Path) -> None:
+    """Remove a lock whose writer is gone; return, too, where somebody else has just removed it.
+
+    Raises:
+        ColabUtilsError: if the writer is alive.
+    """
+    import fcntl
+
+    with suppress(FileNotFoundError), open(path) as file:
+        lock, silent_s, here = _read_lock(path), time() - path.stat().st_mtime, _find_host()
+        if _is_running(lock["pid"], lock["time"]) if lock["host"] == here else silent_s < _SILENT_S:
+            where = "this machine" if lock["host"] == here else f"machine {lock['host'].partition(' ')[0]}"
+            writer = f"process {lock['pid']} on {where}" if lock["host"] else "another process"
+            raise ColabUtilsError(
+                f"expected no other writer in {path.parent}, found {writer} at work there. Let "
+                "it end, or stop it and run the same command: it continues after the finished shards. (A writer on "
+                f"another machine counts as gone {_SILENT_S:.0f} seconds after its session ended.)"
+            )
+        with suppress(OSError):  # not every Drive has flock
+            fcntl.flock(file, fcntl.LOCK_EX)  # of several processes that found it dead, one removes it
+        if _read_lock(path) == lock:
+            path.unlink()
 
 
-def _read_sign(path: Path) -> dict[str, Any] | None:
-    """What the writer said last; None if there is none, or nothing that can be read."""
+def _read_lock(path: Path) -> dict[str, Any]:
+    """The writer's host, pid and start; a lock that was made a moment ago may have none."""
     try:
-        sign = json.loads(path.read_bytes())
-        return {"host": str(sign["host"]), "pid": int(sign["pid"]), "time": float(sign["time"])}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _sign(path: Path) -> None:
-    write_file(path, json.dumps({"host": _find_host(), "pid": os.getpid(), "time": time()}).encode())
-
-
-def _sign_on(path: Path, done: threading.Event) -> None:
-    while not done.wait(_SIGN_S):
-        with suppress(OSError):  # the work itself says what is wrong
-            _sign(path)
+        lock = json.loads(path.read_bytes())
+        return {"host": str(lock["host"]), "pid": int(lock["pid"]), "time": float(lock["time"])}
+    except (ValueError, KeyError, TypeError):
+        return {"host": "", "pid": 0, "time": 0.0}
 
 
 def _find_host() -> str:
-    """This machine since it was started: Colab gives many of them one name."""
+    """This machine since it was started: Colab gives many machines one name."""
     try:
         return f"{platform.node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     except OSError:
         return platform.node()
-
-
-def _refuse(path: Path, sign: dict[str, Any]) -> ColabUtilsError:
-    here = "this machine" if sign["host"] == _find_host() else f"machine {sign['host'].split()[0]}"
-    return ColabUtilsError(
-        f"expected nobody else to write into {path.parent}, found process {sign['pid']} on {here} at work there. Let "
-        "it end, or stop it and run the same command: it continues after the finished shards."
-    )

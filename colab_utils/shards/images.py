@@ -17,19 +17,10 @@ from colab_utils.errors import ColabUtilsError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = [
-    "JPEG_QUALITY",
-    "Storage",
-    "StoredImage",
-    "dump_record",
-    "fit_size",
-    "make_record",
-    "plan_size",
-    "store_image",
-]
+__all__ = ["Storage", "StoredImage", "dump_record", "fit_size", "make_record", "plan_size", "store_image"]
 
-Storage = Literal["shrink", "keep", "pixels"]
-"""How images lie in a shard: the larger ones shrunk once, all bytes kept, or shrunk and as raw pixels."""
+Storage = Literal["keep", "shrink", "pixels"]
+"""How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw pixels."""
 JPEG_QUALITY = 95
 _KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
 _ORIENTATION = 0x0112
@@ -80,10 +71,10 @@ def store_image(
     *,
     min_size: int,
     max_size: int,
-    form: Storage = "shrink",
+    storage: Storage = "shrink",
     jpeg_quality: int = JPEG_QUALITY,
 ) -> StoredImage:
-    """Decode an image once to be sure it is whole, then keep its bytes, shrink it, or store its pixels.
+    """Decode an image once to be sure that it is complete, then keep its bytes, shrink it, or store its pixels.
 
     JPEG and 8-bit RGB or grey PNG keep their bytes. Other kinds become 8-bit RGB PNG; what is larger than
     training needs is shrunk with an antialiased filter (to JPEG, or PNG if it was PNG).
@@ -93,11 +84,11 @@ def store_image(
         size: height and width that the annotations give; 0 where they give none.
         min_size: shorter side that training needs, in pixels.
         max_size: longer side that training needs, in pixels.
-        form: "shrink"; "keep" shrinks nothing; "pixels" shrinks, then stores uint8 [H, W, 3] as ``.npy``.
+        storage: "shrink"; "keep" shrinks nothing; "pixels" shrinks, then stores uint8 [H, W, 3] as ``.npy``.
         jpeg_quality: of an image that is shrunk to JPEG, 1 to 100.
 
     Raises:
-        ColabUtilsError: if the data is not a whole image, or its size is not what the annotations say.
+        ColabUtilsError: if the data is not a complete image, or its size is not what the annotations say.
     """
     from PIL import Image
 
@@ -110,70 +101,60 @@ def store_image(
         turned = image.getexif().get(_ORIENTATION, 1) > 4
     except Image.UnidentifiedImageError:
         raise ColabUtilsError("not an image") from None
-    except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
+    except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
         raise ColabUtilsError(f"not a whole image: {error}") from None
     upright = _turn_upright(image, size, turned=turned)
     kept = upright is image and mode in _KEPT_MODES.get(kind, ()) and not _is_deep_png(kind, data)
     width, height = upright.size
     original = height, width
-    stored = original if form == "keep" else plan_size(height, width, min_size=min_size, max_size=max_size)
-    if kept and stored == original and form != "pixels":
+    stored = original if storage == "keep" else plan_size(height, width, min_size=min_size, max_size=max_size)
+    if kept and stored == original and storage != "pixels":
         return StoredImage("png" if kind == "PNG" else "jpg", data, *stored, *original)
-    rgb, extension = _to_rgb(upright), "npy" if form == "pixels" else "png"
+    rgb, extension = _to_rgb(upright), "npy" if storage == "pixels" else "png"
     if stored != original:
         rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
-        if form == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
+        if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
             extension = "jpg"
     return StoredImage(extension, _encode(rgb, extension, jpeg_quality), *stored, *original)
 
 
 def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage) -> dict[str, Any]:
-    """The content of ``KEY.json``: COCO form at the stored size, each mask as compressed RLE.
+    """The content of ``KEY.json``: COCO form at the stored size, each mask as compressed RLE whose counts are bytes.
 
     Masks are rasterised at the original size and then resized, as torchvision's transform does.
 
     Raises:
         ColabUtilsError: if an annotation has no usable mask or box.
     """
-    height, width = stored.height, stored.width
-    original = stored.original_height, stored.original_width
-    scale_y, scale_x = height / original[0], width / original[1]
-    rles, converted = [], []
+    original, size = (stored.original_height, stored.original_width), (stored.height, stored.width)
+    scale_y, scale_x = size[0] / original[0], size[1] / original[1]
+    rles, scaled = [], []
     for annotation in annotations:
+        (x, y, width, height), area = annotation["bbox"], annotation["area"]
         try:
             rles.append(encode_segmentation(annotation["segmentation"], *original))
+            if not is_sound_box(annotation):
+                raise ColabUtilsError(f"expected finite numbers, found bbox {annotation['bbox']}, area {area}")
         except ColabUtilsError as error:
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
-        if not is_sound_box(annotation):
-            raise ColabUtilsError(
-                f"annotation {annotation['id']}: expected finite numbers, found bbox {annotation['bbox']}, area "
-                f"{annotation['area']}"
-            )
-    if original != (height, width):
-        rles = resize_rles(rles, height, width)
-    for annotation, rle in zip(annotations, rles, strict=True):
-        box, area = annotation["bbox"], annotation["area"]
-        if original != (height, width):
-            box = [box[0] * scale_x, box[1] * scale_y, box[2] * scale_x, box[3] * scale_y]
-            area *= scale_x * scale_y
-        counts = rle["counts"].decode()
-        converted.append(
-            {**annotation, "bbox": box, "area": area, "segmentation": {"size": [height, width], "counts": counts}}
-        )
+        box = [x * scale_x, y * scale_y, width * scale_x, height * scale_y]
+        scaled.append({**annotation, "bbox": box, "area": area * scale_x * scale_y})
+    if size != original:
+        rles = resize_rles(rles, *size)
     return {
         "image_id": image["id"],
         "file_name": image["file_name"],
-        "width": width,
-        "height": height,
+        "width": stored.width,
+        "height": stored.height,
         "original_width": stored.original_width,
         "original_height": stored.original_height,
-        "annotations": converted,
+        "annotations": [{**one, "segmentation": rle} for one, rle in zip(scaled, rles, strict=True)],
     }
 
 
 def dump_record(record: dict[str, Any]) -> bytes:
-    """The bytes of ``KEY.json``."""
-    return json.dumps(record, separators=(",", ":")).encode()
+    """The bytes of ``KEY.json``, where the counts of RLE are text."""
+    return json.dumps(record, separators=(",", ":"), default=bytes.decode).encode()
 
 
 def _turn_upright(image: Image.Image, size: tuple[int, int], *, turned: bool) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Is every shard whole: sizes and checksums of all files against the index."""
+"""Verify shards: sizes and checksums of all files against the index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BadShard", "VerifyReport", "verify_shards"]
 
 @dataclass(frozen=True)
 class BadShard:
-    """A shard that is not what the index says, and why."""
+    """A shard that differs from its entry in the index, and why."""
 
     shard: str
     reason: str
@@ -23,7 +23,7 @@ class BadShard:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`verify_shards` found; all is well when ``bad`` is empty."""
+    """What :func:`verify_shards` found; the shards are complete when ``bad`` is empty."""
 
     shards: int
     images: int
@@ -32,7 +32,7 @@ class VerifyReport:
     """How many times Drive failed and was tried again."""
 
     def __str__(self) -> str:
-        state = f"{len(self.bad)} bad" if self.bad else "all whole"
+        state = f"{len(self.bad)} bad" if self.bad else "all complete"
         return f"{self.shards} shards, {self.images:,} images: {state}{describe_retries(self.retries, '; ')}"
 
 

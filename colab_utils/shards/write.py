@@ -1,18 +1,17 @@
-"""COCO data to shards: several processes, one finished shard at a time, the index last.
+"""COCO data to shards: several processes, each writes one shard at a time; the index comes last.
 
-An interrupted run leaves only finished shards; the same call continues after the last one.
+A run that is interrupted leaves only finished shards; the same call continues after the last one.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import shutil
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -35,338 +34,23 @@ from colab_utils.shards.format import (
     ShardInfo,
     SkippedImage,
     explain_write,
+    find_free_space,
+    has_size,
     hash_bytes,
     hold_folder,
-    pad_member,
     read_index,
     remove_leftovers,
     split_member,
     write_index,
-)
-from colab_utils.shards.images import JPEG_QUALITY, Storage, StoredImage, dump_record, make_record, store_image
+)  # fmt: skip
+from colab_utils.shards.images import JPEG_QUALITY, Storage, dump_record, make_record, store_image
 
-__all__ = [
-    "READ_STREAMS",
-    "SAMPLE_IMAGES",
-    "ShardJob",
-    "ShardReport",
-    "ShardResult",
-    "check_numbers",
-    "find_recipe",
-    "has_repaired",
-    "open_dataset",
-    "read_image",
-    "read_sample",
-    "run_jobs",
-    "store_sample",
-    "write_shard",
-    "write_shards",
-]
+__all__ = ["READ_STREAMS", "Sample", "ShardReport", "find_recipe", "read_image", "try_sample", "write_shards"]
 
 READ_STREAMS = 4  # files that a process reads at the same time
-
-
-class ShardResult(NamedTuple):
-    """One shard that is done; ``retries``: how many times Drive failed meanwhile and was tried again."""
-
-    info: ShardInfo
-    skipped: tuple[SkippedImage, ...]
-    retries: int = 0
-
-
-@dataclass(frozen=True)
-class ShardJob:
-    """One shard to write: everything that a process needs, on this machine or another."""
-
-    name: str
-    dataset: CocoDataset
-    images: Path
-    folder: Path
-    recipe: dict[str, Any]
-
-
-def read_sample(
-    images: Path, dataset: CocoDataset, i: int, recipe: dict[str, Any], retries: Retries | None = None
-) -> tuple[str, str, bytes, dict[str, Any]]:
-    """Key, extension, image bytes and record of one image.
-
-    Raises:
-        ColabUtilsError: if the image or one of its annotations is bad.
-        DriveLostError: if Drive went away, which says nothing about the image.
-    """
-    return _make_sample(read_image(images, dataset, i, retries), dataset, i, recipe)
-
-
-def _make_sample(
-    data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, Any]
-) -> tuple[str, str, bytes, dict[str, Any]]:
-    """The same of an image that was read."""
-    stored, image = store_sample(data, dataset, i, recipe), dataset.image(i)
-    return f"{image['id']:012d}", stored.extension, stored.data, make_record(image, dataset.annotations(i), stored)
-
-
-def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
-    """The bytes of one image's file; raises what `read_sample` raises."""
-    try:
-        return read_file(images / dataset.file_name(i), None, retries)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ColabUtilsError("the file is missing") from None
-    except OSError as error:
-        raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
-
-
-def store_sample(data: bytes, dataset: CocoDataset, i: int, recipe: dict[str, Any]) -> StoredImage:
-    """The bytes of one image's file as they go into a shard; raises what `store_image` raises."""
-    return store_image(
-        data,
-        tuple(dataset.sizes[i].tolist()),
-        min_size=recipe["min_size"],
-        max_size=recipe["max_size"],
-        form=recipe.get("form", "shrink"),  # older shards know no other
-        jpeg_quality=recipe["jpeg_quality"],
-    )
-
-
-def write_shard(
-    job: ShardJob, count: Callable[[int], object], turn: AbstractContextManager[Any] | None = None, stop: Any = None
-) -> ShardResult:
-    """Write one shard, or find it finished: the tar first, then the arrays, whose head vouches for the tar.
-
-    A shard whose images are all bad has no files. ``count`` is called with the number of images about to be done, and
-    with 0 while Drive is waited for; it may raise. ``turn`` is held while the images are worked on, and not while a
-    disk is waited for. Once ``stop``, an event, is set, Drive is not tried again.
-
-    Raises:
-        ColabUtilsError: if it cannot be written.
-        DriveLostError: if Drive went away.
-    """
-    tar_path, arrays_path = job.folder / f"{job.name}.tar", job.folder / f"{job.name}.arrays"
-    retries = Retries(stop)
-    found = retries.run(partial(_find_shard, job, tar_path, arrays_path))
-    if found is not None:
-        count(len(job.dataset))
-        return found
-    with turn or nullcontext():
-        tar, arrays, head = _build_shard(job, count, retries)
-    if head["images"]:
-        retries.run(partial(_write, tar_path, *tar))
-        retries.run(partial(_write, arrays_path, arrays))
-    skipped = tuple(SkippedImage(**image) for image in head["skipped"])
-    return ShardResult(_describe_shard(head, arrays_path.name, arrays), skipped, retries.count)
-
-
-def _build_shard(
-    job: ShardJob, count: Callable[[int], object], retries: Retries
-) -> tuple[list[bytes], bytes, dict[str, Any]]:
-    """The parts of a tar, its arrays, and their head, in memory."""
-    tar, size, builder, annotations = list[bytes](), 0, ArraysBuilder(), 0
-    skipped: list[SkippedImage] = []
-    with closing(_read_ahead(job, retries)) as files:
-        for i, reading in enumerate(files):
-            count(1)
-            while not reading.done():
-                count(0)
-                wait([reading], timeout=0.5)
-            try:
-                key, extension, data, record = _make_sample(reading.result(), job.dataset, i, job.recipe)
-            except DriveLostError:
-                raise
-            except ColabUtilsError as error:
-                skipped.append(SkippedImage(job.dataset.file_name(i), str(error)))
-                continue
-            spans = []
-            for end, part in ((extension, data), ("json", dump_record(record))):
-                spans.append((size + BLOCK_BYTES, len(part)))
-                member = split_member(f"{key}.{end}", part)
-                size += sum(map(len, member))
-                tar += member  # pieces as they are: images that lie as pixels are megabytes to copy
-            builder.add(record, data, *spans)
-            annotations += len(record["annotations"])
-    tar.append(bytes(2 * BLOCK_BYTES))
-    head = {
-        "fingerprint": job.dataset.fingerprint,
-        "recipe": job.recipe,
-        "name": f"{job.name}.tar",
-        "images": len(job.dataset) - len(skipped),
-        "annotations": annotations,
-        "bytes": size + 2 * BLOCK_BYTES,
-        "xxh3_64": hash_bytes(*tar),
-        "skipped": [asdict(image) for image in skipped],
-    }
-    return tar, dump_arrays(head, builder.build()), head
-
-
-def _read_ahead(job: ShardJob, retries: Retries) -> Generator[Future[bytes], None, None]:
-    """The images' files in their order, each asked for before it is needed: on Drive, reading is waiting."""
-    pending, pool, ahead = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read"), Retries()
-    try:
-        for i in range(len(job.dataset)):
-            pending.append(pool.submit(read_image, job.images, job.dataset, i, ahead))
-            if len(pending) > 2 * READ_STREAMS:
-                yield pending.popleft()
-        while pending:
-            yield pending.popleft()
-    finally:
-        ahead.stop.set()  # it may end early: nobody tries again
-        retries.count += ahead.count
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _write(path: Path, *parts: bytes) -> None:
-    with explain_write(path.parent):
-        write_file(path, *parts)
-
-
-def has_repaired(images: Path, dataset: CocoDataset, recipe: dict[str, Any], skipped: tuple[SkippedImage, ...]) -> bool:
-    """Whether an image that was skipped before is good now.
-
-    Raises:
-        DriveLostError: if Drive went away.
-    """
-    names = {image.file_name for image in skipped}
-    bad = 0
-    for i in range(len(dataset)) if names else ():
-        if dataset.file_name(i) in names:
-            try:
-                read_sample(images, dataset, i, recipe)
-            except DriveLostError:
-                raise
-            except ColabUtilsError:
-                bad += 1
-    return bad < len(skipped)
-
-
-def _find_shard(job: ShardJob, tar_path: Path, arrays_path: Path) -> ShardResult | None:
-    """The shard as an earlier run left it; None if it must be written: missing, cut short, or an image was mended."""
-    try:
-        with guard_drive(job.folder):
-            head = read_head(arrays_path)
-            load_arrays(arrays_path)
-            size, arrays = tar_path.stat().st_size, arrays_path.read_bytes()
-        if (head["fingerprint"], head["recipe"], head["bytes"]) != (job.dataset.fingerprint, job.recipe, size):
-            return None
-        skipped = tuple(SkippedImage(**image) for image in head["skipped"])
-        found = _describe_shard(head, arrays_path.name, arrays)
-    except DriveLostError:
-        raise
-    except (FileNotFoundError, ColabUtilsError, KeyError, TypeError):
-        return None
-    return None if has_repaired(job.images, job.dataset, job.recipe, skipped) else ShardResult(found, skipped)
-
-
-def _describe_shard(head: dict[str, Any], arrays_name: str, arrays: bytes) -> ShardInfo:
-    return ShardInfo(
-        name=head["name"],
-        images=head["images"],
-        annotations=head["annotations"],
-        bytes=head["bytes"],
-        xxh3_64=head["xxh3_64"],
-        arrays_name=arrays_name,
-        arrays_bytes=len(arrays),
-        arrays_xxh3_64=hash_bytes(arrays),
-    )
-
-
-def run_jobs(
-    jobs: list[ShardJob], *, workers: int | Literal["auto"], executor: Executor | None, max_bad: float
-) -> list[ShardResult]:
-    """Write every shard.
-
-    Args:
-        jobs: one or more, of one folder.
-        workers: processes that work at a time; "auto" is one for each core.
-        executor: used in place of processes, if there is one.
-        max_bad: the share of bad images above which it stops.
-
-    Raises:
-        ColabUtilsError: if too many images are bad, a shard cannot be written, or a process was ended.
-    """
-    total = sum(len(job.dataset) for job in jobs)
-    allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
-    count = min(count_cores() if workers == "auto" else int(workers), len(jobs))
-    with show_progress("preprocess", total=total, unit="image") as bar:
-        if executor is not None:
-            return _collect([executor.submit(_work, job) for job in jobs], total, allowed, bar)
-        context = multiprocessing.get_context("fork" if count > 1 else None)
-        done, stop, turns = context.Value("q", 0), context.Event(), context.Semaphore(count)
-        work = partial(write_shard, count=partial(_count_done, done, stop), turn=turns, stop=stop)
-        # one more than work at a time: it waits for the disk meanwhile
-        most = min(count + 1, len(jobs))
-        pool, run = (fork_pool(most, _start_worker, work), _work) if count > 1 else (ThreadPoolExecutor(most), work)
-        with pool:
-            try:
-                return _collect([pool.submit(run, job) for job in jobs], total, allowed, bar, done)
-            except BaseException:
-                stop.set()  # each worker gives up at its next image: no half shard is ever renamed
-                pool.shutdown(wait=True, cancel_futures=True)
-                remove_leftovers(jobs[0].folder)  # of a worker that the system ended
-                raise
-
-
-def _collect(
-    futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any = None
-) -> list[ShardResult]:
-    bad: list[SkippedImage] = []
-    pending, retries = set(futures), 0
-    try:
-        while pending:
-            finished, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-            for future in finished:
-                result = future.result()
-                bad += result.skipped
-                if done is None:
-                    bar.update(result.info.images + len(result.skipped))
-                retries += result.retries
-            bar.set_postfix_str(describe_retries(retries), refresh=False)
-            if done is not None:
-                bar.update(done.value - bar.n)
-            _check_bad(bad, total, allowed)
-    except BrokenExecutor:
-        raise ColabUtilsError(
-            "expected every worker process to finish its shards, found one that the system ended, most often for want "
-            "of memory. Run the same command with fewer workers (--workers 1): it continues after the finished shards."
-        ) from None
-    finally:
-        for future in pending:
-            future.cancel()
-    return [future.result() for future in futures]
-
-
-def _check_bad(bad: list[SkippedImage], total: int, allowed: int) -> None:
-    if len(bad) > allowed:
-        first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
-        raise ColabUtilsError(
-            f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far ({first}). Mend them, write "
-            "a repaired annotations file with `check --repair OUT.json`, or allow more with --max-bad SHARE."
-        )
-
-
-_run: Callable[[ShardJob], ShardResult] = partial(write_shard, count=int)
-
-
-def _start_worker(run: Callable[[ShardJob], ShardResult]) -> None:
-    global _run
-    _run = run
-
-
-def _work(job: ShardJob) -> ShardResult:
-    return _run(job)
-
-
-def _count_done(done: Any, stop: Any, images: int) -> None:
-    if stop.is_set():
-        raise ColabUtilsError("stopped")
-    with done.get_lock():
-        done.value += images
-
-
-SAMPLE_IMAGES = 16
-
-
+_MEASURED_IMAGES = 16  # from which the images of a shard are worked out
 _RANGES = {"max_bad": (0, 1), "shard_mb": (0, 1024), "jpeg_quality": (1, 100), "step_ms": (0, 10**6)}
-
-
-_WHOLE = ("workers", "jpeg_quality", "sample", "batch_size")
+_INTEGERS = ("workers", "jpeg_quality", "batch_size")
 
 
 @dataclass(frozen=True)
@@ -379,9 +63,9 @@ class ShardReport:
     """Images that were left out, each with its reason."""
     shards: int
     bytes: int
-    """Size of all shards and the arrays beside them."""
+    """Size of all shards and their arrays."""
     seconds: float
-    form: Storage = "shrink"
+    storage: Storage = "shrink"
     """How the images are stored; see :func:`write_shards`."""
     retries: int = 0
     """How many times Drive failed and was tried again."""
@@ -392,6 +76,42 @@ class ShardReport:
         return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}{tried}"
 
 
+class Sample(NamedTuple):
+    """One image as it goes into a shard."""
+
+    key: str
+    extension: str
+    data: bytes
+    record: dict[str, Any]
+
+    def split_members(self) -> list[tuple[bytes, bytes, bytes]]:
+        """The tar members of the image and of its record, each as header, data and padding."""
+        parts = ((self.extension, self.data), ("json", dump_record(self.record)))
+        return [split_member(f"{self.key}.{extension}", data) for extension, data in parts]
+
+    def count_bytes(self) -> int:
+        """Bytes that it takes in a tar."""
+        return sum(len(part) for member in self.split_members() for part in member)
+
+
+class ShardJob(NamedTuple):
+    """One shard to write: everything that a process needs, on this machine or another."""
+
+    name: str
+    dataset: CocoDataset
+    images: Path
+    folder: Path
+    recipe: dict[str, Any]
+
+
+class ShardResult(NamedTuple):
+    """One shard that is done; ``retries``: how many times Drive failed meanwhile and was tried again."""
+
+    info: ShardInfo
+    skipped: tuple[SkippedImage, ...]
+    retries: int = 0
+
+
 def write_shards(
     images: str | Path,
     annotations: str | Path,
@@ -400,17 +120,17 @@ def write_shards(
     shard_mb: float = 128,
     min_size: int = 800,
     max_size: int = 1333,
-    form: Storage = "shrink",
+    storage: Storage = "shrink",
     jpeg_quality: int = JPEG_QUALITY,
     workers: int | Literal["auto"] = "auto",
     executor: Executor | None = None,
     max_bad: float = 0.01,
 ) -> ShardReport:
-    """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, and flat arrays beside them.
+    """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, each with its flat arrays.
 
     Images keep their bytes, unless they are larger than training needs: those are shrunk once. A bad image
     (missing, cut short, not an image, or with an annotation that has no usable mask) is skipped and reported.
-    Which ``form`` pays on this machine, `colab_utils.shards.plan.plan_shards` measures.
+    What each ``storage`` costs on this machine, `colab_utils.shards.plan.plan_shards` measures.
 
     Args:
         images: the image folder.
@@ -419,17 +139,17 @@ def write_shards(
         shard_mb: size to aim at for each shard, in MB.
         min_size: the shorter side that training needs, in pixels (torchvision's ``min_size``).
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
-        form: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels (``KEY.npy``, uint8
-            [H, W, 3]), which cost no decoding and many times the space.
+        storage: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels (``KEY.npy``,
+            uint8 [H, W, 3]), which cost no decoding and many times the space.
         jpeg_quality: of images that are shrunk to JPEG, 1 to 100.
-        workers: processes that work at a time, each with a shard in memory; "auto" is one for each core. One more waits
-            for the disk meanwhile. Each reads four files at a time, ahead of what it works on.
+        workers: processes, each with a shard in memory; "auto" is one for each core. Each reads four files at a time,
+            ahead of the image that it works on.
         executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of processes here.
         max_bad: the share of bad images above which it stops, 0 to 1.
 
     Raises:
-        ColabUtilsError: if the input is missing or not COCO, too many images are bad, the disk is full, or the
-            folder holds other data.
+        ColabUtilsError: if the input is missing or not COCO, too many images are bad, the disk is full, the folder
+            holds other data, or another process writes there.
 
     Example:
         >>> import tempfile
@@ -440,59 +160,50 @@ def write_shards(
         >>> report.images, report.shards, report.skipped
         (3, 1, ())
     """
-    started = perf_counter()
-    images, folder = Path(images), Path(shards)
-    check_numbers(shard_mb=shard_mb, min_size=min_size, max_size=max_size, max_bad=max_bad, jpeg_quality=jpeg_quality)
-    if workers != "auto":
-        check_numbers(workers=workers)
-    if form not in get_args(Storage):
-        raise ColabUtilsError(f"expected form as one of {', '.join(get_args(Storage))}, found {form!r}: choose another")
-    retries = Retries()
+    started, images, folder, retries = perf_counter(), Path(images), Path(shards), Retries()
+    processes = count_cores() if workers == "auto" else workers
+    recipe: dict[str, Any] = {
+        "min_size": min_size, "max_size": max_size, "jpeg_quality": jpeg_quality, "shard_mb": shard_mb,
+    }  # fmt: skip
+    check_settings(**recipe, storage=storage, workers=processes, max_bad=max_bad)
+    recipe |= {"shard_mb": float(shard_mb), "storage": storage}
+    results, call = list[ShardResult](), partial(_call, retries, folder)
     dataset = open_dataset(images, annotations, retries)
-    recipe = {
-        "min_size": min_size,
-        "max_size": max_size,
-        "form": form,
-        "jpeg_quality": jpeg_quality,
-        "shard_mb": float(shard_mb),
-    }
-
-    def call(work: Callable[..., Any], *arguments: Any) -> Any:
-        def run() -> Any:
+    index = call(_find_index, folder, dataset, recipe)
+    if index is None or not call(_is_finished, folder, images, dataset, index):
+        with hold_folder(folder, retries):
+            recipe = call(_begin_folder, folder, images, dataset, recipe)
+            jobs = _plan_jobs(dataset, images.absolute(), folder.absolute(), recipe)
             with explain_write(folder):
-                return work(folder, *arguments)
+                results = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
+            index = _make_index(dataset, recipe, results)
+            call(_finish_folder, folder, index)
+    return ShardReport(
+        images=index.images,
+        skipped=index.skipped,
+        shards=len(index.shards),
+        bytes=index.bytes,
+        seconds=perf_counter() - started,
+        storage=storage,
+        retries=retries.count + sum(result.retries for result in results),
+    )
 
-        return retries.run(run)
 
-    finished = call(_find_finished, images, dataset, recipe)
-    if finished is not None:
-        if (folder / WRITER_NAME).exists():  # of a run that was killed when all was done
-            with hold_folder(folder, retries):
-                pass
-        return _report(finished, started)
-    with hold_folder(folder, retries), explain_write(folder):
-        recipe = call(_open_folder, images, dataset, recipe)
-        jobs = _plan_jobs(dataset, images.absolute(), folder.absolute(), recipe)
-        results = run_jobs(jobs, workers=workers, executor=executor, max_bad=max_bad)
-        index = ShardIndex(
-            fingerprint=dataset.fingerprint,
-            recipe=recipe,
-            categories=dataset.categories,
-            shards=tuple(result.info for result in results if result.info.images),
-            skipped=tuple(image for result in results for image in result.skipped),
+def check_settings(*, storage: str, **numbers: Any) -> None:
+    """Refuse a setting of preprocessing that is out of range, by its name."""
+    if storage not in get_args(Storage):
+        raise ColabUtilsError(
+            f"expected storage as one of {', '.join(get_args(Storage))}, found {storage!r}: choose another"
         )
-        call(_finish_folder, index)
-    return replace(_report(index, started), retries=retries.count + sum(result.retries for result in results))
-
-
-def _finish_folder(folder: Path, index: ShardIndex) -> None:
-    remove_leftovers(folder)
-    write_index(folder, index)
-    (folder / UNFINISHED_NAME).unlink(missing_ok=True)
+    for name, value in numbers.items():
+        lower, upper = _RANGES.get(name, (1, 2**16))
+        right = isinstance(value, int if name in _INTEGERS else int | float) and lower <= value <= upper
+        if not right or (name in ("shard_mb", "step_ms") and not value):
+            raise ColabUtilsError(f"expected {name} between {lower} and {upper}, found {value!r}: choose another")
 
 
 def open_dataset(images: str | Path, annotations: str | Path, retries: Retries | None = None) -> CocoDataset:
-    """The annotations, once it is sure that shards can be made of them; where Drive fails, ``retries`` try again.
+    """The annotations, checked for all that cannot be skipped image by image; where Drive fails, ``retries`` try again.
 
     Raises:
         ColabUtilsError: if there is no image folder, or the annotations are not COCO or refer to what is not there.
@@ -505,7 +216,20 @@ def open_dataset(images: str | Path, annotations: str | Path, retries: Retries |
             return read_coco(annotations)
 
     dataset = (retries or Retries()).run(read)
-    _check_references(dataset, Path(annotations))
+    cure = "See `check`, which lists them and can write a repaired file (--repair OUT.json)."
+    if not len(dataset):
+        raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
+    for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
+        if unknown.size:
+            raise ColabUtilsError(
+                f"expected annotations of known images and categories in {annotations}, found {unknown.size} of an "
+                f"unknown {name}, such as annotation {unknown[0]}. {cure}"
+            )
+    for file_name in map(dataset.file_name, range(len(dataset))):
+        if not is_safe_name(file_name):
+            raise ColabUtilsError(
+                f"expected each file_name inside the image folder, found {file_name!r} in {annotations}. {cure}"
+            )
     return dataset
 
 
@@ -519,150 +243,163 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         >>> find_recipe("no/such/folder") is None
         True
     """
-    folder = Path(folder)
 
-    def find() -> dict[str, Any] | None:
+    def find(folder: Path) -> dict[str, Any] | None:
+        if (folder / INDEX_NAME).exists():
+            return read_index(folder).recipe
+        mark = _find_mark(folder)
+        return mark["recipe"] if mark else None
+
+    recipe: dict[str, Any] | None = _call(Retries(), Path(folder), find, Path(folder))
+    return recipe
+
+
+def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
+    """The bytes of one image's file.
+
+    Raises:
+        ColabUtilsError: if the file is missing or cannot be read.
+        DriveLostError: if Drive went away.
+    """
+    try:
+        return read_file(images / dataset.file_name(i), None, retries)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ColabUtilsError("the file is missing") from None
+    except OSError as error:
+        raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
+
+
+def try_sample(
+    read: Callable[[], bytes], dataset: CocoDataset, i: int, recipe: dict[str, Any]
+) -> Sample | SkippedImage:
+    """One image's sample, from the bytes of its file; a `SkippedImage` if the image or an annotation is bad.
+
+    Raises:
+        DriveLostError: if Drive went away, which tells nothing about the image.
+    """
+    image, size = dataset.image(i), tuple(dataset.sizes[i].tolist())
+    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage", "jpeg_quality")}
+    try:
+        stored = store_image(read(), size, **settings)
+        record = make_record(image, dataset.annotations(i), stored)
+    except DriveLostError:
+        raise
+    except ColabUtilsError as error:
+        return SkippedImage(image["file_name"], str(error))
+    return Sample(f"{image['id']:012d}", stored.extension, stored.data, record)
+
+
+def _call(retries: Retries, folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
+    """``work(...)``, tried again where Drive fails; errors of writing into ``folder`` in words."""
+
+    def run() -> Any:
         with explain_write(folder):
-            if (folder / INDEX_NAME).exists():
-                return read_index(folder).recipe
-            mark = _find_mark(folder)
-        return None if mark is None else mark["recipe"]
+            return work(*arguments)
 
-    recipe = Retries().run(find)
-    return None if recipe is None else _name_form(recipe)
+    return retries.run(run)
 
 
-def check_numbers(**numbers: Any) -> None:
-    """Refuse a setting of preprocessing that is out of range, by its name."""
-    for name, value in numbers.items():
-        lower, upper = _RANGES.get(name, (1, 2**16))
-        right = isinstance(value, int if name in _WHOLE else int | float) and lower <= value <= upper
-        if not right or (name in ("shard_mb", "step_ms") and not value):
-            raise ColabUtilsError(f"expected {name} between {lower} and {upper}, found {value!r}: choose another")
-
-
-def _name_form(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Recipes of shards made before there were forms name none."""
-    return {"form": "shrink", **recipe}
-
-
-def _report(index: ShardIndex, started: float) -> ShardReport:
-    form = _name_form(index.recipe)["form"]
-    return ShardReport(index.images, index.skipped, len(index.shards), index.bytes, perf_counter() - started, form)
-
-
-def _check_references(dataset: CocoDataset, annotations: Path) -> None:
-    """Refuse what cannot be skipped image by image."""
-    cure = "See `check`, which lists them and can write a repaired file (--repair OUT.json)."
-    if not len(dataset):
-        raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
-    for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
-        if unknown.size:
-            raise ColabUtilsError(
-                f"expected annotations of known images and categories in {annotations}, found {unknown.size} of an "
-                f"unknown {name}, such as annotation {unknown[0]}. {cure}"
-            )
-    for i in range(len(dataset)):
-        if not is_safe_name(dataset.file_name(i)):
-            raise ColabUtilsError(
-                f"expected each file_name inside the image folder, found {dataset.file_name(i)!r} in {annotations}. "
-                + cure
-            )
-
-
-def _find_finished(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
-    """The index of a finished folder of the same data; None if there is work to do."""
+def _find_index(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
+    """The index of a folder of the same data and settings; None where there is none."""
     if not (folder / INDEX_NAME).exists():
         return None
     index = read_index(folder)
-    same = _name_form(index.recipe).items() >= recipe.items()
-    if index.fingerprint != dataset.fingerprint or not same:
+    if index.fingerprint != dataset.fingerprint or not index.recipe.items() >= recipe.items():
         what = "shards made with other settings" if index.fingerprint == dataset.fingerprint else "another dataset"
         raise ColabUtilsError(
             f"expected an empty folder or the same shards, found {what} in {folder}. Name another one."
         )
-    whole = all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size, _ in index.files())
-    if whole and not index.partial and not has_repaired(images, dataset, index.recipe, index.skipped):
-        (folder / UNFINISHED_NAME).unlink(missing_ok=True)
-        return index
-    # what was lost, cut, left out or mended is made now, as in every other unfinished folder
-    write_file(folder / UNFINISHED_NAME, json.dumps(_mark(dataset, index.recipe)).encode())
-    (folder / INDEX_NAME).unlink()
-    return None
+    return index
 
 
-def _mark(dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any]:
-    return {"format_version": FORMAT_VERSION, "fingerprint": dataset.fingerprint, "recipe": recipe}
+def _is_finished(folder: Path, images: Path, dataset: CocoDataset, index: ShardIndex) -> bool:
+    """Whether nothing is to be done: no file is lost or cut short, no bad image was repaired, no writer is left."""
+    if index.partial or any((folder / name).exists() for name in (UNFINISHED_NAME, WRITER_NAME)):
+        return False
+    if not all(has_size(folder / name, size) for name, size, _ in index.files()):
+        return False
+    return not _has_repaired(images, dataset, index, index.recipe)
 
 
-def _open_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Make the folder, or continue an unfinished one; returns the recipe with the images of each shard fixed."""
-    mark = _find_mark(folder)
-    if mark is not None:
-        known: dict[str, Any] = mark["recipe"]
-        named = {**mark, "recipe": _name_form(known)}
-        if named != _mark(dataset, {**recipe, "images_per_shard": known.get("images_per_shard")}):
+def _has_repaired(images: Path, dataset: CocoDataset, index: ShardIndex | ShardResult, recipe: dict[str, Any]) -> bool:
+    """Whether an image that was skipped before is good now."""
+    names = {image.file_name for image in index.skipped}
+    places = [i for i in range(len(dataset)) if dataset.file_name(i) in names] if names else []
+    samples = (try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places)
+    return any(isinstance(sample, Sample) for sample in samples)
+
+
+def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Mark the folder as unfinished; returns the recipe with the number of images in a shard.
+
+    Looks for an index again: another writer may have finished since, with other data.
+    """
+    index = _find_index(folder, dataset, recipe)
+    if index is not None:
+        recipe = index.recipe
+    elif (mark := _find_mark(folder)) is not None:
+        recipe = {**recipe, "images_per_shard": mark["recipe"].get("images_per_shard")}
+        if mark != _make_mark(dataset.fingerprint, recipe):
             raise ColabUtilsError(
                 f"expected an empty folder, found an unfinished run of other data or settings in {folder}. "
                 "Name another folder, or finish that run with its own settings."
             )
-        remove_leftovers(folder)
-        return known
-    mean = _measure_sample(images, dataset, recipe)
-    folder.mkdir(parents=True, exist_ok=True)
-    needed, free = mean * len(dataset), shutil.disk_usage(folder).free
-    if needed > free:
-        raise ColabUtilsError(
-            f"expected about {format_bytes(needed)} of free space for {len(dataset):,} images in {folder}, found "
-            f"{format_bytes(free)}. Free some, name another folder, or store smaller images (--min-size)."
-        )
-    recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
-    write_file(folder / UNFINISHED_NAME, json.dumps(_mark(dataset, recipe)).encode())
+    else:
+        mean = _measure_images(images, dataset, recipe)
+        needed, free = mean * len(dataset), find_free_space(folder)
+        if needed > free:
+            raise ColabUtilsError(
+                f"expected about {format_bytes(needed)} of free space for {len(dataset):,} images in {folder}, found "
+                f"{format_bytes(free)}. Free some, name another folder, or store smaller images (--min-size)."
+            )
+        recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
+    remove_leftovers(folder)
+    write_file(folder / UNFINISHED_NAME, json.dumps(_make_mark(dataset.fingerprint, recipe)).encode())
+    (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
 
 
+def _make_mark(fingerprint: str, recipe: dict[str, Any]) -> dict[str, Any]:
+    """What an unfinished folder and each of its shards say about the run that made them."""
+    return {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, "recipe": recipe}
+
+
 def _find_mark(folder: Path) -> dict[str, Any] | None:
-    """Which run left its shards in this folder without an index; None if there are none."""
-    marker, shard = folder / UNFINISHED_NAME, min(folder.glob("shard-*.tar"), default=None)
+    """Which run left its shards in this folder, as `_make_mark` gives it; None if there are none."""
+    path, shard = folder / UNFINISHED_NAME, min(folder.glob("shard-*.tar"), default=None)
     try:
-        if marker.exists():
-            mark: dict[str, Any] = json.loads(marker.read_bytes())
-        elif shard is not None:  # somebody lost the index: each shard knows where it comes from
-            head = read_head(shard.with_suffix(".arrays"))
-            mark = {"format_version": FORMAT_VERSION, "fingerprint": head["fingerprint"], "recipe": head["recipe"]}
+        if path.exists():
+            mark = json.loads(path.read_bytes())
+        elif shard is not None:  # the index was lost: each shard knows its run
+            mark = read_head(shard.with_suffix(".arrays"))
         else:
             return None
-        if isinstance(mark["recipe"], dict):
-            return mark
+        return {name: mark[name] for name in _make_mark("", {})} | {"recipe": dict(mark["recipe"])}
     except DriveLostError:
         raise
     except (ValueError, KeyError, TypeError, FileNotFoundError, ColabUtilsError):
-        pass  # written by something else
-    raise ColabUtilsError(
-        f"expected an empty folder, found shards without an index, or the mark of something else, in {folder}. "
-        "Name another folder."
-    )
-
-
-def _measure_sample(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> float:
-    """Mean bytes of one image in a shard, from a few images spread over the dataset."""
-    sizes, reason = [], ""
-    for i in np.linspace(0, len(dataset) - 1, min(SAMPLE_IMAGES, len(dataset))).astype(int).tolist():
-        try:
-            key, extension, data, record = read_sample(images, dataset, i, recipe)
-        except DriveLostError:
-            raise
-        except ColabUtilsError as error:
-            reason = f"{dataset.file_name(i)}: {error}"  # reported with all others when its shard is written
-            continue
-        parts = ((extension, data), ("json", dump_record(record)))
-        sizes.append(sum(len(pad_member(f"{key}.{end}", part)) for end, part in parts))
-    if not sizes:
         raise ColabUtilsError(
-            f"expected usable images in {images}, found every one that was looked at bad, such as {reason}. Name the "
-            "right image folder, or see `check`."
-        )
+            f"expected an empty folder, found shards without an index, or the mark of something else, in {folder}. "
+            "Name another folder."
+        ) from None
+
+
+def _measure_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> float:
+    """Mean bytes of one image in a shard, from a few images spread over the dataset."""
+    places = np.linspace(0, len(dataset) - 1, min(_MEASURED_IMAGES, len(dataset))).astype(int).tolist()
+    found = [try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places]
+    sizes = [sample.count_bytes() for sample in found if isinstance(sample, Sample)]
+    if not sizes:
+        raise explain_bad(images, found[0])
     return float(np.mean(sizes))
+
+
+def explain_bad(images: Path, found: Any) -> ColabUtilsError:
+    """The error where no image of a sample is usable; ``found`` is the first one."""
+    return ColabUtilsError(
+        f"expected usable images in {images}, found every one that was looked at bad, such as {found.file_name}: "
+        f"{found.reason}. Name the right image folder, or see `check`."
+    )
 
 
 def _plan_jobs(dataset: CocoDataset, images: Path, folder: Path, recipe: dict[str, Any]) -> list[ShardJob]:
@@ -672,3 +409,205 @@ def _plan_jobs(dataset: CocoDataset, images: Path, folder: Path, recipe: dict[st
         ShardJob(f"shard-{n:06d}", dataset.subset(i, min(i + step, len(dataset))), images, folder, recipe)
         for n, i in enumerate(starts)
     ]
+
+
+def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float) -> list[ShardResult]:
+    """Write every shard, on the executor or on processes of our own.
+
+    Raises:
+        ColabUtilsError: if too many images are bad, a shard cannot be written, or a process was ended.
+    """
+    total = sum(len(job.dataset) for job in jobs)
+    allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
+    with show_progress("preprocess", total=total, unit="image") as bar:
+        if executor is not None:
+            with explain_ended_worker():
+                return _collect([executor.submit(_work, job) for job in jobs], total, allowed, bar)
+        count = min(processes, len(jobs))
+        context = multiprocessing.get_context("fork" if count > 1 else None)
+        shared = context.Value("q", 0), context.Event()
+        pool = fork_pool(count, _start_worker, *shared) if count > 1 else ThreadPoolExecutor(1)
+        work = _work if count > 1 else partial(_write_shard, shared=shared)
+        with pool:
+            try:
+                with explain_ended_worker():
+                    return _collect([pool.submit(work, job) for job in jobs], total, allowed, bar, shared[0])
+            except BaseException:
+                shared[1].set()  # each worker gives up at its next image
+                pool.shutdown(wait=True, cancel_futures=True)
+                remove_leftovers(jobs[0].folder)  # of a worker that the system ended
+                raise
+
+
+@contextmanager
+def explain_ended_worker() -> Iterator[None]:
+    """Turn the end of a worker process into one line with its cure."""
+    try:
+        yield
+    except BrokenExecutor:
+        raise ColabUtilsError(
+            "expected every worker process to finish, found one that the system ended, most often for want of memory. "
+            "Run the same command with fewer workers (--workers 1): it continues after the finished shards."
+        ) from None
+
+
+def _collect(
+    futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any = None
+) -> list[ShardResult]:
+    """The results of all jobs; ``done`` counts images where the workers share memory with this process."""
+    pending, finished = set(futures), set[Future[ShardResult]]()
+    try:
+        while pending:
+            now, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+            finished |= now
+            results = [future.result() for future in finished]
+            bad = [image for result in results for image in result.skipped]
+            count = sum(result.info.images + len(result.skipped) for result in results) if done is None else done.value
+            bar.set_postfix_str(describe_retries(sum(result.retries for result in results)), refresh=False)
+            bar.update(count - bar.n)
+            if len(bad) > allowed:
+                first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
+                raise ColabUtilsError(
+                    f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far ({first}). Repair "
+                    "them, write a repaired annotations file with `check --repair OUT.json`, or allow more with "
+                    "--max-bad SHARE."
+                )
+    finally:
+        for future in pending:
+            future.cancel()
+    return [future.result() for future in futures]
+
+
+_shared: tuple[Any, Any] = None, None  # in a worker process
+
+
+def _start_worker(done: Any, stop: Any) -> None:
+    global _shared
+    _shared = done, stop
+
+
+def _work(job: ShardJob) -> ShardResult:
+    """Write one shard in a worker process, or in one of somebody else's executor, where nothing is shared."""
+    return _write_shard(job, _shared)
+
+
+def _write_shard(job: ShardJob, shared: tuple[Any, Any]) -> ShardResult:
+    """Write one shard, or find it finished: the tar first, then the arrays, whose head vouches for the tar.
+
+    A shard whose images are all bad has no files. ``shared`` with all workers are the number of images that are done,
+    and an event: once it is set, the worker gives up at its next image, and Drive is not tried again.
+
+    Raises:
+        ColabUtilsError: if it cannot be written.
+        DriveLostError: if Drive went away.
+    """
+    done, stop = shared
+
+    def count(images: int) -> None:
+        if stop is not None and stop.is_set():
+            raise ColabUtilsError("stopped")
+        if done is not None:
+            with done.get_lock():
+                done.value += images
+
+    tar_path, arrays_path = job.folder / f"{job.name}.tar", job.folder / f"{job.name}.arrays"
+    retries = Retries(stop)
+    found = retries.run(partial(_find_shard, job, tar_path, arrays_path))
+    if found is not None:
+        count(len(job.dataset))
+        return found
+    tar, arrays, head = _build_shard(job, count, retries)
+    if head["images"]:
+        for path, parts in ((tar_path, tar), (arrays_path, [arrays])):
+            _call(retries, job.folder, write_file, path, *parts)
+    return _make_result(head, arrays, retries.count)
+
+
+def _find_shard(job: ShardJob, tar_path: Path, arrays_path: Path) -> ShardResult | None:
+    """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
+    try:
+        with guard_drive(job.folder):
+            head = read_head(arrays_path)
+            load_arrays(arrays_path)
+            arrays = arrays_path.read_bytes()
+            same = has_size(tar_path, head["bytes"])
+        if not same or (head["fingerprint"], head["recipe"]) != (job.dataset.fingerprint, job.recipe):
+            return None
+        result = _make_result(head, arrays)
+    except DriveLostError:
+        raise
+    except (FileNotFoundError, ColabUtilsError, KeyError, TypeError):
+        return None
+    return None if _has_repaired(job.images, job.dataset, result, job.recipe) else result
+
+
+def _build_shard(
+    job: ShardJob, count: Callable[[int], None], retries: Retries
+) -> tuple[list[bytes], bytes, dict[str, Any]]:
+    """The parts of a tar, its arrays, and their head, in memory."""
+    tar, size, builder, annotations = list[bytes](), 0, ArraysBuilder(), 0
+    skipped: list[SkippedImage] = []
+    with closing(_read_ahead(job, retries)) as files:
+        for i, reading in enumerate(files):
+            count(1)
+            sample = try_sample(reading.result, job.dataset, i, job.recipe)
+            if isinstance(sample, SkippedImage):
+                skipped.append(sample)
+                continue
+            spans = []
+            for header, data, padding in sample.split_members():
+                spans.append((size + BLOCK_BYTES, len(data)))
+                size += len(header) + len(data) + len(padding)
+                tar += header, data, padding  # not joined: images that lie as pixels are megabytes to copy
+            builder.add(sample.record, sample.data, *spans)
+            annotations += len(sample.record["annotations"])
+    tar.append(bytes(2 * BLOCK_BYTES))
+    head = _make_mark(job.dataset.fingerprint, job.recipe) | {
+        "name": f"{job.name}.tar",
+        "images": len(job.dataset) - len(skipped),
+        "annotations": annotations,
+        "bytes": size + 2 * BLOCK_BYTES,
+        "xxh3_64": hash_bytes(*tar),
+        "skipped": [asdict(image) for image in skipped],
+    }
+    return tar, dump_arrays(head, builder.build()), head
+
+
+def _read_ahead(job: ShardJob, retries: Retries) -> Generator[Future[bytes], None, None]:
+    """The images' files in their order, each asked for before it is needed: on Drive, reading is waiting."""
+    pending, pool = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read")
+    try:
+        for i in range(len(job.dataset)):
+            pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
+            if len(pending) > 2 * READ_STREAMS:
+                yield pending.popleft()
+        yield from pending
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _make_result(head: dict[str, Any], arrays: bytes, retries: int = 0) -> ShardResult:
+    """The shard that an arrays file and its head describe."""
+    info = ShardInfo(
+        **{name: head[name] for name in ("name", "images", "annotations", "bytes", "xxh3_64")},
+        arrays_name=head["name"].replace(".tar", ".arrays"),
+        arrays_bytes=len(arrays),
+        arrays_xxh3_64=hash_bytes(arrays),
+    )
+    return ShardResult(info, tuple(SkippedImage(**image) for image in head["skipped"]), retries)
+
+
+def _make_index(dataset: CocoDataset, recipe: dict[str, Any], results: list[ShardResult]) -> ShardIndex:
+    return ShardIndex(
+        fingerprint=dataset.fingerprint,
+        recipe=recipe,
+        categories=dataset.categories,
+        shards=tuple(result.info for result in results if result.info.images),
+        skipped=tuple(image for result in results for image in result.skipped),
+    )
+
+
+def _finish_folder(folder: Path, index: ShardIndex) -> None:
+    remove_leftovers(folder)
+    write_index(folder, index)
+    (folder / UNFINISHED_NAME).unlink(missing_ok=True)

@@ -461,7 +461,7 @@ def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
 def test_a_flipped_bit_is_never_fed_to_the_model(tiny_dataset, tmp_path, form, part):
     """In the middle of an image or a mask it decodes to something, and nothing but a checksum tells."""
     shards = tmp_path / "shards"
-    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=shards, form=form, workers=1)
+    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=shards, storage=form, workers=1)
     whole = ShardDataset(shards)
     [shard] = whole.index.shards
     if part == "image":

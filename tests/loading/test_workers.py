@@ -30,7 +30,7 @@ from colab_utils.loading.loader import make_loader
 from colab_utils.loading.transforms import apply_transforms
 from colab_utils.loading.workers import Fetcher
 from colab_utils.shards.arrays import dump_arrays, rebuild_arrays
-from colab_utils.shards.format import ShardInfo, hash_file, pad_member, read_index, write_index
+from colab_utils.shards.format import ShardInfo, hash_file, read_index, split_member, write_index
 
 from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, list_ids, spoil_image
 
@@ -264,14 +264,14 @@ def raw_shards(tiny_shards, tmp_path):
                     file = io.BytesIO()
                     np.save(file, decode_pixels(data))
                     data, name = file.getvalue(), name.rsplit(".", 1)[0] + ".npy"
-                content += pad_member(name, data)
+                content += b"".join(split_member(name, data))
         (folder / info.name).write_bytes(content + bytes(1024))
         arrays = dump_arrays({}, rebuild_arrays(folder / info.name))
         (folder / info.arrays_name).write_bytes(arrays)
         infos.append(ShardInfo(
             info.name, info.images, info.annotations, len(content) + 1024, hash_file(folder / info.name),
             info.arrays_name, len(arrays), hash_file(folder / info.arrays_name)))  # fmt: skip
-    write_index(folder, replace(index, shards=tuple(infos), recipe={**index.recipe, "form": "pixels"}))
+    write_index(folder, replace(index, shards=tuple(infos), recipe={**index.recipe, "storage": "pixels"}))
     return folder
 
 

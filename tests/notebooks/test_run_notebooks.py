@@ -87,7 +87,7 @@ def test_02_loses_nothing_on_the_way_to_shards(results):
     assert found["files_after"] == 2 * found["shards"] + 1
     assert found["shards"] >= 3
     assert found["same_samples"] == 4
-    assert found["form"] == "keep"  # no built-in image is larger than training needs
+    assert found["storage"] == "keep"  # no built-in image is larger than training needs
     assert 0.85 < found["planned_bytes"] / found["bytes_after"] < 1.15
 
 

@@ -3,16 +3,20 @@ from __future__ import annotations
 import errno
 import io
 import json
+import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 import tarfile
+import time
 
 import pytest
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
+from colab_utils.shards import format as module
 from colab_utils.shards.format import (
     ShardIndex,
     ShardInfo,
@@ -20,9 +24,10 @@ from colab_utils.shards.format import (
     explain_write,
     hash_bytes,
     hash_file,
-    pad_member,
+    hold_folder,
     read_index,
     remove_leftovers,
+    split_member,
     write_index,
 )
 
@@ -62,7 +67,12 @@ SHARD = json.loads(json.dumps(INFO.__dict__))
         ({"shards": [{**SHARD, "bytes": -1}]}, "complete index"),
         ({"shards": [{**SHARD, "name": "../shard-000000.tar"}]}, "complete index"),  # a copy would write outside
         ({"shards": [{**SHARD, "arrays_name": "/etc/passwd"}]}, "complete index"),
+        ({"shards": [{**SHARD, "name": "index.json"}]}, "complete index"),
+        ({"shards": [{**SHARD, "arrays_name": ".."}]}, "complete index"),
         ({"categories": None}, "complete index"),
+        ({"categories": [{"id": "1", "name": "car"}]}, "complete index"),
+        ({"categories": [{"id": 1}]}, "complete index"),
+        ({"categories": [5]}, "complete index"),
     ],
 )
 def test_an_index_of_something_else_is_refused(tmp_path, changes, found):
@@ -125,7 +135,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
         (errno.EACCES, ColabUtilsError, "Permission denied"),
         (errno.EROFS, ColabUtilsError, "Read-only"),
         (errno.ENOTCONN, DriveLostError, "force_remount"),
-        (errno.EIO, DriveLostError, "force_remount"),
     ],
 )
 def test_errors_of_writing_in_words(tmp_path, number, kind, found):
@@ -168,7 +177,7 @@ def test_leftovers_of_a_process_that_nobody_waited_for(tmp_path):
 
 def test_members_make_a_plain_tar():
     data = [("a.jpg", b"x" * 700), ("a.json", b"{}")]
-    blob = b"".join(pad_member(name, content) for name, content in data) + bytes(1024)
+    blob = b"".join(part for member in data for part in split_member(*member)) + bytes(1024)
     with tarfile.open(fileobj=io.BytesIO(blob)) as tar:
         assert [(m.name, tar.extractfile(m).read(), m.mtime) for m in tar] == [(*one, 0) for one in data]
     assert len(blob) == (1 + 2) * 512 + (1 + 1) * 512 + 1024
@@ -178,3 +187,79 @@ def test_checksums_of_bytes_and_files_agree(tmp_path, monkeypatch):
     monkeypatch.setattr("colab_utils.shards.format.PIECE_BYTES", 7)
     (tmp_path / "a").write_bytes(b"abc" * 1000)
     assert hash_file(tmp_path / "a") == hash_bytes(b"abc" * 1000)
+
+
+# the lock of a folder's one writer
+
+
+def write_lock(folder, **changes):
+    """The lock of a process that ended on this machine."""
+    lock = {"host": module._find_host(), "pid": 2**22 - 1, "time": time.time(), **changes}
+    folder.mkdir(exist_ok=True)
+    (folder / "writer.json").write_text(json.dumps(lock))
+
+
+def contend(barrier, folder, rounds, results):
+    """Ask for the lock at the same moment as other processes, and keep it until all have asked, round after round."""
+    for n in range(rounds):
+        barrier.wait(60)
+        try:
+            with hold_folder(folder / str(n)):
+                barrier.wait(60)
+                results.put((n, ""))
+        except ColabUtilsError as error:
+            barrier.wait(60)
+            results.put((n, str(error)))
+
+
+@pytest.mark.parametrize("dead", [False, True])  # the lock of a killed process is there
+def test_one_of_several_processes_gets_the_lock(tmp_path, dead):
+    rounds, count, context = 60, 3, multiprocessing.get_context("fork")
+    for n in range(rounds) if dead else ():
+        write_lock(tmp_path / str(n))
+    barrier, results = context.Barrier(count), context.Queue()
+    processes = [context.Process(target=contend, args=(barrier, tmp_path, rounds, results)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in range(count * rounds)]
+    for process in processes:
+        process.join()
+    for n in range(rounds):
+        refused = [error for number, error in found if number == n and error]
+        assert len(refused) == count - 1
+        assert all("at work there. Let it end" in error and "\n" not in error for error in refused)
+        assert not (tmp_path / str(n) / "writer.json").exists()
+
+
+def test_the_lock_of_another_machine_counts_for_a_while(tmp_path):
+    write_lock(tmp_path, host="colab-2 boot", pid=1)
+    with (
+        pytest.raises(ColabUtilsError, match="found process 1 on machine colab-2 at work there"),
+        hold_folder(tmp_path),
+    ):
+        pass
+    assert (tmp_path / "writer.json").exists()
+    os.utime(tmp_path / "writer.json", (time.time() - 101,) * 2)  # it gives no sign of life any more
+    with hold_folder(tmp_path):
+        assert platform.node() in (tmp_path / "writer.json").read_text()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_TOUCH_S", 0.01)
+    with hold_folder(tmp_path):
+        os.utime(tmp_path / "writer.json", (0, 0))
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "writer.json").stat().st_mtime:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 5}'])
+def test_a_lock_without_content_is_somebodys(tmp_path, content):
+    (tmp_path / "writer.json").write_text(content)
+    with pytest.raises(ColabUtilsError, match="found another process at work there"), hold_folder(tmp_path):
+        pass
+    os.utime(tmp_path / "writer.json", (0, 0))
+    with hold_folder(tmp_path):
+        pass

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import struct
 import warnings
 import zlib
@@ -21,7 +22,7 @@ from colab_utils.data.masks import encode_segmentation
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.arrays import convert_boxes
-from colab_utils.shards.images import make_record, plan_size, store_image
+from colab_utils.shards.images import dump_record, make_record, plan_size, store_image
 
 SIZES = {"min_size": 800, "max_size": 1333}
 ROWS, COLUMNS = np.mgrid[:48, :64]
@@ -57,10 +58,7 @@ def assert_equal_to_torchvision(dataset, folder, i, min_size, max_size):
         return 0
     assert (record["height"], record["width"]) == (stored.height, stored.width) == tuple(expected.shape[-2:])
     assert tuple(decode(stored.data).shape[-2:]) == size_of(record)
-    found = [
-        coco_mask.decode({**one["segmentation"], "counts": one["segmentation"]["counts"].encode()})
-        for one in record["annotations"]
-    ]
+    found = [coco_mask.decode(one["segmentation"]) for one in record["annotations"]]
     assert torch.equal(torch.from_numpy(np.array(found).reshape(-1, *size_of(record))), target["masks"])
     boxes, _ = convert_boxes([one["bbox"] for one in record["annotations"]], *size_of(record))
     torch.testing.assert_close(torch.from_numpy(boxes), target["boxes"], rtol=0, atol=2e-4)
@@ -71,11 +69,11 @@ def size_of(record):
     return record["height"], record["width"]
 
 
-@pytest.mark.parametrize(("min_size", "max_size"), [(200, 333), (200, 260), (127, 1000)])
+@pytest.mark.parametrize(("min_size", "max_size"), [(200, 260), (127, 1000)])
 def test_shrunk_coco_images_equal_torchvisions_transform(coco_mini, min_size, max_size):
     dataset = read_coco(coco_mini.annotations)
     objects = [
-        assert_equal_to_torchvision(dataset, coco_mini.images, i, min_size, max_size) for i in range(0, len(dataset), 2)
+        assert_equal_to_torchvision(dataset, coco_mini.images, i, min_size, max_size) for i in range(0, len(dataset), 3)
     ]
     assert sum(objects) > 100
 
@@ -190,7 +188,7 @@ def test_every_kind_of_image_is_shrunk(name, data, kept):
 
 @pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
 def test_keep_shrinks_nothing(name, data, kept):
-    stored = store_image(data, (48, 64), min_size=24, max_size=100, form="keep")
+    stored = store_image(data, (48, 64), min_size=24, max_size=100, storage="keep")
     assert stored == store_image(data, (48, 64), **SIZES)
     assert (stored.data == data) is kept
 
@@ -198,7 +196,7 @@ def test_keep_shrinks_nothing(name, data, kept):
 @pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
 @pytest.mark.parametrize("min_size", [800, 24])  # as large as it is, and shrunk
 def test_raw_pixels_are_those_of_the_stored_image(name, data, kept, min_size):
-    stored = store_image(data, (48, 64), min_size=min_size, max_size=1333, form="pixels")
+    stored = store_image(data, (48, 64), min_size=min_size, max_size=1333, storage="pixels")
     height, width = (48, 64) if min_size == 800 else (24, 32)
     assert (stored.extension, stored.height, stored.width, stored.original_height) == ("npy", height, width, 48)
     assert np.lib.format.read_magic(io.BytesIO(stored.data)) == (1, 0)
@@ -274,10 +272,8 @@ def test_what_is_not_the_image_is_refused(data, size, found):
 
 
 @pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.7])
+@pytest.mark.parametrize("share", [0.02, 0.3])
 def test_images_cut_short_are_refused(name, data, kept, share):
-    if name in ("several.mpo", "moving.gif") and share > 0.4:
-        return  # the first picture may be whole
     with pytest.raises(ColabUtilsError, match=r"not an image|not a whole image"):
         store_image(data[: int(len(data) * share)], (48, 64), **SIZES)
 
@@ -302,6 +298,8 @@ def test_area_and_crowds_are_scaled_and_extras_dropped():
     (found,) = record["annotations"]
     assert (found["bbox"], found["area"], found["iscrowd"]) == ([0, 0, 16, 24], 384.0, 1)
     assert found["segmentation"]["size"] == [24, 32]
+    text = found["segmentation"]["counts"].decode()  # RLE stays bytes until the JSON is written
+    assert json.loads(dump_record(record))["annotations"][0]["segmentation"]["counts"] == text
     assert (record["original_height"], record["original_width"]) == (48, 64)
 
 

@@ -21,7 +21,7 @@ def test_whole_shards(tiny_shards):
     report = verify_shards(tiny_shards)
     assert report.bad == ()
     assert (report.images, report.shards) == (12, len(read_index(tiny_shards).shards))
-    assert "all whole" in str(report)
+    assert "all complete" in str(report)
 
 
 def flip(path):

@@ -29,7 +29,7 @@ SHARD_MB = 0.05
 def make_command(data: Path, shards: Path) -> list[str]:
     """Preprocess 60 images into about 20 shards."""
     files = ["--images", str(data / "images"), "--annotations", str(data / "annotations.json"), "--shards", str(shards)]
-    return [sys.executable, "-m", "colab_utils", "preprocess", *files, "--form", "keep", "--shard-mb", str(SHARD_MB)]
+    return [sys.executable, "-m", "colab_utils", "preprocess", *files, "--storage", "keep", "--shard-mb", str(SHARD_MB)]
 
 
 def snapshot(folder: Path) -> dict[str, str]:
