@@ -1,7 +1,7 @@
 """What a training step holds: `python -m benchmarks.memory --images DIR ... --json FILE`.
 
 Forward and backward pass of Mask R-CNN at full size, by torchvision's own path and from packed batches, then with what
-`train` does to save memory, one after the other. On a GPU its allocator says what was held; without one the bytes of
+`train` does so that a batch fits, one after the other. On a GPU its allocator says what was held; without one the bytes of
 all tensors are counted, which leaves out what a GPU's libraries need for themselves.
 """
 
@@ -26,12 +26,14 @@ from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from benchmarks.step import Batch, make_model, prepare_batches
 from colab_utils.show.table import make_table
-from colab_utils.training.memory import MEMORY_REDUCTIONS
+from colab_utils.training.memory import checkpoint_activations
 from colab_utils.training.step import TrainingStep
 
 __all__ = ["CountedMemory", "main", "measure_step", "tabulate_runs"]
 
 DATA = ("kept", "objects_300")
+PARTS, CHECKPOINTING = "each batch in 2 parts", "the backbone run again in the backward pass"
+REDUCTIONS = (PARTS, CHECKPOINTING)
 TORCHVISION, PACKED = "torchvision's own path", "packed batches"
 _LOOK_BYTES = 300_000  # to look for what has gone takes long
 
@@ -79,14 +81,17 @@ class CountedMemory(TorchDispatchMode):
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {self.held:,} of {self.limit:,} bytes")
 
 
-def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str, savings: int) -> dict[str, float]:
-    """The most megabytes of a step's gradients, weights left out, and its seconds; the first reductions are done.
+def measure_step(
+    model: nn.Module, batch: Batch, device: str, *, way: str, reductions: Sequence[str]
+) -> dict[str, float]:
+    """The most megabytes of a step's gradients, weights left out, and its seconds, with these reductions.
 
     Infinite where a GPU's memory runs out.
     """
     step = TrainingStep(copy.deepcopy(model).to(device), device)
-    for saving in MEMORY_REDUCTIONS[:savings]:
-        saving.apply(step, len(batch.images))
+    step.parts = 2 if PARTS in reductions else 1
+    if CHECKPOINTING in reductions:
+        checkpoint_activations(step.model)
     moved = [{key: value.to(device) for key, value in target.items() if isinstance(value, Tensor)}
              for target in batch.targets]  # fmt: skip
     given = (batch.packed.to(device),) if way == PACKED else ([image.to(device) for image in batch.images], moved)
@@ -95,10 +100,7 @@ def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str, savin
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        try:
-            fits = step.add_gradients(*given) is not None
-        except torch.cuda.OutOfMemoryError:
-            fits = False
+        fits = step.add_gradients(*given) is not None
         peak = torch.cuda.max_memory_allocated() - before if fits else math.inf
     else:
         with (counted := CountedMemory()):
@@ -135,17 +137,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch = prepare_batches(data, batch_size=options.batch_size)[0]
             classes = 1 + max(int(target["labels"].max()) for target in batch.targets)
             model = make_model(options.model, num_classes=classes, min_size=options.min_size)
-            ways = [(TORCHVISION, 0), (PACKED, 0)]
-            most = options.batch_size  # parts are of an image or more
-            ways += [
-                (f"+ {saving.text}", number)
-                for number, saving in enumerate(MEMORY_REDUCTIONS, 1)
-                if not saving.name.endswith("parts") or int(saving.name[0]) <= most
-            ]
-            for way, savings in ways:
+            known = REDUCTIONS if options.batch_size > 1 else (CHECKPOINTING,)  # a part is an image or more
+            ways: list[tuple[str, tuple[str, ...]]] = [(TORCHVISION, ()), (PACKED, ())]
+            ways += [(f"+ {text}", known[:number]) for number, text in enumerate(known, 1)]
+            for way, reductions in ways:
                 path = TORCHVISION if way == TORCHVISION else PACKED
                 run: Callable[[], dict[str, float]] = partial(
-                    measure_step, model, batch, device, way=path, savings=savings
+                    measure_step, model, batch, device, way=path, reductions=reductions
                 )
                 runs.append(({"data": name, "way": way}, run))
         about = {

@@ -29,11 +29,11 @@ WAYS = ("torchvision", "packed")
 
 def train_once(way: str, seed: int, work: Path, steps: int) -> dict[str, float]:
     """AP of boxes and masks on images that were not trained on, and the mean loss of the last tenth of the steps."""
-    own = {"transforms": v2.RandomHorizontalFlip(0.5)} if way == "torchvision" else {"augment": "flip"}
+    augment: Any = v2.RandomHorizontalFlip(0.5) if way == "torchvision" else "flip"
     with TemporaryDirectory(dir=work) as run:
         report = train(
             work / "train", Path(run) / "run", steps=steps, seed=seed, weights=None, log=lambda line: None,
-            val_shards=work / "val", **own,
+            val_shards=work / "val", augment=augment,
         )  # fmt: skip
     assert report.ap is not None
     last = [point.loss for point in report.losses[-max(1, steps // 10) :]]

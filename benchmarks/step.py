@@ -1,9 +1,10 @@
 """What each change brings to a training step: `python -m benchmarks.step --images DIR ...`.
 
 It begins with the step of torchvision's references (``train_one_epoch`` in ``references/detection/engine.py``, with
-``--amp`` on a GPU): float images and dense masks on the CPU, each loss asked for. Then one change after the other is
-added, those that bring nothing too. Same weights, same batches; before anything is timed the losses of both are
-compared. Without a GPU it runs small, on the CPU, with the changes that mean something there; the JSON says on what.
+``--amp`` on a GPU): float images and dense masks on the CPU, each loss asked for. Then the product's own `TrainingStep`
+trains the same model, and what `train` adds to it comes one after the other, changes that bring nothing too. Same
+weights, same batches; before anything is timed the losses of both are compared. Without a GPU it runs small, on the
+CPU; the JSON says on what.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -29,18 +30,18 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.show.table import make_table
-from colab_utils.training.augment import choose_shapes, view_sizes
+from colab_utils.training.augment import choose_shapes, resize_all
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, choose_precision, fold_norms, keep_boxes_exact
-from colab_utils.training.step import begin_momentum
+from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms
+from colab_utils.training.step import TrainingStep
 
 __all__ = [
     "CHANGES",
     "Batch",
-    "ChangedStep",
     "add_model_options",
     "compare_losses",
     "main",
+    "make_step",
     "prepare_batches",
     "tabulate_runs",
     "time_steps",
@@ -48,12 +49,7 @@ __all__ = [
 
 DATA = ("kept", "objects_300")
 REFERENCES = "torchvision's references"
-CHANGES = (
-    "packed batches", "bfloat16, no scaler", "no .item()", "fused optimiser", "channels_last", "folded norms",
-    "few padded shapes", "cuDNN's own choice", "transfer before the optimiser", "gradient clipping",
-    "compiled backbone",
-)  # fmt: skip
-_ON_GPU_ONLY = {"bfloat16, no scaler", "cuDNN's own choice", "transfer before the optimiser", "compiled backbone"}
+CHANGES = ("TrainingStep, dense batches", "packed batches", "channels_last", "folded norms", "few padded shapes")
 BATCHES, TIMED, WARMUP = 4, 12, 4
 DIFFERENCE = 0.01  # of each loss
 
@@ -91,62 +87,55 @@ def make_model(name: str, *, num_classes: int, min_size: int) -> nn.Module:
     return model
 
 
-class ChangedStep:
-    """The references' step, with some of `CHANGES`; called with a batch and with the one after it."""
+class ReferenceStep:
+    """The step of torchvision's references: every loss is asked for, for the log."""
 
-    def __init__(self, model: nn.Module, device: str, changes: Sequence[str], shapes: Sequence[Any] = ()) -> None:
-        self.device, self.changes, self.ahead = torch.device(device), set(changes), None
-        if "folded norms" in changes:
-            fold_norms(model)
-        if "channels_last" in changes:
-            model.backbone.to(memory_format=torch.channels_last)
-        if "compiled backbone" in changes:
-            model.backbone.compile()
-        torch.backends.cudnn.benchmark = "cuDNN's own choice" in changes  # anew for each number of mask proposals
-        self.shapes = shapes if "few padded shapes" in changes else ()
-        self.model = model.to(self.device).train()
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.SGD(
-            self.parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4, fused="fused optimiser" in changes or None
-        )
-        self.precision = torch.float16 if self.device.type == "cuda" else torch.float32
-        if "bfloat16, no scaler" in changes:
-            self.precision = choose_precision(self.device)
-            keep_boxes_exact(model)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
+    def __init__(self, model: nn.Module, device: str) -> None:
+        self.model, self.device, self.amp = model.to(device).train(), device, device == "cuda"
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4)
+        self.scaler = torch.amp.GradScaler(device, enabled=self.amp)
 
-    def __call__(self, batch: Batch, following: Batch) -> Tensor:
-        """Train on ``batch``; returns its loss."""
-        given = self.ahead or self._move(batch)
-        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            if "packed batches" in self.changes:
-                losses = compute_losses(self.model, given, shapes=self.shapes)  # type: ignore[arg-type]
-            else:
-                losses = self.model(*given)
-            loss = torch.stack([part.float() for part in losses.values()]).sum()
-        asks = "no .item()" not in self.changes
-        if asks and not np.isfinite(loss.item()):
+    def __call__(self, batch: Batch) -> Tensor:
+        """Train on one batch; returns its loss."""
+        with torch.autocast(self.device, torch.float16, enabled=self.amp):
+            losses = self.model(*move_dense(batch, self.device))
+            loss: Tensor = torch.stack([part.float() for part in losses.values()]).sum()
+        if not np.isfinite(loss.item()):
             raise ColabUtilsError(f"expected a finite loss, found {loss.item()}: nothing can be timed")
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()
-        self.ahead = self._move(following) if "transfer before the optimiser" in self.changes else None
-        if "gradient clipping" in self.changes:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.parameters, 10.0)
-        if self.scaler.is_enabled():
-            begin_momentum(self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if asks:  # the references' log takes every loss
-            [part.item() for part in losses.values()]
+        for part in losses.values():
+            part.item()
         return loss.detach()
 
-    def _move(self, batch: Batch) -> Any:
-        if "packed batches" in self.changes:
-            return batch.packed.to(self.device)
-        names = ("boxes", "labels", "masks", "area", "iscrowd")
-        targets = [{name: target[name].to(self.device) for name in names} for target in batch.targets]
-        return [image.to(self.device) for image in batch.images], targets
+
+def move_dense(batch: Batch, device: str) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """A batch as torchvision's models take it, on the device."""
+    names = ("boxes", "labels", "masks", "area", "iscrowd")
+    targets = [{name: target[name].to(device) for name in names} for target in batch.targets]
+    return [image.to(device) for image in batch.images], targets
+
+
+def make_step(
+    model: nn.Module, device: str, changes: Sequence[str], shapes: Sequence[Any] = ()
+) -> Callable[[Batch], Tensor]:
+    """The references' step without `CHANGES`; with some of them, `TrainingStep`."""
+    if not changes:
+        return ReferenceStep(model, device)
+    if "folded norms" in changes:
+        fold_norms(model)
+    if "channels_last" in changes:
+        model.backbone.to(memory_format=torch.channels_last)
+    parameters = [parameter for parameter in model.to(device).parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4, fused=device == "cuda" or None)
+    padded = shapes if "few padded shapes" in changes else ()
+    step = TrainingStep(model, device, optimizer=optimizer, shapes=padded)
+    if "packed batches" in changes:
+        return lambda batch: step(batch.packed.to(device))
+    return lambda batch: step(*move_dense(batch, device))
 
 
 def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> float:
@@ -156,13 +145,12 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
         ColabUtilsError: It is over 1 %.
     """
     worst, moved = 0.0, copy.deepcopy(model).to(device).train()
-    theirs, ours = (ChangedStep(moved, device, changes) for changes in ((), CHANGES[:1]))
     for batch in batches:
         with torch.no_grad():  # two graphs in float32 are more than most GPUs hold
             torch.manual_seed(0)
-            expected = moved(*theirs._move(batch))
+            expected = moved(*move_dense(batch, device))
             torch.manual_seed(0)
-            found = compute_losses(moved, ours._move(batch))
+            found = compute_losses(moved, batch.packed.to(device))
         differences = [abs(found[name].item() / loss.item() - 1) for name, loss in expected.items() if loss]
         worst = float(np.max([worst, *differences]))  # of a NaN too
     if not worst <= DIFFERENCE:
@@ -186,21 +174,21 @@ def time_steps(
 def _time_steps(
     model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str], shapes: Sequence[Any]
 ) -> dict[str, float]:
-    step, on_gpu = ChangedStep(copy.deepcopy(model), device, changes, shapes), device == "cuda"
-    clock: Callable[[], Any] = torch.cuda.synchronize if on_gpu else int
-    pairs = pairwise(cycle(batches))
+    step, on_gpu = make_step(copy.deepcopy(model), device, changes, shapes), device == "cuda"
+    finish: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
+    order = cycle(batches)
     torch.manual_seed(0)
-    for pair in islice(pairs, WARMUP):
-        step(*pair)
+    for batch in islice(order, WARMUP):
+        step(batch)
     before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    clock()
+    finish()
     times_ms = []
-    for pair in islice(pairs, TIMED):
+    for batch in islice(order, TIMED):
         began_s = perf_counter()
-        step(*pair)
-        clock()
+        step(batch)
+        finish()
         times_ms.append((perf_counter() - began_s) * 1000)
     memory = {"memory_mb": (torch.cuda.max_memory_allocated() - before) / 1e6} if on_gpu else {}
     return {"step_ms": median(times_ms), **memory}
@@ -239,7 +227,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
-    changes = [change for change in CHANGES if device == "cuda" or change not in _ON_GPU_ONLY]
 
     def measure() -> None:
         runs: list[Run] = []
@@ -250,12 +237,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             classes = 1 + max(int(target["labels"].max()) for batch in batches for target in batch.targets)
             model = make_model(options.model, num_classes=classes, min_size=options.min_size)
             differences[name] = compare_losses(model, batches, device)
-            sizes = view_sizes(torch.cat([batch.packed.sizes for batch in batches]).numpy(), model.transform)
+            sizes = resize_all(torch.cat([batch.packed.sizes for batch in batches]).numpy(), model.transform)
             every = range(0, len(sizes), options.batch_size)
             shapes = choose_shapes(sizes, [range(first, first + options.batch_size) for first in every])
-            for number in range(len(changes) + 1):
-                run = partial(time_steps, model, batches, device, changes[:number], shapes)
-                runs.append(({"data": name, "step": f"+ {changes[number - 1]}" if number else REFERENCES}, run))
+            for number in range(len(CHANGES) + 1):
+                run = partial(time_steps, model, batches, device, CHANGES[:number], shapes)
+                runs.append(({"data": name, "step": f"+ {CHANGES[number - 1]}" if number else REFERENCES}, run))
         about = {
             "device": device, "model": options.model, "min_size": options.min_size, "batch_size": options.batch_size,
             "differences": differences,

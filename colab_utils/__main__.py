@@ -203,8 +203,7 @@ def _run_train(options: argparse.Namespace) -> Any:
 
     names = (
         "local", "limit_gb", "val_shards", "steps", "epochs", "model", "batch_size", "min_size", "max_size",
-        "learning_rate", "schedule", "augment", "ema", "tensorboard", "resume", "seed", "checkpoint_steps",
-        "checkpoint_minutes",
+        "learning_rate", "augment", "ema", "resume", "seed", "checkpoint_steps",
     )  # fmt: skip
     report = train(
         options.shards,
@@ -307,17 +306,12 @@ def _make_parser() -> argparse.ArgumentParser:
     train.add_argument("--min-size", type=int, metavar="PX", help="shorter side that images are resized to (800)")
     train.add_argument("--max-size", type=int, metavar="PX", help="limit of the longer side (5/3 of --min-size)")
     train.add_argument("--learning-rate", type=_positive, metavar="R", help="the highest (follows the batch size)")
-    train.add_argument("--schedule", choices=("cosine", "step"), help="how it falls after the warm-up (cosine)")
-    train.add_argument(
-        "--augment", choices=("none", "flip", "multiscale", "lsj"), help="lsj: large-scale jitter (flip)"
-    )
-    train.add_argument("--ema", type=float, metavar="DECAY", help="average the weights, say 0.999, and judge those")
-    train.add_argument("--tensorboard", action="store_true", help="write events to RUN/tensorboard")
+    train.add_argument("--augment", choices=("none", "flip", "multiscale"), help="how images are varied (flip)")
+    train.add_argument("--ema", type=float, metavar="DECAY", help="average the weights, say 0.999, and evaluate those")
     train.add_argument("--resume", choices=("auto", "never"), default="auto", help="continue a run, or begin anew")
     train.add_argument("--seed", type=_seed, default=0, help="of the order and of random weights (0)")
-    train.add_argument("--checkpoint-steps", type=int, metavar="N", help="steps between checkpoints")
     train.add_argument(
-        "--checkpoint-minutes", type=_positive, metavar="M", help="minutes between checkpoints (1 to 5, by their cost)"
+        "--checkpoint-steps", type=int, metavar="N", help="steps between checkpoints (one in 1 to 5 minutes)"
     )
 
     compare = add("compare", _run_compare, "Time every way of loading, side by side, and write a receipt.")

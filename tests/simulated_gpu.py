@@ -107,7 +107,9 @@ class SimulatedGpu(TorchFunctionMode):
             if name == "pin_memory":
                 self._pinned.append(args[0].clone())
                 return self._pinned[-1]
-            if name == "__deepcopy__" and first_on_gpu:
+            if name == "__deepcopy__" and not first_on_gpu:
+                return function(*args, **kwargs)
+            if name == "__deepcopy__":
                 made = args[1][id(args[0])] = args[0].detach().clone().requires_grad_(args[0].requires_grad)
                 made.__class__ = type(args[0])
                 return made

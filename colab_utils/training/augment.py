@@ -1,48 +1,26 @@
-"""How the model sees each image of a batch: resized, mirrored, and for large-scale jitter a window of it."""
+"""The size of each image in the model's input: resized as torchvision's transform does it, padded to few shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.shards.images import fit_size
 
-__all__ = ["Augment", "Size", "View", "choose_shapes", "choose_views", "fit_shape", "list_scales", "view_sizes"]
+__all__ = ["Augment", "Size", "choose_shapes", "choose_sizes", "fit_shape", "list_scales", "resize_all"]
 
-Augment = Literal["none", "flip", "multiscale", "lsj"]
-
-
-"""Augmentation by name: nothing; mirrored by chance; that, and resized to one of several sizes; that, and large-scale
-jitter."""
-
+Augment = Literal["none", "flip", "multiscale"]
+"""Augmentation by name: nothing; random flips left to right; flips, and each image resized to one of several sizes."""
 
 Size = tuple[int, int]
-
-
 """Height and width in pixels."""
 
-_JITTER = (0.1, 2.0)  # of the square: the range of torchvision's ScaleJitter
-
-
 _SMALLEST, _SCALES = 0.6, 11  # 480 to 800 pixels in steps of 32, as in torchvision's references
-
-
 _MOST_SHAPES = 3  # for wide images, and as many for tall ones
-
-
-class View(NamedTuple):
-    """One image as the model sees it: mirrored, resized to ``size``, and a window of ``shown`` pixels of that."""
-
-    size: Size
-    flip: bool
-    corner: tuple[int, int]
-    """Row and column of the window's top left pixel in the resized image."""
-    shown: Size
 
 
 def list_scales(min_size: int) -> tuple[int, ...]:
@@ -57,60 +35,47 @@ def list_scales(min_size: int) -> tuple[int, ...]:
     return tuple(int(side) for side in np.linspace(_SMALLEST * min_size, min_size, _SCALES).round())
 
 
-def choose_views(
-    transform: GeneralizedRCNNTransform,
-    sizes: Sequence[Size],
-    *,
-    flips: Sequence[bool] | None = None,
-    jitter_side: int | None = None,
-) -> list[View]:
-    """A view of each image: its whole at the size that the model's transform gives it, or large-scale jitter.
+def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
+    """The size that a model's transform gives each image in training; random where it has several ``min_size``.
 
-    What is left to chance comes from torch's random state on the CPU. Sources: ``GeneralizedRCNNTransform.resize``,
-    which chooses one of its ``min_size``; ``ScaleJitter`` and ``FixedSizeCrop`` of torchvision's references.
+    Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with its ``_skip_resize`` and ``fixed_size``; the random
+    numbers are the same ones, of torch on the CPU.
 
     Args:
         transform: of the model.
         sizes: height and width of each image, as stored.
-        flips: which images are mirrored; none by default.
-        jitter_side: side of the square that large-scale jitter fills, pixels; None leaves it out.
 
     Example:
-        >>> choose_views(GeneralizedRCNNTransform(800, 1333, [0], [1]), [(480, 640)])
-        [View(size=(800, 1066), flip=False, corner=(0, 0), shown=(800, 1066))]
+        >>> choose_sizes(GeneralizedRCNNTransform(800, 1333, [0], [1]), [(480, 640)])
+        [(800, 1066)]
     """
-    views = []
-    for (height, width), flip in zip(sizes, flips or [False] * len(sizes), strict=True):
-        if jitter_side is None:
-            shortest = float(transform.torch_choice([*map(int, transform.min_size)]))
-            size = fit_size(height, width, min_size=shortest, max_size=transform.max_size)
-            views.append(View(size, bool(flip), (0, 0), size))
-            continue
-        scale, place = torch.rand(2).tolist()
-        ratio = jitter_side / max(height, width) * (_JITTER[0] + scale * (_JITTER[1] - _JITTER[0]))
-        size = max(1, int(height * ratio)), max(1, int(width * ratio))
-        shown = min(size[0], jitter_side), min(size[1], jitter_side)
-        corner = int((size[0] - shown[0]) * place), int((size[1] - shown[1]) * place)
-        views.append(View(size, bool(flip), corner, shown))
-    return views
+    if transform._skip_resize:
+        return [(height, width) for height, width in sizes]
+    return [_resize(transform, size, transform.torch_choice([*transform.min_size])) for size in sizes]
 
 
-def view_sizes(
-    sizes: NDArray[np.integer], transform: GeneralizedRCNNTransform, *, jitter_side: int | None = None
+def resize_all(
+    sizes: NDArray[np.integer], transform: GeneralizedRCNNTransform, *, training: bool = True
 ) -> NDArray[np.int64]:
-    """The largest size at which the model sees each image: int [I, 2] in pixels, as ``sizes``.
+    """The largest size that a model's transform gives each image, int [I, 2] in pixels, as ``sizes``.
 
     Example:
-        >>> view_sizes(np.array([[480, 640]]), GeneralizedRCNNTransform((480, 800), 1333, [0], [1])).tolist()
+        >>> resize_all(np.array([[480, 640]]), GeneralizedRCNNTransform((480, 800), 1333, [0], [1])).tolist()
         [[800, 1066]]
     """
-    if jitter_side is not None:
-        return np.full((len(sizes), 2), jitter_side, np.int64)
-    shortest, longest = max(transform.min_size), transform.max_size
-    return np.array([fit_size(*size, min_size=shortest, max_size=longest) for size in sizes.tolist()], np.int64)
+    if training and transform._skip_resize:
+        return sizes.astype(np.int64)
+    side = max(transform.min_size) if training else transform.min_size[-1]
+    return np.array([_resize(transform, size, side) for size in sizes.tolist()], np.int64).reshape(-1, 2)
 
 
-def fit_shape(sizes: Iterable[Size], shapes: Sequence[Size], *, step: int) -> Size:
+def _resize(transform: GeneralizedRCNNTransform, size: Sequence[int], side: float) -> Size:
+    if transform.fixed_size is not None:  # width and height
+        return int(transform.fixed_size[1]), int(transform.fixed_size[0])
+    return fit_size(*size, min_size=float(side), max_size=transform.max_size)
+
+
+def fit_shape(sizes: Iterable[Sequence[int]], shapes: Sequence[Size], *, step: int) -> Size:
     """The shape that a batch of images of these sizes is padded to: the smallest of ``shapes`` that holds all of them,
     else the largest sides, each rounded up to a multiple of ``step``, as torchvision does it.
 
@@ -126,13 +91,13 @@ def fit_shape(sizes: Iterable[Size], shapes: Sequence[Size], *, step: int) -> Si
 
 
 def choose_shapes(sizes: NDArray[np.integer], batches: Iterable[Sequence[int]], *, step: int = 32) -> tuple[Size, ...]:
-    """Few shapes for all batches of an epoch: a GPU's memory is cut into the same pieces again and again.
+    """Few padded shapes for all batches of an epoch, so that a GPU's memory is cut into the same pieces in every step.
 
-    Starting with the one shape that holds every wide batch, and the one for every tall batch, the shape is added that
-    saves most padding, up to three of each kind.
+    The first shapes are the one that holds every wide batch and the one that holds every tall batch. Then the shape
+    that saves most padding is added, up to three of each kind.
 
     Args:
-        sizes: int [I, 2]: height and width of each image as the model sees it, pixels.
+        sizes: int [I, 2]: height and width of each image in the model's input, pixels, see `resize_all`.
         batches: the images of each batch.
         step: sides are multiples of this.
 
@@ -141,25 +106,25 @@ def choose_shapes(sizes: NDArray[np.integer], batches: Iterable[Sequence[int]], 
         >>> choose_shapes(sizes, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]])
         ((800, 1088), (800, 1344), (1088, 800))
     """
-    padded = [fit_shape([tuple(sizes[i]) for i in batch], (), step=step) for batch in batches]
-    chosen: list[Size] = []
-    for wide in (True, False):
-        same = np.array([shape for shape in padded if (shape[1] >= shape[0]) == wide], np.int64).reshape(-1, 2)
-        if not len(same):
-            continue
-        own, places = np.unique(same, axis=0, return_inverse=True)
-        counts = np.bincount(places.ravel())
-        picked = [own.max(0)]
-        while len(picked) < _MOST_SHAPES:
-            areas = [_sum_areas(own, counts, [*picked, shape]) for shape in own]
-            if min(areas) >= _sum_areas(own, counts, picked):
-                break
-            picked.append(own[int(np.argmin(areas))])
-        chosen += [(int(height), int(width)) for height, width in picked]
-    return tuple(sorted(chosen))
+    padded = [fit_shape(sizes[[*batch]].tolist(), (), step=step) for batch in batches]
+    wide = [shape for shape in padded if shape[1] >= shape[0]]
+    tall = [shape for shape in padded if shape[1] < shape[0]]
+    return tuple(sorted(shape for shapes in (wide, tall) if shapes for shape in _choose_few(np.array(shapes))))
 
 
-def _sum_areas(shapes: NDArray[np.int64], counts: NDArray[np.int64], picked: Sequence[NDArray[np.int64]]) -> int:
-    """Pixels of all batches when each is padded to the smallest of the picked shapes that holds it."""
-    holds = [np.where((shape >= shapes).all(1), shape.prod(), np.iinfo(np.int64).max) for shape in picked]
+def _choose_few(padded: NDArray[np.int64]) -> list[Size]:
+    """Up to three shapes that hold all batches of one kind with little padding."""
+    own, counts = np.unique(padded, axis=0, return_counts=True)
+    chosen = [own.max(0)]
+    while len(chosen) < _MOST_SHAPES:
+        areas = [_sum_areas(own, counts, [*chosen, shape]) for shape in own]
+        if min(areas) >= _sum_areas(own, counts, chosen):
+            break
+        chosen.append(own[int(np.argmin(areas))])
+    return [(int(height), int(width)) for height, width in chosen]
+
+
+def _sum_areas(shapes: NDArray[np.int64], counts: NDArray[np.int64], chosen: Sequence[NDArray[np.int64]]) -> int:
+    """Pixels of all batches when each is padded to the smallest of the chosen shapes that holds it."""
+    holds = [np.where((shape >= shapes).all(1), shape.prod(), np.iinfo(np.int64).max) for shape in chosen]
     return int((np.min(holds, axis=0) * counts).sum())

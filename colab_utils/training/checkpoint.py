@@ -1,51 +1,55 @@
-"""Checkpoints that survive: whole or not at all, proven, the newest two kept, waiting here while Drive is lost."""
+"""The checkpoints of a run: complete or absent, the newest two kept, waiting on this machine while Drive is lost."""
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import shutil
 import tempfile
 import warnings
 import zipfile
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
-from typing import Any
+from time import perf_counter, thread_time
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from colab_utils.drive import DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import hash_bytes
 
-__all__ = ["CheckpointFolder"]
+__all__ = ["CheckpointFolder", "CheckpointWriter"]
 
-FORMAT_VERSION = 1
-_PATTERN = "checkpoint-" + "[0-9]" * 8 + ".pt"
+_FORMAT_VERSION = 1
+_NEWEST = "checkpoint-" + "[0-9]" * 8 + ".pt"
 _BEST = "best-" + "[0-9]" * 8 + ".pt"
 _KEEP = 2
+_COST_SHARE = 100  # the steps between two checkpoints take so many times what a checkpoint takes from them
+_PAUSES_S = (60.0, 300.0)  # the least and the most between two checkpoints
 
 
 class CheckpointFolder:
     """The checkpoints of one training run: ``run/checkpoint-00000120.pt`` and so on, the newest two of them.
 
     Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). While Drive does not
-    answer they wait on this machine's disk, in ``waiting``; the next one that Drive takes replaces them.
+    answer, checkpoints wait on this machine's disk, in ``waiting``; the next one that Drive takes replaces them.
 
     Args:
-        run: The folder, on any disk. On Google Drive each checkpoint is written once, whole.
+        run: The folder, on any disk. On Google Drive each checkpoint is written once, from its first byte to its last.
 
     Example:
         >>> import tempfile
         >>> folder = CheckpointFolder(tempfile.mkdtemp())
         >>> folder.save({"weight": torch.ones(2)}, step=120).name
         'checkpoint-00000120.pt'
-        >>> folder.load_newest()["weight"]
+        >>> folder.read()["weight"]
         tensor([1., 1.])
     """
 
@@ -58,31 +62,27 @@ class CheckpointFolder:
     def newest(self) -> Path | None:
         """The newest checkpoint that can be seen now, if there is one."""
         with suppress(DriveLostError):
-            return self._find_newest()
-        return max(_list_checkpoints(self.waiting), default=None)
-
-    def _find_newest(self) -> Path | None:
-        with guard_drive(self.run):
-            every = [*_list_checkpoints(self.waiting), *_list_checkpoints(self.run)]
-        return max(every, key=lambda path: path.name, default=None)
+            return max(self._list(), key=lambda path: path.name, default=None)
+        return max(_list_files(self.waiting), default=None)
 
     def prepare(self, *, anew: bool) -> None:
-        """Make the folder, or raise before training if that cannot be; ``anew`` moves older ones to ``previous-1``."""
+        """Make the folder; ``anew`` moves older checkpoints to ``previous-1`` and so on.
+
+        Raises:
+            ColabUtilsError: The folder cannot be made or written to.
+        """
         try:
             self.run.mkdir(parents=True, exist_ok=True)
             if not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
-            for pattern in (_PATTERN, _BEST):
-                for leftover in self.run.glob(f".{pattern}.*.part"):  # of a killed run: never whole, never read
+            for pattern in (_NEWEST, _BEST):
+                for leftover in self.run.glob(f".{pattern}.*.part"):  # of a killed run: never complete, never read
                     leftover.unlink()
-            if anew and (self.newest or _list_checkpoints(self.run, _BEST)):
+            older = [*self._list(), *_list_files(self.run, _BEST)]
+            if anew and older:
                 target = _find_free_name(f"{self.run}/previous-")
                 target.mkdir()
-                for path in (
-                    *_list_checkpoints(self.waiting),
-                    *_list_checkpoints(self.run),
-                    *_list_checkpoints(self.run, _BEST),
-                ):
+                for path in older:
                     shutil.move(path, target / path.name)
         except OSError as error:
             raise ColabUtilsError(
@@ -91,13 +91,13 @@ class CheckpointFolder:
             ) from None
 
     def save(self, state: Mapping[str, Any], *, step: int, patiently: bool = False) -> Path:
-        """Write one checkpoint, proven by reading it back; then the oldest of three goes.
+        """Write one checkpoint and read it back; then the oldest of three goes.
 
         Where Drive does not answer, the checkpoint waits on this machine, with a warning; ``patiently`` tries Drive
         again for 81 seconds first, for the last one of a run.
 
         Raises:
-            ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints stay whole.
+            ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints stay as they are.
         """
         path, before = self.run / f"checkpoint-{step:08d}.pt", self.newest
         data = _pack(state, step)
@@ -114,32 +114,74 @@ class CheckpointFolder:
         return path
 
     def save_best(self, state: Mapping[str, Any], *, step: int) -> Path | None:
-        """Write the weights that judged best as ``best-STEP.pt``, in place of earlier ones; None if Drive is away.
+        """Write the best weights as ``best-STEP.pt``, in place of earlier ones; None where Drive is away.
 
         Raises:
-            ColabUtilsError: The disk is full or the folder cannot be written; the earlier best stays whole.
+            ColabUtilsError: The disk is full or the folder cannot be written; the earlier best stays as it is.
         """
         path = self.run / f"best-{step:08d}.pt"
         try:
             with guard_drive(path):
-                write_file(path, _pack(state, step))
+                write_file(path, _pack(_copy_to_cpu(dict(state)), step))
         except DriveLostError:
             warnings.warn(f"Drive does not answer: {path.name} is not kept", ColabUtilsWarning, stacklevel=2)
             return None
         except OSError as error:
             raise _explain_full(path, error, self.newest) from error
-        with suppress(OSError):  # one file too many does no harm: the later one is taken
-            for old in set(_list_checkpoints(self.run, _BEST)) - {path}:
+        with suppress(OSError):  # one file too many does no harm: the later one is read
+            for old in set(_list_files(self.run, _BEST)) - {path}:
                 _delete(old)
         return path
 
-    def load_best(self) -> dict[str, Any] | None:
-        """The weights that judged best, on the CPU, with their ``path``; None when there are none that can be read."""
+    def read(self, which: Literal["newest", "best"] = "newest") -> dict[str, Any] | None:
+        """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None without one.
+
+        No file is changed: another process may be training in the folder.
+
+        Raises:
+            ColabUtilsError: The file cannot be loaded, or the disk does not answer.
+        """
         with guard_drive(self.run):
-            for path in reversed(_list_checkpoints(self.run, _BEST)):
-                if not _find_damage(path):
-                    return {**torch.load(path, map_location="cpu", weights_only=True), "path": str(path)}
+            paths = self._list() if which == "newest" else _list_files(self.run, _BEST)
+        for path in sorted(paths, key=lambda path: path.name, reverse=True):
+            damage = _find_damage(path)
+            if not damage:
+                return {**_load(path), "path": str(path)}
+            warnings.warn(f"{path} is damaged ({damage}): it is not read", ColabUtilsWarning, stacklevel=3)
         return None
+
+    def load_newest(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is complete, on the CPU, to continue a run from; None when there is none.
+
+        A newer one that is cut short or fails its checksums is renamed to ``.torn-1`` and named in a warning. One that
+        waited on this machine is sent to Drive.
+
+        Raises:
+            ColabUtilsError: The file cannot be loaded, or the disk does not answer; no file is changed then.
+        """
+        retries = Retries()
+        while paths := retries.run(self._list):
+            path = max(paths, key=lambda path: path.name)
+            damage = _find_damage(path)
+            if damage:
+                aside = _find_free_name(f"{path}.torn-")
+                os.replace(path, aside)
+                warnings.warn(
+                    f"checkpoint {path} is torn ({damage}); it was renamed to {aside.name} "
+                    "and training goes on from the one before it.",
+                    ColabUtilsWarning,
+                    stacklevel=3,
+                )
+                continue
+            state = _load(path)
+            if path.parent == self.waiting:
+                self._write(self.run / path.name, path.read_bytes(), patiently=True)
+            return state
+        return None
+
+    def _list(self) -> list[Path]:
+        with guard_drive(self.run):
+            return [*_list_files(self.waiting), *_list_files(self.run)]
 
     def _write(self, path: Path, data: bytes | memoryview, *, patiently: bool = False) -> None:
         def write() -> None:
@@ -148,53 +190,124 @@ class CheckpointFolder:
                 write_file(path, data)
 
         Retries().run(write) if patiently else write()
-        old = _list_checkpoints(path.parent)[:-_KEEP]
-        for one in old if path.parent == self.waiting else [*old, *_list_checkpoints(self.waiting)]:
+        old = _list_files(path.parent)[:-_KEEP]
+        for one in old if path.parent == self.waiting else [*old, *_list_files(self.waiting)]:
             with suppress(OSError):  # one file too many does no harm
                 _delete(one)
 
-    def load_newest(self) -> dict[str, Any] | None:
-        """The newest checkpoint that can be read, on the CPU; None when there is none.
 
-        A newer one that is cut short or damaged is renamed to ``.torn-1`` and named in a warning. One that waited on
-        this machine is sent to Drive.
+class CheckpointWriter:
+    """Writes checkpoints in a thread while training goes on, and tells when the next one is due.
+
+    Args:
+        folder: Where they are written.
+        device: Of the steps. On a CPU the thread takes its time from them, which counts as the checkpoint's cost.
+
+    Example:
+        >>> import tempfile
+        >>> writer = CheckpointWriter(CheckpointFolder(tempfile.mkdtemp()), torch.device("cpu"))
+        >>> writer.submit({"weight": torch.ones(2)}, step=3)
+        >>> writer.close()
+    """
+
+    def __init__(self, folder: CheckpointFolder, device: torch.device) -> None:
+        self._folder, self._counts_thread = folder, device.type == "cpu"
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._jobs: list[Future[None]] = []
+        self._saved_s, self.cost_s = perf_counter(), 0.0
+
+    def is_due(self, *, epoch_ended: bool) -> bool:
+        """Whether enough time has passed: a minute, more where a checkpoint takes over a hundredth of it, at most five;
+        at the end of an epoch that hundredth alone counts.
+        """
+        since_s, least_s = perf_counter() - self._saved_s, _COST_SHARE * self.cost_s
+        pause_s = least_s if epoch_ended else min(max(_PAUSES_S[0], least_s), _PAUSES_S[1])
+        return not self._jobs and since_s >= pause_s
+
+    def submit(self, state: Mapping[str, Any], *, step: int, patiently: bool = False) -> None:
+        """Copy a state to this machine's memory, and write it in the thread."""
+        self.finish()
+        began_s = perf_counter()
+        copied = _copy_to_cpu(state)
+        self._saved_s = perf_counter()
+        self.cost_s = self._saved_s - began_s
+        self._jobs.append(self._thread.submit(self._write, copied, step, patiently))
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written, now and not with the next one."""
+        if all(job.done() for job in self._jobs):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until everything is written.
 
         Raises:
-            ColabUtilsError: The disk does not answer, or the file is of another program or a newer version.
+            ColabUtilsError: It could not be written.
         """
-        retries = Retries()
-        while path := retries.run(self._find_newest):
-            try:
-                with guard_drive(path):
-                    damage = _find_damage(path)
-                    state = None if damage else torch.load(path, map_location="cpu", weights_only=True)
-            except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-                damage = str(error).splitlines()[0]
-            if not damage:
-                found = state.get("format") if isinstance(state, dict) else None
-                if found == FORMAT_VERSION:
-                    if path.parent == self.waiting:
-                        self._write(self.run / path.name, path.read_bytes(), patiently=True)
-                    return state
-                raise ColabUtilsError(
-                    f"expected a checkpoint of colab_utils in format {FORMAT_VERSION}, found {found} in {path}. "
-                    "Update colab_utils, or choose another run folder."
-                )
-            torn = _find_free_name(f"{path}.torn-")
-            os.replace(path, torn)
-            warnings.warn(
-                f"checkpoint {path} is torn ({damage}); it was renamed to {torn.name} "
-                "and training goes on from the one before it.",
-                ColabUtilsWarning,
-                stacklevel=3,
-            )
-        return None
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """End the thread, after the write in progress."""
+        self._thread.shutdown()
+
+    def _write(self, state: dict[str, Any], step: int, patiently: bool) -> None:
+        began_s = thread_time()
+        self._folder.save(state, step=step, patiently=patiently)
+        if self._counts_thread:
+            self.cost_s += thread_time() - began_s
+
+
+def _copy_to_cpu(value: Any) -> Any:
+    """A copy that training no longer changes, in the usual order of memory, as code that reads weights expects it."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: _copy_to_cpu(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copy_to_cpu, value))
+    return value
 
 
 def _pack(state: Mapping[str, Any], step: int) -> memoryview:
-    data = io.BytesIO()  # Drive wants files whole and in one go
-    torch.save({**state, "format": FORMAT_VERSION, "step": step}, data)
+    data = io.BytesIO()  # Drive wants a file from its first byte to its last, written once
+    torch.save({**state, "format": _FORMAT_VERSION, "step": step}, data)
     return data.getbuffer()
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The content of a file whose checksums are right: whatever fails now is no reason to rename it."""
+    try:
+        with guard_drive(path):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, DriveLostError):
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ColabUtilsError(
+            f"expected to load {path}, found an error, though the file is complete: {reason} "
+            "Free memory and start again; or move this file away: the one before it is loaded then."
+        ) from error
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != _FORMAT_VERSION:
+        raise ColabUtilsError(
+            f"expected a checkpoint of colab_utils in format {_FORMAT_VERSION}, found {found} in {path}. "
+            "Update colab_utils, or choose another run folder."
+        )
+    return dict(state)
+
+
+def _find_damage(path: Path) -> str | None:
+    """What is wrong with a file's structure or checksums, which torch.load does not look at; None where it is right."""
+    try:
+        with guard_drive(path), zipfile.ZipFile(path) as archive:
+            member = archive.testzip()
+    except (OSError, DriveLostError, MemoryError):
+        raise
+    except Exception:  # a damaged zip fails in many ways
+        return f"{path.stat().st_size} bytes, cut short"
+    return f"its part {member} is damaged" if member else None
 
 
 def _delete(path: Path) -> None:
@@ -202,29 +315,19 @@ def _delete(path: Path) -> None:
     path.unlink()
 
 
-def _explain_full(path: Path, error: OSError, whole: Path | None) -> ColabUtilsError:
+def _explain_full(path: Path, error: OSError, newest: Path | None) -> ColabUtilsError:
     return ColabUtilsError(
-        f"could not write checkpoint {path} ({error.strerror or error}); the last whole one is {whole}. "
+        f"could not write checkpoint {path} ({error.strerror or error}); the newest complete one is {newest}. "
         "Free disk space or choose another run folder, then start again: training resumes."
     )
 
 
-def _list_checkpoints(folder: Path, pattern: str = _PATTERN) -> list[Path]:
+def _list_files(folder: Path, pattern: str = _NEWEST) -> list[Path]:
     """In the order of their steps; a Drive that is lost is an error, and never an empty folder."""
     try:
         return sorted(folder / name for name in os.listdir(folder) if fnmatch(name, pattern))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _find_damage(path: Path) -> str | None:
-    # torch.load does not look at the checksums that torch.save wrote: the file is a zip, so ask zipfile.
-    try:
-        with zipfile.ZipFile(path) as archive:
-            member = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError):
-        return f"{path.stat().st_size} bytes, cut short"
-    return f"its part {member} is damaged" if member else None
 
 
 def _find_free_name(prefix: str) -> Path:

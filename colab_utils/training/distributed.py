@@ -1,35 +1,32 @@
-"""Several processes that train one model together, as ``torchrun`` starts them: each has its share of every batch."""
+"""Several processes that train one model together, as ``torchrun`` starts them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed
 
 from colab_utils.errors import ColabUtilsError
 
 __all__ = ["Ranks", "join_ranks"]
 
-_PATIENCE = timedelta(minutes=30)  # that the others have, say while one of them evaluates
+_PATIENCE = timedelta(minutes=30)  # for the first process, while it evaluates
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of ``count`` processes this is, from 0; rank 0 alone writes files. On its own it is 0 of 1.
-
-    Gradients are added up after the backward pass, and not by ``DistributedDataParallel`` during it: a rank whose share
-    does not fit into its GPU's memory can then try again in parts, while the others wait for it.
+    """Which of ``count`` processes this is, from 0; rank 0 alone writes files. One process alone is 0 of 1.
 
     Example:
         >>> ranks = Ranks()
-        >>> ranks.is_first, ranks.gather("mine"), ranks.agree(False)
-        (True, ['mine'], False)
+        >>> ranks.is_first, ranks.gather("mine"), ranks.send("yours")
+        (True, ['mine'], 'yours')
     """
 
     rank: int = 0
@@ -37,68 +34,30 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes files."""
+        """Whether this process writes the files."""
         return self.rank == 0
 
-    def add_gradients(self, parameters: Iterable[nn.Parameter], *numbers: Tensor) -> list[Tensor]:
-        """Replace each gradient by its sum over all ranks; returns the sums of the ``numbers``, scalars, too."""
-        if self.count == 1:
-            return list(numbers)
-        held = [parameter for parameter in parameters if parameter.requires_grad]
-        for parameter in held:  # the same list on every rank, whatever it had no image for
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [parameter.grad for parameter in held if parameter.grad is not None]
-        flat = torch.cat([part.detach().float().reshape(-1) for part in (*grads, *numbers)])
-        distributed.all_reduce(flat)
-        sums = flat.split([part.numel() for part in (*grads, *numbers)])
-        for grad, total in zip(grads, sums, strict=False):
-            grad.copy_(total.view_as(grad))
-        return [total.reshape(()) for total in sums[len(grads) :]]
-
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, in their order."""
-        if self.count == 1:
-            return [value]
-        values: list[Any] = [None] * self.count
-        distributed.all_gather_object(values, value)
+        """The value of each process, in the order of their ranks."""
+        values = [value] * self.count
+        if self.count > 1:
+            distributed.all_gather_object(values, value)
         return values
 
     def send(self, value: Any) -> Any:
-        """What the first rank gives, to all."""
+        """The value of the first process, in all of them."""
         values = [value]
         if self.count > 1:
             distributed.broadcast_object_list(values, 0)
         return values[0]
 
-    def agree(self, asked: bool) -> bool:
-        """Whether any rank asks for it."""
-        return any(self.gather(asked))
-
-    def copy_weights(self, model: nn.Module) -> None:
-        """Give every rank the first one's weights."""
-        for parameter in model.parameters() if self.count > 1 else ():
-            distributed.broadcast(parameter.data, 0)
-
-    def copy_buffers(self, model: nn.Module) -> None:
-        """Give every rank the first one's statistics of normalisation."""
-        for buffer in model.buffers() if self.count > 1 else ():
-            distributed.broadcast(buffer, 0)
-
-    def share(self, items: Sequence[Any]) -> Sequence[Any]:
-        """This rank's part: every ``count``-th item."""
-        return items[self.rank :: self.count]
-
-    def __str__(self) -> str:
-        return f"{self.count} processes" if self.count > 1 else "one process"
-
 
 @contextmanager
 def join_ranks(device: torch.device) -> Iterator[Ranks]:
-    """The ranks that ``torchrun`` started, joined by NCCL on GPUs and by gloo on CPUs; one alone without it.
+    """The processes that ``torchrun`` started, joined by NCCL on GPUs and by gloo on CPUs; without it, one alone.
 
     Raises:
-        ColabUtilsError: the others cannot be reached.
+        ColabUtilsError: The processes cannot reach each other.
 
     Example:
         >>> with join_ranks(torch.device("cpu")) as ranks:
@@ -109,7 +68,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     if count == 1:
         yield Ranks()
         return
-    joins = not distributed.is_initialized()
+    joins = not distributed.is_initialized()  # a group of yours is used, and stays
     try:
         if joins:
             distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)

@@ -1,16 +1,21 @@
-"""Average precision while training goes on: a few images after each step, the rest of the work in another process."""
+"""COCO average precision of a model on a dataset: `evaluate`.
+
+The model finds objects in batches of images, which threads decode ahead. Another process draws the masks and computes
+COCO's sums meanwhile.
+"""
 
 from __future__ import annotations
 
-import copy
 import io
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,96 +23,268 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
+from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.models.detection.transform import resize_boxes
 
 from colab_utils.data.masks import Runs, write_runs
-from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.masks import send
 from colab_utils.runtime import fork_pool, show_progress
-from colab_utils.training.distributed import Ranks
+from colab_utils.training.augment import Size, fit_shape, resize_all
+from colab_utils.training.model import choose_precision, keep_boxes_exact
 
-__all__ = [
-    "AveragePrecision",
-    "ClassPrecision",
-    "Detections",
-    "Judge",
-    "Judgement",
-    "Scorer",
-    "collect_truth",
-    "describe_detections",
-    "detect",
-    "encode_masks",
-    "evaluate",
-    "read_result",
-    "score_results",
-]
+__all__ = ["AveragePrecision", "EvaluationProcessError", "collect_truth", "describe_detections", "detect", "evaluate"]
+
+_RESULT = ("boxes", "labels", "scores", "masks")
+_DECODERS = 2  # threads
+_BATCHES_AHEAD = 2
+_MOST_WAITING = 64  # images whose masks are not drawn yet: 20 MB of them
 
 
-class Detections(NamedTuple):
-    """What a model found in one image: D objects, on the CPU."""
-
-    image_id: int
-    size: tuple[int, int]
-    """Height and width of the image, pixels."""
-    category_ids: NDArray[np.int64]
-    """int64 [D]."""
-    scores: NDArray[np.float32]
-    """float32 [D], 0 to 1."""
-    boxes: NDArray[np.float32]
-    """float32 [D, 4]: x0, y0, x1, y1 in pixels of the image."""
-    masks: NDArray[Any]
-    """float32 [D, 28, 28], 0 to 1, each of its box; of another model than Mask R-CNN uint8 [D, H, W]."""
+class EvaluationProcessError(ColabUtilsError):
+    """The process that draws masks and computes COCO's sums was killed, twice."""
 
 
-def detect(model: nn.Module, dataset: ShardDataset, i: int, *, device: str | torch.device) -> Detections:
-    """What a model in evaluation mode, on the device, finds in one image; without classes that the dataset has not.
+@dataclass(frozen=True)
+class ClassPrecision:
+    """Average precision of one class, 0 to 1; None where the images hold no object of it."""
 
-    torchvision's own output would hold a float image of every mask on the device: 4.8 GB for 100 objects in a photo of
-    12 megapixels, made in a loop that reads from the device again and again.
+    name: str
+    """The class."""
+    bbox: float | None
+    """Of boxes, over IoU 0.50 to 0.95."""
+    segm: float | None
+    """Of masks, over IoU 0.50 to 0.95."""
+
+
+@dataclass(frozen=True)
+class AveragePrecision:
+    """COCO average precision, 0 to 1.
+
+    Example:
+        >>> print(AveragePrecision(0.25, 0.2, 0.5, 0.4, 60, ()))
+        AP of boxes 0.250 (0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 60 images
     """
-    with torch.no_grad():  # not inference_mode: the model caches its anchors and trains with them later
-        image = dataset.decode(dataset.read(i)).to(device).float().div_(255)
+
+    bbox: float
+    """Of boxes, over IoU 0.50 to 0.95."""
+    segm: float
+    """Of masks, over IoU 0.50 to 0.95."""
+    bbox_50: float
+    """Of boxes, at IoU 0.50."""
+    segm_50: float
+    """Of masks, at IoU 0.50."""
+    images: int
+    """Number of images."""
+    per_class: tuple[ClassPrecision, ...]
+    """Each class of the dataset."""
+
+    def __str__(self) -> str:
+        return (
+            f"AP of boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5), "
+            f"of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
+        )
+
+
+def evaluate(
+    model: nn.Module, dataset: ShardDataset | CocoFolder, *, device: str | torch.device = "cpu", batch_size: int = 8
+) -> AveragePrecision:
+    """Measure a model's average precision as ``COCOeval`` does: crowds included, 100 detections an image.
+
+    On a GPU the model runs in half precision. Only images that are padded to the same shape share a batch, so the
+    result does not depend on ``batch_size``, except for rounding.
+
+    Args:
+        model: A Mask R-CNN, or a model that answers like one, which gets one image at a time. It is left in the mode
+            (training or not) that it had.
+        dataset: Its ``category_ids`` map the model's labels to COCO category ids.
+        device: Where the model runs.
+        batch_size: Most images in a batch.
+
+    Raises:
+        EvaluationProcessError: The process that draws masks was killed twice, for example because memory was full.
+        ColabUtilsError: The images hold no objects, or the model's classes are not those of the dataset.
+
+    Example:
+        >>> evaluate(nn.Identity(), ShardDataset("no/such/val-shards"))
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/val-shards. ...
+    """
+    _check_classes(model, dataset)
+    truth = collect_truth(dataset)
+    with _set_up(model.to(device)):
+        try:
+            return _evaluate(model, dataset, truth, device, batch_size)
+        except BrokenProcessPool:
+            text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
+            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        try:
+            return _evaluate(model, dataset, truth, device, batch_size)
+        except BrokenProcessPool as error:
+            raise EvaluationProcessError(
+                "expected the average precision from another process, found that it was killed twice, as happens where "
+                "memory is full. Evaluate on fewer images, or on a machine with more memory."
+            ) from error
+
+
+def _check_classes(model: Any, dataset: Any) -> None:
+    """Refuse a model whose labels mean other classes than those of the dataset."""
+    if not isinstance(dataset, ShardDataset | CocoFolder):
+        raise ColabUtilsError(f"expected a ShardDataset or a CocoFolder, found {type(dataset).__name__}. Open one.")
+    ids = dataset.category_ids
+    trained = getattr(model, "category_ids", None)  # of `load_trained_model`
+    fits = trained is None or ids.items() <= trained.items()
+    classes = dataset.num_classes
+    predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
+    if isinstance(predictor, FastRCNNPredictor):
+        classes = predictor.cls_score.out_features
+        # a model of raw COCO ids may have more classes than this dataset
+        is_raw = all(label == number for label, number in ids.items())
+        fits = fits and (classes >= dataset.num_classes if is_raw else classes == dataset.num_classes)
+    if not fits:
+        raise ColabUtilsError(
+            f"expected a dataset with the classes of the model ({classes} with the background), found other labels "
+            f"({dataset.num_classes} with the background). Open it with the contiguous_labels of the training dataset."
+        )
+
+
+@contextmanager
+def _set_up(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode with exact boxes; afterwards every module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    hooks = keep_boxes_exact(model)
+    model.eval()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, mode in modes:
+            module.training = mode
+
+
+def _evaluate(
+    model: nn.Module, dataset: ShardDataset | CocoFolder, truth: dict[str, Any], device: str | torch.device, size: int
+) -> AveragePrecision:
+    ids, pool = dataset.category_ids, fork_pool(1, _keep_truth, truth)  # before there are threads
+    drawing: deque[Future[None]] = deque()
+    try:
+        with show_progress("evaluating", total=len(dataset), unit="image") as bar:
+            for indices, images in _decode_ahead(dataset, _group_images(model, dataset, size)):
+                for i, image, found in zip(indices, images, detect(model, images, device=device), strict=True):
+                    drawing.append(pool.submit(_draw, found, int(dataset.image_ids[i]), image.shape[1:], ids))
+                while len(drawing) > _MOST_WAITING:
+                    drawing.popleft().result()
+                bar.update(len(indices))
+        for job in drawing:
+            job.result()
+        return pool.submit(_score).result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _group_images(model: nn.Module, dataset: ShardDataset | CocoFolder, batch_size: int) -> Iterator[list[int]]:
+    """Batches of images that the model's transform pads to the same shape."""
+    if not isinstance(model, MaskRCNN):
+        yield from ([i] for i in range(len(dataset)))
+        return
+    groups: dict[Size, list[int]] = {}
+    for i, size in enumerate(resize_all(dataset.sizes, model.transform, training=False).tolist()):
+        groups.setdefault(fit_shape([size], (), step=model.transform.size_divisible), []).append(i)
+    for group in groups.values():
+        yield from (group[first : first + batch_size] for first in range(0, len(group), batch_size))
+
+
+def _decode_ahead(dataset: Any, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], list[Tensor]]]:
+    """Each batch with its images, decoded in threads while the model works on the batches before it."""
+    waiting: deque[tuple[list[int], list[Future[Tensor]]]] = deque()
+    with ThreadPoolExecutor(_DECODERS) as pool:
+        for batch in chain(batches, repeat([], _BATCHES_AHEAD)):
+            waiting.append((batch, [pool.submit(lambda i: dataset.decode(dataset.read(i)), i) for i in batch]))
+            if len(waiting) > _BATCHES_AHEAD:
+                indices, images = waiting.popleft()
+                yield indices, [image.result() for image in images]
+
+
+@torch.no_grad()  # not inference_mode: the model caches its anchors, and trains with them later
+def detect(
+    model: nn.Module, images: Sequence[Tensor], *, device: str | torch.device = "cpu"
+) -> list[dict[str, NDArray[Any]]]:
+    """Find the objects in a batch of images: uint8 [3, H, W] each, by a model in evaluation mode on the device.
+
+    torchvision's own output holds a float image of every mask on the device: 4.8 GB for 100 objects in a photo of 12
+    megapixels, made in a loop that reads from the device again and again. Here masks stay in their boxes.
+
+    Returns:
+        For each image its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels`` int64 [D], ``scores`` float32 [D],
+        and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than a Mask R-CNN bool [D, H, W].
+
+    Raises:
+        ColabUtilsError: The model gives no masks.
+    """
+    precision = choose_precision(device)
+    with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
+        floats = (send(image, device).float().div_(255) for image in images)  # one at a time: photos may be large
         if isinstance(model, MaskRCNN):
-            found = _find_in_boxes(model, image)
+            results = _find_in_boxes(model, floats, [(image.shape[1], image.shape[2]) for image in images])
         else:
-            found = model([image])[0]
-            if "masks" not in found:
-                raise ColabUtilsError(
-                    f"expected masks from the model, found {', '.join(found)}. Pass a model that finds masks."
-                )
-            found = {**found, "masks": (found["masks"] > 0.5).byte()}
-    labels = found["labels"].tolist()
-    known = [place for place, label in enumerate(labels) if label in dataset.category_ids]
-    scores, boxes, masks = (found[name].cpu().numpy()[known] for name in ("scores", "boxes", "masks"))
-    return Detections(
-        image_id=int(dataset.image_ids[i]),
-        size=(image.shape[1], image.shape[2]),
-        category_ids=np.array([dataset.category_ids[labels[place]] for place in known], np.int64),
-        scores=scores,
-        boxes=boxes.astype(np.float32),
-        masks=masks[:, 0],
-    )
+            results = _find_dense(model, [*floats])
+    return [{name: result[name].cpu().numpy() for name in _RESULT} for result in results]
 
 
-def describe_detections(found: Detections) -> list[dict[str, Any]]:
-    """Detections as COCO's results, each with its box and its mask."""
+def _find_in_boxes(model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]) -> list[dict[str, Tensor]]:
+    """The result of ``model(images)``, with masks as the mask head makes them. Source: ``GeneralizedRCNN.forward``."""
+    resized = [model.transform([image])[0] for image in images]
+    padded = model.transform.batch_images([one.tensors[0] for one in resized], model.transform.size_divisible)
+    batch = ImageList(padded, [one.image_sizes[0] for one in resized])
+    features = model.backbone(batch.tensors)
+    if isinstance(features, Tensor):
+        features = {"0": features}
+    proposals, _ = model.rpn(batch, features)
+    results, _ = model.roi_heads(features, proposals, batch.image_sizes)
+    for result, resized_size, size in zip(results, batch.image_sizes, sizes, strict=True):
+        result["boxes"] = resize_boxes(result["boxes"], resized_size, size)
+        result["masks"] = result["masks"][:, 0].float()
+    return list(results)
+
+
+def _find_dense(model: nn.Module, images: list[Tensor]) -> list[dict[str, Tensor]]:
+    results: list[dict[str, Tensor]] = model(images)
+    if results and "masks" not in results[0]:
+        raise ColabUtilsError(
+            f"expected masks from the model, found {', '.join(results[0])}. Pass a model that finds masks."
+        )
+    return [{**result, "masks": result["masks"][:, 0] > 0.5} for result in results]
+
+
+def describe_detections(
+    found: Mapping[str, NDArray[Any]], *, image_id: int, size: Sequence[int], category_ids: Mapping[int, int]
+) -> list[dict[str, Any]]:
+    """The objects of an image, found by `detect`, as COCO's results with boxes and masks.
+
+    Labels without a category id are left out; ``size`` is the image's height and width.
+    """
     from pycocotools import mask as coco_mask
 
-    if found.masks.dtype == np.uint8:
-        rles = [coco_mask.encode(np.asfortranarray(mask)) for mask in found.masks]
+    known = np.isin(found["labels"], list(category_ids))
+    boxes, labels, scores, masks = (found[name][known] for name in _RESULT)
+    if masks.dtype == np.bool_:
+        rles = [coco_mask.encode(np.asfortranarray(mask, np.uint8)) for mask in masks]
     else:
-        rles = encode_masks(torch.from_numpy(found.masks), torch.from_numpy(found.boxes), found.size)
-    sides = np.concatenate([found.boxes[:, :2], found.boxes[:, 2:] - found.boxes[:, :2]], 1).tolist()
-    rows = zip(found.category_ids.tolist(), found.scores.tolist(), sides, rles, strict=True)
+        rles = encode_masks(torch.from_numpy(masks), torch.from_numpy(boxes), size)
+    sides = np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], 1).tolist()
+    rows = zip(labels.tolist(), scores.tolist(), sides, rles, strict=True)
     return [
-        {"image_id": found.image_id, "category_id": category, "score": score, "bbox": box, "segmentation": rle}
-        for category, score, box, rle in rows
+        {"image_id": image_id, "category_id": category_ids[label], "score": score, "bbox": box, "segmentation": rle}
+        for label, score, box, rle in rows
     ]
 
 
 def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict[str, Any]]:
-    """What torchvision pastes into an image of ``size`` (height and width), above 0.5, as compressed RLE.
+    """The masks that torchvision pastes into an image of ``size`` (height and width), above 0.5, as compressed RLE.
 
     Bit for bit the masks of ``paste_masks_in_image`` in torchvision ``models/detection/roi_heads.py``, from ``masks``,
     float32 [D, 28, 28], and ``boxes``, float32 [D, 4] in pixels.
@@ -124,6 +301,7 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
 
 
 def _draw_runs(masks: Tensor, boxes: Tensor, height: int, width: int) -> Iterator[Runs]:
+    """The runs of each mask, down its columns."""
     padded, scale = expand_masks(masks[:, None], 1)
     places = expand_boxes(boxes, scale).long().tolist()
     for number, (mask, (x0, y0, x1, y1)) in enumerate(zip(padded, places, strict=True)):
@@ -137,87 +315,59 @@ def _draw_runs(masks: Tensor, boxes: Tensor, height: int, width: int) -> Iterato
         yield Runs(np.full(len(edges) // 2, number), column[::2] + left, row[::2] + top, row[1::2] + top)
 
 
-def _find_in_boxes(model: MaskRCNN, image: Tensor) -> dict[str, Tensor]:
-    """``model([image])[0]``, with its masks as the model makes them. Source: torchvision's ``GeneralizedRCNN``."""
-    given, _ = model.transform([image])
-    features = model.backbone(given.tensors)
-    if isinstance(features, Tensor):
-        features = {"0": features}
-    proposals, _ = model.rpn(given, features)
-    (found,), _ = model.roi_heads(features, proposals, given.image_sizes)
-    return {**found, "boxes": resize_boxes(found["boxes"], given.image_sizes[0], image.shape[-2:])}
-
-
-@dataclass(frozen=True)
-class ClassPrecision:
-    """Average precision of one class, 0 to 1; None where the images hold no object of it."""
-
-    name: str
-    bbox: float | None
-    segm: float | None
-
-
-@dataclass(frozen=True)
-class AveragePrecision:
-    """COCO average precision, 0 to 1: over IoU 0.50 to 0.95, and at IoU 0.50 alone.
-
-    Example:
-        >>> print(AveragePrecision(0.25, 0.2, 0.5, 0.4, 60, ()))
-        AP of boxes 0.250 (0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 60 images
-    """
-
-    bbox: float
-    segm: float
-    bbox_50: float
-    segm_50: float
-    images: int
-    per_class: tuple[ClassPrecision, ...]
-
-    def __str__(self) -> str:
-        return (
-            f"AP of boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5), "
-            f"of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
-        )
-
-
-def score_results(truth: dict[str, Any], results: list[dict[str, Any]]) -> AveragePrecision:
-    """The average precision of detections, by pycocotools; ``truth`` is of `collect_truth`."""
-    from pycocotools.coco import COCO
-
-    with redirect_stdout(io.StringIO()):  # pycocotools prints
-        coco = COCO()
-        coco.dataset = truth
-        coco.createIndex()
-        box, box_50, boxes = _compute_precision(coco, results, "bbox")
-        mask, mask_50, masks = _compute_precision(coco, results, "segm")
-    names = [category["name"] for category in truth["categories"]]
-    per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
-    return AveragePrecision(box, mask, box_50, mask_50, len(truth["images"]), per_class)
-
-
-def collect_truth(dataset: ShardDataset) -> dict[str, Any]:
-    """The annotations of a dataset in COCO form.
+def collect_truth(dataset: ShardDataset | CocoFolder) -> dict[str, Any]:
+    """The annotations of a dataset in COCO form, crowds included, as pycocotools and other evaluators take them.
 
     Raises:
-        ColabUtilsError: The images hold no object to find.
+        ColabUtilsError: The images hold no objects.
     """
-    records = [dataset.record(i) for i in range(len(dataset))]
-    objects = [{**found, "image_id": record["image_id"]} for record in records for found in record["annotations"]]
-    if all(found["iscrowd"] for found in objects):
+    images, objects = list[dict[str, Any]](), list[dict[str, Any]]()
+    for i, (height, width) in enumerate(dataset.sizes.tolist()):
+        image_id = int(dataset.image_ids[i])
+        images.append({"id": image_id, "height": height, "width": width})
+        found = dataset.coco.annotations(i) if isinstance(dataset, CocoFolder) else dataset.record(i)["annotations"]
+        # Ids from 1: COCOeval takes an annotation with id 0 for "no match".
+        objects += [{**one, "image_id": image_id, "id": id} for id, one in enumerate(found, len(objects) + 1)]
+    if all(one["iscrowd"] for one in objects):
         raise ColabUtilsError(
             f"expected objects to measure against, found none in {len(dataset)} images. "
             "Evaluate on a dataset with annotations."
         )
-    return {
-        "info": {},
-        "images": [{"id": r["image_id"], "width": r["width"], "height": r["height"]} for r in records],
-        # Ids from 1: COCOeval takes an annotation with id 0 for "no match".
-        "annotations": [{**found, "id": number} for number, found in enumerate(objects, 1)],
-        "categories": [
-            {"id": int(category), "name": dataset.class_names[label]}
-            for label, category in sorted(dataset.category_ids.items())
-        ],
-    }
+    categories = [
+        {"id": int(category), "name": dataset.class_names[label]}
+        for label, category in sorted(dataset.category_ids.items())
+    ]
+    return {"info": {}, "images": images, "annotations": objects, "categories": categories}
+
+
+# What follows runs in the other process.
+
+_truth: dict[str, Any] = {}
+_results: list[dict[str, Any]] = []
+
+
+def _keep_truth(truth: dict[str, Any]) -> None:
+    torch.set_num_threads(1)  # the threads of the parent process are not here
+    _truth.update(truth)
+
+
+def _draw(found: dict[str, NDArray[Any]], image_id: int, size: Sequence[int], category_ids: dict[int, int]) -> None:
+    _results.extend(describe_detections(found, image_id=image_id, size=size, category_ids=category_ids))
+
+
+def _score() -> AveragePrecision:
+    """The average precision of the results so far, by pycocotools."""
+    from pycocotools.coco import COCO
+
+    with redirect_stdout(io.StringIO()):  # pycocotools prints
+        coco = COCO()
+        coco.dataset = _truth
+        coco.createIndex()
+        box, box_50, boxes = _compute_precision(coco, _results, "bbox")
+        mask, mask_50, masks = _compute_precision(coco, _results, "segm")
+    names = [category["name"] for category in _truth["categories"]]
+    per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
+    return AveragePrecision(box, mask, box_50, mask_50, len(_truth["images"]), per_class)
 
 
 def _compute_precision(truth: Any, results: list[dict[str, Any]], kind: str) -> tuple[float, float, list[float | None]]:
@@ -225,7 +375,7 @@ def _compute_precision(truth: Any, results: list[dict[str, Any]], kind: str) -> 
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    if kind == "segm":  # beside a box, loadRes does not look at the mask
+    if kind == "segm":  # where a result has a box, loadRes does not look at the mask
         results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
     found = truth.loadRes(results) if results else COCO()  # loadRes takes no empty list
     evaluation = COCOeval(truth, found, kind)
@@ -236,197 +386,3 @@ def _compute_precision(truth: Any, results: list[dict[str, Any]], kind: str) -> 
     classes = np.moveaxis(evaluation.eval["precision"][:, :, :, 0, -1], 2, 0)
     per_class = [float(values.mean()) if values.max() > -1 else None for values in classes]
     return float(evaluation.stats[0]), float(evaluation.stats[1]), per_class
-
-
-T = TypeVar("T")
-
-
-_MOST_WAITING = 64  # images whose masks are not drawn yet: 20 MB of them
-
-
-def evaluate(model: nn.Module, dataset: ShardDataset, *, device: str | torch.device = "cpu") -> AveragePrecision:
-    """Measure a model's average precision as ``COCOeval`` does: crowds included, 100 detections an image.
-
-    Args:
-        model: A Mask R-CNN, or a model that answers like one; it is left in the mode (training or not) it came in.
-        dataset: Its ``category_ids`` map the model's labels back to COCO's category ids.
-        device: Where the model runs, an image at a time; another process draws the masks meanwhile.
-
-    Raises:
-        ColabUtilsError: The images hold no object to find.
-
-    Example:
-        >>> evaluate(nn.Identity(), ShardDataset("no/such/val-shards"))
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/val-shards. ...
-    """
-    truth = collect_truth(dataset)
-    modes = [(module, module.training) for module in model.modules()]
-    model.to(device).eval()
-    try:
-        with (
-            closing(Scorer(truth)) as scorer,
-            show_progress("evaluating", total=len(dataset), unit="image") as bar,
-        ):
-            for i in range(len(dataset)):
-                scorer.add(detect(model, dataset, i, device=device))
-                bar.update(1)
-            return read_result(scorer.score())
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-class Scorer:
-    """Draws masks and adds up COCO's sums in another process, so that the one with the model waits for neither.
-
-    Args:
-        truth: of `collect_truth`; empty where another rank's scorer does the sums.
-    """
-
-    def __init__(self, truth: dict[str, Any]) -> None:
-        self._pool = fork_pool(1, _keep_truth, truth)
-        self._waiting: deque[Future[None]] = deque()
-
-    def add(self, found: Detections) -> None:
-        """Take in what was found in one image; waits only where many are not drawn yet."""
-        self._waiting.append(self._submit(_describe, found))
-        if len(self._waiting) > _MOST_WAITING:
-            read_result(self._waiting.popleft())
-
-    def take_results(self) -> list[dict[str, Any]]:
-        """What was added since the last time, as COCO's results."""
-        return read_result(self._submit(_take_results))
-
-    def score(self, others: Sequence[dict[str, Any]] = ()) -> Future[AveragePrecision]:
-        """The average precision of what was added since the last time, and of other ranks' results."""
-        return self._submit(_score, others)
-
-    def close(self) -> None:
-        """End the other process, and forget what it was doing."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        with _tell_end():
-            return self._pool.submit(call, *arguments)
-
-
-def read_result(future: Future[T]) -> T:
-    """What a `Scorer` made.
-
-    Raises:
-        ColabUtilsError: Its process was ended.
-    """
-    with _tell_end():
-        return future.result()
-
-
-@contextmanager
-def _tell_end() -> Iterator[None]:
-    try:
-        yield
-    except BrokenProcessPool as error:
-        raise ColabUtilsError(
-            "expected the average precision from another process, found that it was ended, as happens where memory is "
-            "full. Evaluate on fewer images, or on a machine with more memory."
-        ) from error
-
-
-_truth: dict[str, Any] = {}
-
-
-_results: list[list[dict[str, Any]] | Exception] = []  # of each image
-
-
-def _keep_truth(truth: dict[str, Any]) -> None:
-    torch.set_num_threads(1)  # the threads of the process that this one was forked from are not here
-    _truth.update(truth)
-
-
-def _describe(found: Detections) -> None:
-    try:
-        _results.append(describe_detections(found))
-    except Exception as error:  # it is for whoever asks for the results
-        _results.append(error)
-
-
-def _take_results() -> list[dict[str, Any]]:
-    taken = list[dict[str, Any]]()
-    for one in _results:
-        if isinstance(one, Exception):
-            raise one
-        taken += one
-    _results.clear()
-    return taken
-
-
-def _score(others: Sequence[dict[str, Any]]) -> AveragePrecision:
-    return score_results(_truth, [*_take_results(), *others])
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What the weights after ``step`` steps are worth; ``weights`` are theirs, on the device."""
-
-    step: int
-    ap: AveragePrecision
-    weights: dict[str, Any]
-
-    def __str__(self) -> str:
-        return f"after step {self.step}: {self.ap}"
-
-
-class Judge:
-    """Evaluates a copy of the model in small pieces, so that no step waits for a whole evaluation.
-
-    Args:
-        dataset: validation images; each rank looks at its share of them.
-        device: where the model runs.
-        steps: in which an evaluation should be over.
-        ranks: the processes that train together.
-
-    Raises:
-        ColabUtilsError: the images hold no object to find.
-    """
-
-    def __init__(self, dataset: ShardDataset, device: torch.device, *, steps: int, ranks: Ranks) -> None:
-        self._dataset, self._device, self._ranks = dataset, device, ranks
-        self.fingerprint = dataset.fingerprint
-        self._each = -(-len(dataset) // ranks.count // max(1, steps))  # images after each step
-        self._scorer = Scorer(collect_truth(dataset) if ranks.is_first else {})
-        self._model: nn.Module | None = None
-        self._step, self._next = 0, len(dataset)
-        self._scoring: Future[AveragePrecision] | None = None
-
-    def begin(self, model: nn.Module, step: int) -> None:
-        """Take a copy of the model as it is now."""
-        if self._model is None:
-            self._model = copy.deepcopy(model)
-        else:
-            self._model.load_state_dict(model.state_dict())
-        self._model.eval()
-        self._step, self._next = step, 0
-
-    def advance(self, *, to_end: bool = False) -> Judgement | None:
-        """Look at the next images; what the model is worth, once that is known. Every rank calls it as often."""
-        count = len(self._dataset)
-        while self._next < count:
-            last = min(count, self._next + self._each * self._ranks.count)
-            for i in self._ranks.share(range(self._next, last)):
-                if self._model is not None:
-                    self._scorer.add(detect(self._model, self._dataset, i, device=self._device))
-            self._next = last
-            if last == count:
-                others = self._ranks.gather([] if self._ranks.is_first else self._scorer.take_results())
-                if self._ranks.is_first:
-                    self._scoring = self._scorer.score([result for part in others for result in part])
-            if not to_end:
-                break
-        if self._scoring is None or self._model is None or not (to_end or self._scoring.done()):
-            return None
-        scoring, self._scoring = self._scoring, None
-        return Judgement(self._step, read_result(scoring), self._model.state_dict())
-
-    def close(self) -> None:
-        """End the other process; an evaluation that is under way is lost."""
-        self._scorer.close()

@@ -1,10 +1,11 @@
-"""What a training run says: a plan before it starts, a line while it runs, a report when it is done."""
+"""What a run is trained with, and what it reports: a plan before it starts, lines while it runs, a report at the end."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
@@ -23,20 +24,12 @@ from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, check_model_name
 
 __all__ = [
-    "BestCheckpoint",
-    "LogLine",
-    "LossPoint",
-    "RunSettings",
-    "TrainReport",
-    "TrainingImages",
-    "TrainingPlan",
-    "check_at_least_one",
-    "check_objects",
-    "choose_settings",
-    "open_images",
-]
+    "BestCheckpoint", "LogLine", "LossPoint", "TrainReport", "TrainingImages", "TrainingPlan", "check_at_least_one",
+    "check_objects", "choose_settings", "open_images",
+]  # fmt: skip
 
-_NAMED = 5
+_NAMED = 5  # classes in a warning
+_LIGHT_SIDE, _USUAL_SIDE = 192, 800
 
 
 class TrainingImages(NamedTuple):
@@ -53,13 +46,24 @@ class TrainingImages(NamedTuple):
 
 
 def open_images(
-    shards: str | Path, *, local: str | Path | None, limit_gb: float | None, val_shards: str | Path | None, seed: int
-) -> TrainingImages:
+    shards: str | Path, *, local: str | Path | None, limit_gb: float | None, val_shards: str | Path | None, seed: int,
+    ranks: int = 1,
+) -> TrainingImages:  # fmt: skip
     """Open the shards; see ``train`` for the arguments.
 
     Raises:
         ColabUtilsError: No shards, no image with objects, or validation shards with other categories.
     """
+    for folder in (shards, val_shards or ""):
+        if not isinstance(folder, str | PathLike):
+            raise ColabUtilsError(
+                f"expected a folder of shards, found {type(folder).__name__}. Pass the path, such as dataset.folder."
+            )
+    if local is not None and ranks > 1:
+        raise ColabUtilsError(
+            f"expected one process to train while its shards are copied, found {ranks}. Copy them first, on every "
+            "machine, and train without `local`."
+        )
     if local is None:
         dataset = ShardDataset(shards, contiguous_labels=True)
     else:
@@ -114,66 +118,54 @@ def check_objects(images: TrainingImages, *, min_size: int, max_size: int) -> No
         )
 
 
-_LIGHT_SIDE, _USUAL_SIDE = 192, 800
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {"augment": (*get_args(Augment), "own"), "schedule": ("cosine", "step")}
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What ``train`` takes under these names; None where a batch size or learning rate is still to be found."""
-
-    model: str
-    min_size: int
-    max_size: int
-    augment: str
-    schedule: str
-    ema: float | None = None
-    batch_size: int | None = None
-    learning_rate: float | None = None
-
-
-def choose_settings(known: Mapping[str, Any], *, on_gpu: bool, **asked: Any) -> RunSettings:
-    """Settle what a run is done with.
+def choose_settings(known: Mapping[str, Any], *, on_gpu: bool, **asked: Any) -> dict[str, Any]:
+    """Fill in the settings that nobody named: from the run's own plan, else the defaults.
 
     Args:
-        known: the plan of an earlier session; empty where there is none.
-        on_gpu: whether it is trained on a GPU.
-        asked: fields of `RunSettings`; None where nothing is asked for.
+        known: The plan of an earlier session; empty for a new run.
+        on_gpu: Whether it is trained on a GPU.
+        asked: ``model``, ``min_size``, ``max_size``, ``augment``, ``ema``, ``batch_size``, ``learning_rate``; None
+            where nothing is asked for.
+
+    Returns:
+        The same names; ``batch_size`` and ``learning_rate`` are None where they are still to be found.
 
     Raises:
-        ColabUtilsError: a setting that there is not.
+        ColabUtilsError: A value that ``train`` does not know.
 
     Example:
-        >>> choose_settings({}, on_gpu=False).min_size, choose_settings({"min_size": 400}, on_gpu=True).max_size
+        >>> choose_settings({}, on_gpu=False)["min_size"], choose_settings({"min_size": 400}, on_gpu=True)["max_size"]
         (192, 667)
     """
-    if asked.get("model"):
-        check_model_name(asked["model"])
-    check_at_least_one(min_size=asked.get("min_size"), max_size=asked.get("max_size"))
-    for name, choices in _CHOICES.items():
-        if asked.get(name) not in (None, *choices):
+    if asked.get("model") is not None:
+        if not isinstance(asked["model"], str):
             raise ColabUtilsError(
-                f"expected {name} as one of {', '.join(choices)}, found {asked[name]!r}. Pass one of them."
+                f"expected the name of a model, found {type(asked['model']).__name__}. Pass a name, or train a model of "
+                "your own by TrainingStep."
             )
+        check_model_name(asked["model"])
+    check_at_least_one(**{name: asked.get(name) for name in ("min_size", "max_size", "batch_size")})
+    if asked.get("augment") not in (None, *get_args(Augment), "own"):
+        raise ColabUtilsError(
+            f"expected augment as one of {', '.join(get_args(Augment))} or transforms of your own, found "
+            f"{asked['augment']!r}. Pass one of them."
+        )
     if asked.get("ema") is not None and not 0 < asked["ema"] < 1:
         raise ColabUtilsError(f"expected ema between 0 and 1, say 0.999, found {asked['ema']}. Pass another decay.")
     if asked.get("learning_rate") is not None and not 0 < asked["learning_rate"] < float("inf"):
         raise ColabUtilsError(
             f"expected a learning_rate above 0, say 0.005, found {asked['learning_rate']}. Pass another one."
         )
-    found = {
-        field.name: known.get(field.name) if asked.get(field.name) is None else asked[field.name]
-        for field in fields(RunSettings)
-    }
+    names = ("model", "min_size", "max_size", "augment", "ema", "batch_size", "learning_rate")
+    found = {name: known.get(name) if asked.get(name) is None else asked[name] for name in names}
     if found["batch_size"] != known.get("batch_size"):  # the rate follows the batch
         found["learning_rate"] = asked.get("learning_rate")
-    model = found["model"] or (GPU_MODEL if on_gpu else LIGHT_MODEL)
-    side = found["min_size"] or (_LIGHT_SIDE if model == LIGHT_MODEL and not on_gpu else _USUAL_SIDE)
-    rest = {"max_size": round(side * 5 / 3), "augment": "flip", "schedule": "cosine"}
-    settled = {name: found[name] or value for name, value in rest.items()}
-    return RunSettings(**(found | settled | {"model": model, "min_size": side}))
+    found["model"] = found["model"] or (GPU_MODEL if on_gpu else LIGHT_MODEL)
+    is_small = found["model"] == LIGHT_MODEL and not on_gpu
+    found["min_size"] = found["min_size"] or (_LIGHT_SIDE if is_small else _USUAL_SIDE)
+    found["max_size"] = found["max_size"] or round(found["min_size"] * 5 / 3)
+    found["augment"] = found["augment"] or "flip"
+    return found
 
 
 def check_at_least_one(**numbers: int | None) -> None:
@@ -191,30 +183,52 @@ def check_at_least_one(**numbers: int | None) -> None:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Everything that was decided for a run; sizes in pixels. ``str()`` gives the line for the log."""
+    """Everything that was decided for a run. ``str()`` gives the line for the log."""
 
-    dataset: str  # fingerprint of the annotations
+    dataset: str
+    """Fingerprint of the annotations."""
     model: str
-    starts_from: str  # "coco", "imagenet" or "random" weights
+    """One of ``MODEL_NAMES``."""
+    starts_from: str
+    """Its weights at the start: "coco", "imagenet" or "random", or a run's folder."""
     device: str
+    """As torch names it."""
     precision: str
-    num_classes: int  # including the background
-    images: int  # with objects: those trained on
-    skipped_images: int  # without objects, left out
+    """The dtype of autocast; float32 without it."""
+    num_classes: int
+    """Classes, the background included."""
+    images: int
+    """Images with objects: those that are trained on."""
+    skipped_images: int
+    """Images without objects, which are left out."""
     batch_size: int
+    """Images of a step, over all processes."""
     min_size: int
+    """Shorter side that images are resized to, pixels."""
     max_size: int
-    learning_rate: float  # the highest, reached after the warm-up
-    steps: int  # of the whole run
+    """Limit of the longer side, pixels."""
+    learning_rate: float
+    """The highest, reached after the warm-up."""
+    steps: int
+    """Steps of the run, those of earlier sessions included."""
     seed: int
-    first_step: int = 0  # steps that an earlier session did
-    changed: str = ""  # what is not as in that session
+    """Of the order of the images, the augmentation and random weights."""
+    first_step: int = 0
+    """Steps that earlier sessions did."""
+    changed: str = ""
+    """What is not as it was in those sessions."""
     augment: str = "flip"
-    schedule: str = "cosine"
-    ema: float | None = None  # decay of the averaged weights
-    ranks: int = 1  # processes that train together
-    savings: tuple[str, ...] = ()  # names of what is done so that a batch fits into the GPU's memory
-    memory: str = ""  # what the heaviest batch takes, on a GPU
+    """By name; "own" for transforms of your own."""
+    ema: float | None = None
+    """Decay of the averaged weights."""
+    ranks: int = 1
+    """Processes that train together."""
+    parts: int = 1
+    """Parts in which each batch is trained, so that it fits into the GPU's memory."""
+    checkpointing: bool = False
+    """Whether the backbone is run again in the backward pass, so that a batch fits."""
+    memory: str = ""
+    """What the heaviest batch takes, on a GPU."""
 
     def __str__(self) -> str:
         skipped = f", {self.skipped_images} without objects left out" if self.skipped_images else ""
@@ -226,8 +240,8 @@ class TrainingPlan:
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} in {self.precision}{together}: "
             f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of {self.batch_size}, "
-            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g} "
-            f"({self.schedule}){averaged}, {self.steps} steps{resumed}{memory}"
+            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}"
+            f"{averaged}, {self.steps} steps{resumed}{memory}"
         )
 
 
@@ -241,24 +255,33 @@ class LossPoint:
 
 @dataclass(frozen=True)
 class LogLine:
-    """What happened since the line before: mean loss, pace, and the share of time spent waiting for data."""
+    """What happened since the line before, by the wall clock: evaluation, logs and checkpoints count."""
 
     step: int
+    """Steps done so far."""
     steps: int
+    """Steps of the run."""
     loss: float
+    """Mean total loss of these steps."""
     learning_rate: float
+    """Of the last of these steps."""
     images_per_second: float
+    """Images trained per second of the wall clock."""
     wait_share: float
-    gpu_bytes: int | None = None  # the most that was held since the line before; None on a CPU
-    ap: AveragePrecision | None = None  # where an evaluation ended since the line before
-    ap_step: int = 0  # the step whose weights it is of
+    """Share of the wall clock in which the device waited for a batch, 0 to 1."""
+    gpu_bytes: int | None = None
+    """The most that was held on the GPU; None on a CPU."""
+    ap: AveragePrecision | None = None
+    """Of an evaluation since the line before."""
+    ap_step: int = 0
+    """The step after which that evaluation was made."""
 
     def __str__(self) -> str:
         memory = f"  GPU {format_bytes(self.gpu_bytes)}" if self.gpu_bytes else ""
-        judged = f"  after step {self.ap_step}: {self.ap}" if self.ap else ""
+        evaluated = f"  after step {self.ap_step}: {self.ap}" if self.ap else ""
         return (
             f"step {self.step}/{self.steps}  loss {self.loss:.3f}  lr {self.learning_rate:.5f}  "
-            f"{self.images_per_second:.1f} images/s  wait {self.wait_share:.0%}{memory}{judged}"
+            f"{self.images_per_second:.1f} images/s  wait {self.wait_share:.0%}{memory}{evaluated}"
         )
 
 
@@ -277,16 +300,26 @@ class BestCheckpoint:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """A finished run. Throughput and wait are of this session, without its first step and without checkpoints."""
+    """A finished run."""
 
     steps: int
-    losses: tuple[LossPoint, ...]  # of every step of the run, those of earlier sessions included
+    """Steps of the run, those of earlier sessions included."""
+    losses: tuple[LossPoint, ...]
+    """Of each of these steps."""
     images_per_second: float
-    wait_share: float  # wait / (wait + step), 0 to 1: near 0 the device was always busy
+    """Images trained in this session per second of its wall clock, from the wait for the first batch to the last
+    evaluation: waits, evaluation, logs and checkpoints count. 0 where no step was left to do.
+    """
+    wait_share: float
+    """Share of the same wall clock in which the device waited for a batch, 0 to 1."""
     checkpoint: str
-    ap: AveragePrecision | None  # of the last weights; None without ``val_shards``
+    """Path of the newest checkpoint."""
+    ap: AveragePrecision | None
+    """Of the last weights; None without ``val_shards``."""
     plan: TrainingPlan
-    best: BestCheckpoint | None = None  # None without ``val_shards``
+    """What was decided for the run."""
+    best: BestCheckpoint | None = None
+    """None without ``val_shards``."""
 
     def __str__(self) -> str:
         tenth = max(1, len(self.losses) // 10)

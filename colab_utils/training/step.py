@@ -6,10 +6,12 @@ import gc
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
@@ -19,27 +21,11 @@ from colab_utils.training.distributed import Ranks
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, choose_precision, keep_boxes_exact
 
-__all__ = [
-    "MOST_PARTS",
-    "TrainingStep",
-    "begin_momentum",
-    "choose_rate",
-    "compute_rate",
-    "free_memory",
-    "is_out_of_memory",
-    "make_optimizer",
-]
+__all__ = ["MOST_PARTS", "TrainingStep", "choose_rate", "compute_rate", "free_memory", "make_optimizer"]
 
-
-_MAX_GRADIENT_NORM = 10.0
-
-
+MOST_PARTS = 8  # of a batch: it is halved at most three times
+_MAX_GRADIENT_NORM = 10.0  # far above the usual norm: it only limits the first steps from random weights
 _WARMUP_STEPS = 500
-
-
-_STEP_SHARES = (2 / 3, 8 / 9)
-
-
 _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED",
     "valid cuDNN algorithm", "unable to find an engine", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDA out of memory",
@@ -47,22 +33,19 @@ _OUT_OF_MEMORY = (
 )  # fmt: skip
 
 
-MOST_PARTS = 8  # of a batch: it is halved three times
-
-
 class TrainingStep:
     """A callable that trains a torchvision detection model on one batch; ``train`` uses it too.
 
     A batch that does not fit into the GPU's memory is cut in two, at most three times: from then on each batch is
-    trained in ``parts`` whose gradients are added up, so its size stays the same, and you are warned.
+    trained in ``parts`` whose gradients are added up, and you are warned. The effective batch size stays the same; a
+    trainable batch norm sees each part alone.
 
     Args:
         model: In training mode it returns a dict of losses.
         device: Where the model is moved to and trained.
         optimizer: Default: SGD with a learning rate of 0.001, safe for any model and batch size.
-        jitter_side: Side of the square of large-scale jitter for packed batches, in pixels; None leaves it out.
         shapes: Heights and widths that packed batches are padded to, see ``compute_losses``.
-        ranks: The processes that train together; gradients are added up over them. Default: this one alone.
+        ranks: The processes that train together, by ``DistributedDataParallel``. Default: this one alone.
 
     Raises:
         ColabUtilsError: When not even one image at a time, or an eighth of a batch, fits into the GPU's memory.
@@ -83,19 +66,19 @@ class TrainingStep:
         device: str | torch.device,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        jitter_side: int | None = None,
         shapes: Sequence[Size] = (),
         ranks: Ranks | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device, self.shapes, self.ranks = torch.device(device), tuple(shapes), ranks or Ranks()
         try:
             self.model = model.to(self.device).train()
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not _is_out_of_memory(error):
                 raise
             raise ColabUtilsError(
-                f"expected room for the model on the GPU, found {_tell_room(self.device)}: something else holds the "
-                "rest. Restart the session (Runtime > Restart session), or end the other process that nvidia-smi lists."
+                f"expected room for the model on the GPU, found {_describe_free(self.device)}: something else holds "
+                "the rest. Restart the session (Runtime > Restart session), or end the other process that nvidia-smi "
+                "lists."
             ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
@@ -103,8 +86,13 @@ class TrainingStep:
             keep_boxes_exact(model)
         # Only float16 underflows; a disabled scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
-        self.parts, self.stops = 1, torch.zeros(())
-        self.jitter_side, self.shapes, self.ranks = jitter_side, tuple(shapes), ranks or Ranks()
+        self.parts, self.is_applying = 1, False  # is_applying: some weights have moved, and others have not
+        self._network: nn.Module = _SummedLosses(model)
+        if self.ranks.count > 1:
+            # buffers: the first process saves its own statistics of batch norm, the others' are of other images
+            self._network = DistributedDataParallel(
+                self._network, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
 
     def __call__(
         self,
@@ -113,46 +101,66 @@ class TrainingStep:
         *,
         flips: Sequence[bool] | None = None,
         total: int | None = None,
-        stop: bool = False,
     ) -> Tensor:
         """Train on one batch: ``images`` and ``targets`` as torchvision takes them, or a packed batch on the device.
 
-        ``flips``, bool [B], mirrors images of a packed batch. ``total`` is the number of images over all ranks (this
-        one may have None of them); ``stop`` asks the other ranks to stop too: ``stops`` then counts who does. Returns
-        the total loss, a detached float32 scalar still on the device.
+        ``flips``, bool [B], mirrors images of a packed batch. ``total`` is the number of images over all processes
+        (this one may have None of them). Returns the total loss, a detached float32 scalar still on the device.
         """
-        try:
-            while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
-                free_memory(self)
-                self.parts *= 2
-                warnings.warn(
-                    f"a batch of {_count(images)} images does not fit into the GPU's memory: from now on each is "
-                    f"trained in {self.parts} parts whose gradients are added up. The batch stays the same; the steps "
-                    "take longer.",
-                    ColabUtilsWarning,
-                    stacklevel=2,
-                )
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            asked = torch.full((), float(stop), device=self.device)
-            loss, self.stops = self.ranks.add_gradients(parameters, loss, asked)
-            self.apply_gradients()
-        except torch.cuda.OutOfMemoryError as error:
-            counts = images.counts if isinstance(images, PackedBatch) else [len(t["labels"]) for t in targets or ()]
-            raise ColabUtilsError(
-                f"expected {self._find_part(images)} of the {_count(images)} images of a batch, with "
-                f"{int(sum(counts))} objects in all, to fit into the GPU's memory, found that they do not. Train with "
-                "a smaller min_size or a lighter model."
-            ) from error
+        while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
+            free_memory(self)
+            self._use_smaller_parts(images, targets)
+        if self.ranks.count > 1:
+            distributed.all_reduce(loss)
+        self.is_applying = True
+        self.apply_gradients()
+        self.is_applying = False
         return loss
+
+    def add_gradients(
+        self,
+        images: PackedBatch | list[Tensor] | None,
+        targets: list[dict[str, Tensor]] | None = None,
+        *,
+        flips: Sequence[bool] | None = None,
+        total: int | None = None,
+        synchronize: bool = True,
+    ) -> Tensor | None:
+        """The gradients of a batch, and its loss; None where memory ran out.
+
+        ``synchronize=False`` leaves the gradients of several processes apart.
+        """
+        count = 0 if images is None else len(images)
+        size, scale = max(1, -(-count // self.parts)), self.ranks.count / (total or count or 1)
+        loss_sum = torch.zeros((), device=self.device)
+        self.optimizer.zero_grad()
+        try:
+            for first in range(0, max(count, 1), size):
+                part, is_last = slice(first, first + size), first + size >= count
+                apart = isinstance(self._network, DistributedDataParallel) and not (synchronize and is_last)
+                with self._network.no_sync() if apart else nullcontext():  # type: ignore[operator]
+                    with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+                        loss = self._network(
+                            None if images is None else images[part], None if targets is None else targets[part],
+                            None if flips is None else flips[part], self.shapes,
+                        )  # fmt: skip
+                    # of several processes torch takes the mean of the gradients: the sum is meant
+                    loss = loss * (min(size, count - first) * scale if count else 0.0)
+                    self.scaler.scale(loss).backward()
+                loss_sum += loss.detach() / self.ranks.count
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            return None
+        return loss_sum
 
     def apply_gradients(self) -> None:
         """Move the weights: what follows `add_gradients`."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        # Far above the usual norm: it only tames the first steps from random weights.
         nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
         if self.scaler.is_enabled():
-            begin_momentum(self.optimizer)
+            _begin_momentum(self.optimizer)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -162,7 +170,7 @@ class TrainingStep:
         for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
             saved["fused"] = own["fused"]
         self.optimizer.load_state_dict(state["optimizer"])
-        # a fused optimiser wants them in the weights' order of memory
+        # a fused optimiser wants its averages in the same order of memory as the weights
         for parameter, averages in self.optimizer.state.items():
             for name, value in averages.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -170,56 +178,53 @@ class TrainingStep:
         if state["scaler"]:  # empty where it was not needed
             self.scaler.load_state_dict(state["scaler"])
 
-    def _find_part(self, images: PackedBatch | list[Tensor] | None) -> int:
-        """How many images are trained at a time."""
-        return -(-_count(images) // self.parts)
-
-    def add_gradients(
-        self,
-        images: PackedBatch | list[Tensor] | None,
-        targets: list[dict[str, Tensor]] | None = None,
-        *,
-        flips: Sequence[bool] | None = None,
-        total: int | None = None,
-    ) -> Tensor | None:
-        """The gradients of a batch, and its loss; None where memory ran out and smaller parts may help."""
-        count, size, whole = _count(images), self._find_part(images), torch.zeros((), device=self.device)
-        self.optimizer.zero_grad()
-        self.scaler.scale(whole)  # where there is no image, it would not know its factor
-        try:
-            for part in (slice(first, first + size) for first in range(0, count, max(1, size))):
-                with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-                    if isinstance(images, PackedBatch):
-                        mirrored = None if flips is None else flips[part]
-                        losses = compute_losses(
-                            self.model, images[part], flips=mirrored, jitter_side=self.jitter_side, shapes=self.shapes
-                        )
-                    else:
-                        losses = self.model(images[part], targets and targets[part])  # type: ignore[index]
-                    share = min(size, count - part.start) / (total or count)
-                    loss = torch.stack([one.float() for one in losses.values()]).sum() * share
-                self.scaler.scale(loss).backward()
-                whole += loss.detach()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            if self.parts < MOST_PARTS and size > 1:
-                return None
-            raise torch.cuda.OutOfMemoryError(str(error)) from error
-        return whole
+    def _use_smaller_parts(
+        self, images: PackedBatch | list[Tensor] | None, targets: list[dict[str, Tensor]] | None
+    ) -> None:
+        count = 0 if images is None else len(images)
+        size = -(-count // self.parts)
+        if self.parts >= MOST_PARTS or size <= 1 or self.ranks.count > 1:
+            counts = images.counts if isinstance(images, PackedBatch) else [len(t["labels"]) for t in targets or ()]
+            cure = "Train with a smaller min_size or a lighter model."
+            if self.ranks.count > 1:  # the others are in the middle of the step: it cannot be tried again
+                cure = "Train with a smaller batch_size: several processes cannot try a step again."
+            raise ColabUtilsError(
+                f"expected {size} of the {count} images of a batch, with {int(sum(counts))} objects in all, to fit "
+                f"into the GPU's memory, found that they do not. {cure}"
+            )
+        self.parts *= 2
+        warnings.warn(
+            f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
+            f"{self.parts} parts whose gradients are added up. The effective batch size stays the same; the steps take "
+            "longer.",
+            ColabUtilsWarning,
+            stacklevel=3,
+        )
 
 
-def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+class _SummedLosses(nn.Module):
+    """The forward pass as one module that returns one number: what ``DistributedDataParallel`` wraps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, images: Any, targets: list[dict[str, Tensor]] | None, flips: Sequence[bool] | None, shapes: Sequence[Size]
+    ) -> Tensor:
+        if images is None:  # this process has no image of the batch, and the others wait for its gradients
+            return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
+        if isinstance(images, PackedBatch):
+            losses = compute_losses(self.model, images, flips=flips, shapes=shapes)
+        else:
+            losses = self.model(images, targets)
+        return torch.stack([loss.float() for loss in losses.values()]).sum()
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Begin averages of gradients with zeros, which gives the same first step.
 
     Where float16 overflows and that step is skipped, torch's fused SGD keeps memory that was never written.
-
-    Example:
-        >>> layer = nn.Linear(1, 1)
-        >>> layer(torch.ones(1)).backward()
-        >>> begin_momentum(optimizer := torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
-        >>> optimizer.state[layer.bias]["momentum_buffer"]
-        tensor([0.])
     """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group.get("momentum") else ():
@@ -227,7 +232,7 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _tell_room(device: torch.device) -> str:
+def _describe_free(device: torch.device) -> str:
     try:
         free, total = torch.cuda.mem_get_info(device)
     except RuntimeError:  # not even for CUDA itself
@@ -235,13 +240,8 @@ def _tell_room(device: torch.device) -> str:
     return f"{format_bytes(free)} of {format_bytes(total)} free"
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a GPU's memory ran out; its libraries say it in words of their own.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
-        True
-    """
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a GPU's memory ran out, for which each of its libraries has its own message."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
@@ -253,10 +253,6 @@ def free_memory(step: TrainingStep) -> None:
     gc.collect()
     if step.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _count(images: PackedBatch | list[Tensor] | None) -> int:
-    return 0 if images is None else len(images)
 
 
 def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:
@@ -283,22 +279,15 @@ def choose_rate(name: str, batch_size: int) -> float:
     return 0.001 * math.sqrt(batch_size / 2) if name == LIGHT_MODEL else min(0.02, 0.02 * batch_size / 16)
 
 
-def compute_rate(step: int, *, steps: int, highest: float, schedule: str = "cosine") -> float:
+def compute_rate(step: int, *, steps: int, highest: float) -> float:
     """The rate after ``step`` of ``steps`` steps: a tenth of them (500 at most) up to ``highest``, then half a cosine.
-
-    ``schedule="step"``: a tenth of it after two thirds of the steps, and a hundredth after eight ninths (Detectron2's
-    1x schedule).
 
     Example:
         >>> [round(compute_rate(step, steps=100, highest=1.0), 2) for step in (0, 9, 99)]
         [0.1, 1.0, 0.01]
-        >>> [round(compute_rate(step, steps=90, highest=1.0, schedule="step"), 2) for step in (0, 59, 60, 80)]
-        [0.11, 1.0, 0.1, 0.01]
     """
     warmup = max(1, min(_WARMUP_STEPS, steps // 10))
     if step < warmup:
         return highest * (step + 1) / warmup
-    if schedule == "step":
-        return highest * 0.1 ** sum(step >= share * steps for share in _STEP_SHARES)
     progress = (step - warmup) / max(1, steps - warmup)
     return highest * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))

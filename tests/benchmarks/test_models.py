@@ -7,6 +7,7 @@ from benchmarks import models
 from benchmarks.models import LIGHT_MODEL, PRUNED, SMALL_HEADS, build, count_kept_bytes, measure_model, tabulate_runs
 from colab_utils.loading.batch import collate_packed
 from colab_utils.shards.write import write_shards
+from colab_utils.training.evaluate import AveragePrecision
 
 
 @pytest.fixture
@@ -16,8 +17,10 @@ def work(tiny_dataset, tmp_path):
     return tmp_path
 
 
-def test_models_are_trained_judged_and_timed(work, monkeypatch, one_thread):
+def test_models_are_trained_evaluated_and_timed(work, monkeypatch, one_thread):
     monkeypatch.setattr(models, "TIMED", 1)
+    measured = AveragePrecision(0.3, 0.2, 0.6, 0.5, 12, ())
+    monkeypatch.setattr(models, "evaluate", lambda model, dataset, device: measured)
     pruned = []
     real = models.prune_weights
 
@@ -31,9 +34,9 @@ def test_models_are_trained_judged_and_timed(work, monkeypatch, one_thread):
         for name in (LIGHT_MODEL, SMALL_HEADS, PRUNED)
     ]
     light, small, half = rows
-    assert small["weights_mb"] < light["weights_mb"] < half["weights_mb"]  # a mask beside every weight
+    assert small["weights_mb"] < light["weights_mb"] < half["weights_mb"]  # every weight has a mask
     assert small["kept_mb"] < light["kept_mb"]
-    assert all(0 <= row["box_ap"] <= 1 for row in rows)
+    assert {(row["box_ap"], row["mask_ap"]) for row in rows} == {(0.3, 0.2)}
     weights = torch.cat([layer.weight.flatten() for layer in pruned[0].modules() if hasattr(layer, "weight_mask")])
     assert (weights == 0).float().mean() == pytest.approx(0.5, abs=0.01)
     assert "not trained" in tabulate_runs([{key: row[key] for key in row if "ap" not in key} for row in rows])

@@ -5,17 +5,15 @@ import copy
 import pytest
 import torch
 
-from benchmarks.step import CHANGES, ChangedStep, compare_losses, make_model, prepare_batches, tabulate_runs
+from benchmarks import step as benchmark
+from benchmarks.step import CHANGES, compare_losses, make_model, make_step, prepare_batches, tabulate_runs, time_steps
 from colab_utils.errors import ColabUtilsError
-from colab_utils.training.model import LIGHT_MODEL
-
-NOT_HERE = ("bfloat16, no scaler", "cuDNN's own choice", "compiled backbone")
-ON_CPU = [change for change in CHANGES if change not in NOT_HERE]
+from tests.tiny_model import TINY_MODEL
 
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model(LIGHT_MODEL, num_classes=7, min_size=64)
+    return make_model(TINY_MODEL, num_classes=7, min_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -23,27 +21,26 @@ def batches(tiny_dataset):
     return prepare_batches(tiny_dataset, batch_size=2)
 
 
-@pytest.mark.parametrize("count", range(len(ON_CPU) + 1))
+@pytest.mark.parametrize("count", range(1, len(CHANGES) + 1))
 def test_every_change_trains_as_the_references_do(model, batches, count, one_thread):
     def train(changes):
-        step = ChangedStep(copy.deepcopy(model), "cpu", changes, [(64, 96)])
+        step = make_step(copy.deepcopy(model), "cpu", changes, [(64, 96)])
         torch.manual_seed(0)
-        return [step(*batches[:2]).item(), step(*batches[1:3]).item()]
+        return [step(batch).item() for batch in batches[:2]]
 
-    assert train(ON_CPU[:count]) == pytest.approx(train(()), rel=0.01)
+    assert train(CHANGES[:count]) == pytest.approx(train(()), rel=0.01)
 
 
 def test_other_losses_are_not_timed(model, batches, monkeypatch, one_thread):
     assert compare_losses(model, batches[:1], "cpu") < 1e-3
-    real = ChangedStep._move
-
-    def mirror(self, batch):
-        given = real(self, batch)
-        return given if isinstance(given, tuple) else real(self, batches[1])
-
-    monkeypatch.setattr(ChangedStep, "_move", mirror)
+    real = benchmark.compute_losses
+    monkeypatch.setattr(benchmark, "compute_losses", lambda model, batch: real(model, batches[1].packed))
     with pytest.raises(ColabUtilsError, match="expected losses within 1%"):
         compare_losses(model, batches[:1], "cpu")
+
+
+def test_steps_are_timed(model, batches, one_thread):
+    assert time_steps(model, batches, "cpu", CHANGES, [(64, 96)])["step_ms"] > 0
 
 
 def test_the_table_compares_within_a_repeat():

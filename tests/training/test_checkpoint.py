@@ -88,7 +88,7 @@ def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # the kernel refuses to write any further
     try:
         with pytest.raises(
-            ColabUtilsError, match=r"could not write checkpoint .*0020.pt.* last whole one is .*0010.pt"
+            ColabUtilsError, match=r"could not write checkpoint .*0020.pt.* newest complete one is .*0010.pt"
         ):
             folder.save(make_state(), step=20)
     finally:
@@ -166,15 +166,64 @@ def test_a_newer_format_is_refused_in_words(tmp_path: Path):
         CheckpointFolder(tmp_path).load_newest()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),  # a machine that is full
+        MemoryError(),
+        RuntimeError("Weights only load failed"),  # what torch refuses
+    ],
+    ids=str,
+)
+def test_a_complete_file_that_cannot_be_loaded_is_left_alone(tmp_path: Path, monkeypatch, error):
+    folder = CheckpointFolder(tmp_path)
+    for step in (10, 20):
+        folder.save(make_state(), step=step)
+
+    def fail(*given, **options):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", fail)
+        for load in (folder.load_newest, folder.read):
+            with pytest.raises(
+                ColabUtilsError, match=r"expected to load .*00020.pt, .* the file is complete"
+            ) as caught:
+                load()
+            assert "\n" not in str(caught.value)
+    assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
+    assert folder.load_newest()["step"] == 20
+
+
+def test_reading_changes_no_file(tmp_path: Path):
+    """Another process may be training in the folder."""
+    folder = CheckpointFolder(tmp_path)
+    folder.save(make_state(1.0), step=10)
+    (tmp_path / "checkpoint-00000020.pt").write_bytes(b"being written")
+    with pytest.warns(ColabUtilsWarning, match=r"00020.pt is damaged .*: it is not read"):
+        state = folder.read()
+    assert (state["step"], state["path"]) == (10, str(tmp_path / "checkpoint-00000010.pt"))
+    assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
+
+
+def test_reading_leaves_what_waits_where_it_is(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path / "run")
+    CheckpointFolder(folder.waiting).save(make_state(), step=30)
+    assert folder.read()["step"] == 30
+    assert not (tmp_path / "run").exists()
+    assert folder.load_newest()["step"] == 30
+    assert list_names(tmp_path / "run") == ["checkpoint-00000030.pt"]
+
+
 def test_loading_runs_no_code(tmp_path: Path):
     class Payload:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "was-here"),)
 
     torch.save({"format": 1, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
-    with pytest.warns(ColabUtilsWarning, match="torn"):
-        assert CheckpointFolder(tmp_path).load_newest() is None
-    assert not (tmp_path / "was-here").exists()
+    with pytest.raises(ColabUtilsError, match="expected to load"):
+        CheckpointFolder(tmp_path).load_newest()
+    assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
 
 
 def test_anew_moves_and_never_deletes(tmp_path: Path):
@@ -204,7 +253,7 @@ def test_an_older_best_that_drive_does_not_give_up_harms_nothing(tmp_path: Path,
         patch.setattr(os, "truncate", refuse)
         assert folder.save_best(make_state(2.0), step=9) == tmp_path / "best-00000009.pt"
     assert list_names(tmp_path) == ["best-00000005.pt", "best-00000009.pt"]
-    best = folder.load_best()
+    best = folder.read("best")
     assert best is not None
     assert best["step"] == 9
     folder.save_best(make_state(3.0), step=12)

@@ -3,77 +3,86 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import warnings
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training import trainer as session
-from colab_utils.training.distributed import Ranks
+from colab_utils.training import trainer
+from colab_utils.training.distributed import Ranks, join_ranks
+from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
+from tests.tiny_model import TINY_MODEL
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-TRAIN = """
-import json, os, sys, warnings
-warnings.simplefilter("ignore")
-import torch
-torch.set_num_threads(1)
-from colab_utils.training import trainer as session
-from colab_utils.training.train import train
-shards, run, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-seen, real = [], session.Trainer._train_batch
-def note(self, batch, **more):
-    seen.append([self.done, [] if batch is None else batch.image_ids.tolist()])
-    return real(self, batch, **more)
-session.Trainer._train_batch = note
-report = train(shards, run, weights=None, min_size=64, max_size=96, device="cpu", workers=0, log=lambda line: None,
-               **options)
-rank = os.environ["RANK"]
-with open(f"{run}-rank-{rank}.json", "w") as file:
-    json.dump({"rank": int(rank), "seen": seen, "losses": [p.loss for p in report.losses],
-               "ap": report.ap and report.ap.segm, "images": report.ap and report.ap.images}, file)
-"""
+TINY = {"weights": None, "min_size": 64, "max_size": 96, "device": "cpu", "workers": 0}
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Seven images: no number of ranks divides them."""
+    """Seven images: no number of processes divides them."""
     folder = tmp_path_factory.mktemp("seven")
     made = make_dataset(folder / "data", n=7, width=96, height=80, objects=(1, 3), workers=1)
     write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
     return folder / "shards"
 
 
-def launch(shards, run, *, ranks, prefix=(), more=("--standalone",), **options):
-    """All ranks, as ``torchrun`` starts them."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script = Path(run).parent / "train.py"
-    script.write_text(TRAIN)
-    command = [
-        *prefix, sys.executable, "-m", "torch.distributed.run", *more, f"--nproc-per-node={ranks}", str(script),
-        str(shards), str(run), json.dumps(options),
-    ]  # fmt: skip
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def run_ranks(target, count, folder, *arguments):
+    """Call ``target`` in so many processes, forked from this one, with the settings of torchrun; returns their JSON."""
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=be_rank, args=(target, rank, count, port, folder, arguments)) for rank in range(count)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: this process has threads
+        for process in processes:
+            process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * count
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(count)]
 
 
-def finish(process, run):
-    """What each rank reports."""
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err[-3000:]
-    return [json.loads(path.read_text()) for path in sorted(run.parent.glob(f"{run.name}-rank-*.json"))]
+def be_rank(target, rank, count, port, folder, arguments):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)}  # fmt: skip
+    warnings.simplefilter("ignore")
+    (folder / f"rank-{rank}.json").write_text(json.dumps(target(*arguments)))
 
 
-def run_ranks(shards, run, *, ranks, **options):
-    return finish(launch(shards, run, ranks=ranks, **options), run)
+def train_and_look(shards, run, options):
+    """What this rank saw and reports."""
+    seen, real = [], trainer.Trainer._train
+
+    def note(self, batch):
+        seen.append([self.done, [] if batch is None else batch.image_ids.tolist()])
+        return real(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_train", note)
+        report = train(shards, run, log=lambda line: None, **{**TINY, **options})
+    ap = report.ap
+    losses = [point.loss for point in report.losses]
+    return {"seen": seen, "losses": losses, "ap": ap and ap.segm, "images": ap and ap.images}
 
 
 def sort_images(reports, steps):
@@ -81,12 +90,12 @@ def sort_images(reports, steps):
 
 
 def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path):
-    """7 images in batches of 4 are two steps, and the second one has an image too few for four ranks."""
-    reports = run_ranks(shards, tmp_path / "run", ranks=4, epochs=2, batch_size=4, val_shards=str(shards))
+    """7 images in batches of 4 are two steps, and the second one has an image too few for four processes."""
+    options = {"model": TINY_MODEL, "epochs": 2, "batch_size": 4, "val_shards": shards}
+    reports = run_ranks(train_and_look, 4, tmp_path / "out", shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
-    assert sorted(report["rank"] for report in reports) == list(range(4))
     assert sort_images(reports, (0, 1)) == sort_images(reports, (2, 3)) == every
-    # all of them say the same of the whole batch, and of all validation images
+    # all of them report the losses of the complete batch, and the same average precision
     assert len({json.dumps(report["losses"]) for report in reports}) == 1
     assert {report["images"] for report in reports} == {7}
     assert len({report["ap"] for report in reports}) == 1
@@ -99,71 +108,87 @@ def test_each_image_once_an_epoch_over_all_ranks_and_one_writer(shards, tmp_path
 
 
 def test_another_number_of_ranks_goes_on_where_it_was(shards, tmp_path):
-    first = run_ranks(shards, tmp_path / "run", ranks=2, steps=3, batch_size=4)
+    options = {"model": TINY_MODEL, "steps": 3, "batch_size": 4}
+    first = run_ranks(train_and_look, 2, tmp_path / "out", shards, tmp_path / "run", options)
     every = sorted(ShardDataset(shards).image_ids.tolist())
     assert sort_images(first, (0, 1)) == every
-    seen, real = [], session.Trainer._train_batch
-
-    def note(self, batch, **more):
-        seen.append([self.done, batch.image_ids.tolist()])
-        return real(self, batch, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session.Trainer, "_train_batch", note)
-        alone = train(shards, tmp_path / "run", steps=4, device="cpu", workers=0)  # one process, in the middle of it
-    assert sort_images([*first, {"seen": seen}], (2, 3)) == every
-    assert [point.loss for point in alone.losses[:3]] == first[0]["losses"]
-    assert (alone.plan.first_step, alone.plan.batch_size) == (3, 4)
+    alone = train_and_look(shards, tmp_path / "run", {"steps": 4})  # one process, in the middle of an epoch
+    assert sort_images([*first, alone], (2, 3)) == every
+    assert alone["losses"][:3] == first[0]["losses"]
 
 
-def test_ranks_begin_with_the_same_weights_and_end_with_them(shards, tmp_path):
-    """Without chance in the step, two ranks do what one does with the whole batch."""
-    code = """
-import json, os, sys, torch
-from torch import distributed, nn
-from colab_utils.training.distributed import join_ranks
-from colab_utils.training.step import TrainingStep
 class Detector(nn.Module):
-    def __init__(self):
+    """Losses without random numbers: several processes do what one does with the complete batch."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+
     def forward(self, images, targets):
         return {"loss": torch.stack([(self.weight * image.mean()).square().sum() for image in images]).mean()}
-images = [torch.full((3, 4, 4), float(n)) for n in range(1, 6)]
-with join_ranks(torch.device("cpu")) as ranks:
-    model = Detector()
-    model.weight.data += ranks.rank  # another beginning on each
-    ranks.copy_weights(model)
-    step = TrainingStep(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), ranks=ranks)
-    own = list(ranks.share(images[:3])) if ranks.count > 1 else images[:3]
-    first = step(own, [{}] * len(own), total=3)
-    own = list(ranks.share(images[3:4]))  # one image: nothing is left for the second rank
-    second = step(own or None, [{}] * len(own), total=1, stop=ranks.rank == 1)
-    numbers = [round(value, 4) for value in (*model.weight.tolist(), float(first), float(second))]
-    with open(f"{sys.argv[1]}/{ranks.rank}.json", "w") as file:
-        json.dump({"numbers": numbers, "stops": float(step.stops)}, file)
-"""
-    script = tmp_path / "step.py"
-    script.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    found = []
-    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]):
-        folder = tmp_path / f"{len(found)}"
-        folder.mkdir()
-        command = [sys.executable, *launcher, str(script), str(folder)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-        found += [json.loads(path.read_text()) for path in sorted(folder.iterdir())]
-    assert len(found) == 3
-    assert found[0]["numbers"] == found[1]["numbers"] == found[2]["numbers"]
-    assert [one["stops"] for one in found] == [0, 1, 1]  # both know that one wants to stop
+
+
+def take_two_steps(parts):
+    images = [torch.full((3, 4, 4), float(n)) for n in range(1, 6)]
+    with join_ranks(torch.device("cpu")) as ranks:
+        model = Detector()
+        model.weight.data += ranks.rank  # each begins with other weights: the first one's are taken
+        step = TrainingStep(model, "cpu", optimizer=torch.optim.SGD(model.parameters(), lr=0.01), ranks=ranks)
+        step.parts = parts
+        own = images[:3][ranks.rank :: ranks.count]
+        first = step(own, [{}] * len(own), total=3)
+        own = images[3:4][ranks.rank :: ranks.count]  # one image: nothing is left for the second process
+        second = step(own or None, [{}] * len(own), total=1)
+        return [round(value, 4) for value in (*model.weight.tolist(), float(first), float(second))]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_ranks_begin_with_the_same_weights_and_end_with_them(tmp_path, parts):
+    alone = take_two_steps(1)
+    assert run_ranks(take_two_steps, 2, tmp_path, parts) == [alone, alone]
+
+
+def run_out_of_memory():
+    class Greedy(Detector):
+        def forward(self, images, targets):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with join_ranks(torch.device("cpu")) as ranks:
+        try:
+            TrainingStep(Greedy(), "cpu", ranks=ranks)([torch.ones(3, 4, 4)] * 2, [{"labels": [1]}] * 2)
+        except ColabUtilsError as error:
+            return str(error)
+
+
+def test_memory_that_runs_out_in_one_of_several_processes_is_a_clear_error(tmp_path):
+    for message in run_ranks(run_out_of_memory, 2, tmp_path):
+        assert "several processes cannot try a step again" in message
+
+
+def tell_starts():
+    """The second process could not download the weights that the first one has."""
+    with join_ranks(torch.device("cpu")) as ranks:
+        found = ranks.send("coco" if ranks.is_first else "random")
+        return [found, ranks.gather(ranks.rank), ranks.count]
+
+
+def test_all_ranks_take_what_the_first_one_has(tmp_path):
+    assert run_ranks(tell_starts, 3, tmp_path) == [["coco", [0, 1, 2], 3]] * 3
 
 
 def test_the_command_under_torchrun_speaks_once(shards, tmp_path):
+    """The one real torchrun: as in a terminal."""
+    script = tmp_path / "command.py"
+    script.write_text(
+        "import sys, tests.tiny_model, colab_utils.training.train as loop\n"
+        "from functools import partial\n"
+        "loop.train = partial(loop.train, weights=None)\n"
+        "from colab_utils.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--", "colab_utils",
-        "train", "--shards", shards, "--run", tmp_path / "run", "--steps", 1, "--batch-size", 2, "--min-size", 64,
-        "--json", tmp_path / "out.json",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--", script, "train",
+        "--shards", shards, "--run", tmp_path / "run", "--steps", 1, "--batch-size", 2, "--min-size", 64,
+        "--model", TINY_MODEL, "--json", tmp_path / "out.json",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_HOME": str(tmp_path)}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=240)
@@ -204,16 +229,30 @@ def hosts():
 
 
 def test_two_hosts_train_one_model(shards, tmp_path, hosts):
+    script = tmp_path / "host.py"
+    script.write_text(
+        "import json, sys, warnings; from pathlib import Path\n"
+        "warnings.simplefilter('ignore')\n"
+        "from tests.training.test_distributed import TINY_MODEL, train_and_look\n"
+        "folder = Path(sys.argv[1])\n"
+        "options = {'model': TINY_MODEL, 'epochs': 1, 'batch_size': 4}\n"
+        "found = train_and_look(folder / 'shards', folder / 'run', options)\n"
+        "(folder / 'out.json').write_text(json.dumps(found))\n"
+    )
     processes = []
     for number, (name, end) in enumerate(zip(hosts, ("cable-a", "cable-b"), strict=True)):
-        folder = tmp_path / name  # each has its own disk
-        folder.mkdir()
-        copied = shutil.copytree(shards, folder / "shards")
-        more = ("--nnodes=2", f"--node-rank={number}", "--master-addr=10.77.0.1", "--master-port=29555")
-        prefix = ("ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}")
-        processes.append(launch(copied, folder / "run", ranks=1, prefix=prefix, more=more, epochs=1, batch_size=4))
-    reports = [report for process, name in zip(processes, hosts, strict=True)
-               for report in finish(process, tmp_path / name / "run")]  # fmt: skip
+        (tmp_path / name).mkdir()  # each has its own disk
+        shutil.copytree(shards, tmp_path / name / "shards")
+        command = [
+            "ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}", f"RANK={number}", "WORLD_SIZE=2",
+            "MASTER_ADDR=10.77.0.1", "MASTER_PORT=29555", sys.executable, str(script), str(tmp_path / name),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    for process in processes:
+        _, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err[-3000:]
+    reports = [json.loads((tmp_path / name / "out.json").read_text()) for name in hosts]
     assert sort_images(reports, (0, 1)) == sorted(ShardDataset(shards).image_ids.tolist())
     assert reports[0]["losses"] == reports[1]["losses"]
     assert (tmp_path / hosts[0] / "run" / "checkpoint-00000002.pt").is_file()
@@ -223,7 +262,7 @@ def test_two_hosts_train_one_model(shards, tmp_path, hosts):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
     dataset = ShardDataset(shards)
-    whole = [batch.image_ids.tolist() for batch in make_loader(dataset, batch_size=4, workers=0, deliver="packed")]
+    complete = [batch.image_ids.tolist() for batch in make_loader(dataset, batch_size=4, workers=0, deliver="packed")]
     parts, totals = [], []
     for rank in range(ranks):
         loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed", rank=rank, ranks=ranks)
@@ -231,19 +270,12 @@ def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
         for batch in loader:
             parts[-1].append([] if batch is None else batch.image_ids.tolist())
             totals.append(loader.total)
-    assert {len(part) for part in parts} == {len(whole)}
+    assert {len(part) for part in parts} == {len(complete)}
     together = [sorted(chain.from_iterable(shares)) for shares in zip(*parts, strict=True)]
-    assert together == [sorted(batch) for batch in whole]
-    assert totals == [len(batch) for batch in whole] * ranks
+    assert together == [sorted(batch) for batch in complete]
+    assert totals == [len(batch) for batch in complete] * ranks
 
 
-def test_alone_a_rank_talks_to_nobody():
+def test_one_process_alone_talks_to_nobody():
     ranks = Ranks()
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    (number,) = ranks.add_gradients([parameter], torch.tensor(3.0))
-    assert number == 3
-    assert torch.equal(parameter.grad, torch.ones(2))
-    assert ranks.send("it") == "it"
-    assert list(ranks.share([1, 2])) == [1, 2]
-    assert str(ranks) == "one process"
+    assert (ranks.send("it"), ranks.gather("it"), ranks.is_first) == ("it", ["it"], True)

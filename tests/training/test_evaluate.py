@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -15,19 +17,20 @@ from pycocotools.cocoeval import COCOeval
 from torch import nn
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import ShardDataset
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training.evaluate import (
-    Detections,
-    Scorer,
+    EvaluationProcessError,
     collect_truth,
     describe_detections,
     detect,
     encode_masks,
     evaluate,
-    read_result,
 )
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
+from colab_utils.training.model import build_mask_rcnn
+from colab_utils.training.train import train
+from tests.tiny_model import TINY_MODEL
 
 
 class ScriptedModel(nn.Module):
@@ -136,19 +139,122 @@ def test_agrees_with_pycocotools_on_the_annotation_file(dataset, tiny_dataset):
         assert found == pytest.approx(tuple(evaluation.stats[:2]), abs=1e-9)
 
 
-def test_images_without_objects_are_refused(dataset):
-    class CrowdsOnly:
-        category_ids, class_names = dataset.category_ids, dataset.class_names
+def test_images_without_objects_are_refused(dataset, monkeypatch):
+    record = dataset.record
+    crowds = [{**one, "iscrowd": 1} for one in record(0)["annotations"]]
+    monkeypatch.setattr(dataset, "record", lambda i: {**record(i), "annotations": crowds})
+    with pytest.raises(ColabUtilsError, match=f"found none in {len(dataset)} images"):
+        evaluate(ScriptedModel([]), dataset)
 
-        def __len__(self):
-            return 3
 
-        def record(self, i):
-            record = dataset.record(i)
-            return {**record, "annotations": [{**a, "iscrowd": 1} for a in record["annotations"]]}
+def build(dataset):
+    """A model that has learned nothing: 100 detections an image, with an average precision that is not zero."""
+    torch.manual_seed(0)
+    model = build_mask_rcnn(TINY_MODEL, num_classes=dataset.num_classes, weights=None, min_size=96, max_size=160)
+    model.roi_heads.score_thresh = 0.0
+    return model
 
-    with pytest.raises(ColabUtilsError, match="found none in 3 images"):
-        evaluate(ScriptedModel([]), CrowdsOnly())
+
+def test_the_batch_size_does_not_change_the_result(dataset):
+    model = build(dataset)
+    one, many = (evaluate(model, dataset, batch_size=size) for size in (1, 5))
+    assert one.bbox > 0
+    assert (many.bbox, many.segm) == pytest.approx((one.bbox, one.segm), rel=1e-4)
+    assert model.training
+
+
+def test_only_images_padded_to_the_same_shape_share_a_batch(dataset, monkeypatch):
+    sizes = np.array([[100, 140], [140, 100]] * 6)
+    monkeypatch.setattr(dataset, "sizes", sizes[: len(dataset)])
+    batches = [*evaluate_module._group_images(build(dataset), dataset, 4)]
+    assert sorted(i for batch in batches for i in batch) == list(range(len(dataset)))
+    assert {len({i % 2 for i in batch}) for batch in batches} == {1}
+    assert max(map(len, batches)) == 4
+
+
+def test_a_coco_folder_gives_the_average_precision_of_its_shards(dataset, tiny_dataset):
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, contiguous_labels=True)
+    model = build(dataset)
+    shards, files = evaluate(model, dataset), evaluate(model, folder)
+    assert (files.bbox, files.segm) == pytest.approx((shards.bbox, shards.segm), rel=1e-3)
+    assert sum(one["iscrowd"] for one in collect_truth(folder)["annotations"]) == sum(
+        one["iscrowd"] for one in collect_truth(dataset)["annotations"]
+    )
+
+
+def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
+    model = build_mask_rcnn(TINY_MODEL, num_classes=dataset.num_classes + 1, weights=None)
+    raw = {number: number for number in range(1, dataset.num_classes)}
+    monkeypatch.setattr(dataset, "category_ids", raw)
+    monkeypatch.setattr(evaluate_module, "_evaluate", lambda *given: "evaluated")
+    assert evaluate(model, dataset) == "evaluated"  # COCO's raw ids, of which the dataset does not have the last
+    monkeypatch.setattr(dataset, "num_classes", dataset.num_classes + 2)
+    with pytest.raises(ColabUtilsError, match="expected a dataset with the classes of the model"):
+        evaluate(model, dataset)  # more labels than the model has
+    monkeypatch.setattr(dataset, "num_classes", dataset.num_classes - 2)
+    monkeypatch.setattr(dataset, "category_ids", {label: 10 * label for label in raw})
+    with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
+        evaluate(model, dataset)  # fewer, and they are no raw ids
+    trained = ScriptedModel([])
+    trained.category_ids = {label: 20 * label for label in raw}  # as of `load_trained_model`
+    with pytest.raises(ColabUtilsError, match="contiguous_labels of the training dataset"):
+        evaluate(trained, dataset)
+    with pytest.raises(ColabUtilsError, match="expected a ShardDataset or a CocoFolder, found list"):
+        evaluate(model, [])
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_killed_evaluation_process_is_started_once_more(deaths, dataset, monkeypatch, tmp_path):
+    describe = evaluate_module.describe_detections
+
+    def die(found, **given):
+        if len([*tmp_path.iterdir()]) < deaths:
+            (tmp_path / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return describe(found, **given)
+
+    model = build(dataset)
+    expected = evaluate(model, dataset)
+    monkeypatch.setattr(evaluate_module, "describe_detections", die)
+    ends = pytest.raises(EvaluationProcessError, match="killed twice") if deaths == 2 else contextlib.nullcontext()
+    with pytest.warns(ColabUtilsWarning, match=r"was killed .* starts once more"), ends:
+        assert evaluate(model, dataset) == expected
+    assert model.training
+
+
+def test_a_run_goes_on_without_an_evaluation_whose_process_is_killed(tiny_shards, monkeypatch, tmp_path):
+    def die(found, **given):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(evaluate_module, "describe_detections", die)
+    with pytest.warns(ColabUtilsWarning) as warned:
+        report = train(
+            tiny_shards, tmp_path, val_shards=tiny_shards, steps=1, model=TINY_MODEL, weights=None, min_size=64,
+            batch_size=2, device="cpu",
+        )  # fmt: skip
+    assert "this evaluation is skipped" in str(warned[-1].message)
+    assert (report.steps, report.ap, report.best) == (1, None, None)
+
+
+def test_an_error_in_the_other_process_is_not_lost(dataset, monkeypatch):
+    def fail(found, **given):
+        raise ZeroDivisionError("in the other process")
+
+    monkeypatch.setattr(evaluate_module, "describe_detections", fail)
+    with pytest.raises(ZeroDivisionError, match="in the other process"):
+        evaluate(build(dataset), dataset)
+
+
+def test_boxes_stay_exact_in_half_precision(dataset, monkeypatch):
+    """torchvision's own boxes would be rounded to bfloat16: 800 pixels have places at every fourth pixel."""
+    monkeypatch.setattr(evaluate_module, "choose_precision", lambda device: torch.bfloat16)
+    model = build(dataset)
+    with evaluate_module._set_up(model):
+        (found,) = detect(model, [dataset.decode(dataset.read(0))])
+    assert found["boxes"].dtype == found["masks"].dtype == np.float32
+    boxes = torch.from_numpy(found["boxes"])
+    assert (boxes != boxes.bfloat16().float()).float().mean() > 0.5
+    assert not model.rpn.head._forward_hooks  # as it was
 
 
 def encode_dense(masks: torch.Tensor) -> list[dict]:
@@ -173,35 +279,20 @@ def test_masks_in_boxes_are_those_that_torchvision_pastes(size):
     assert encode_masks(masks[:0], boxes[:0], size) == []
 
 
-def test_detections_are_those_of_torchvision(dataset, monkeypatch):
-    torch.manual_seed(0)
-    model = build_mask_rcnn(LIGHT_MODEL, num_classes=dataset.num_classes, weights=None, min_size=96).eval()
-    model.roi_heads.score_thresh = 0.0  # a model that has learned nothing is sure of nothing
+def test_detections_are_those_of_torchvision(dataset):
+    model = build(dataset).eval()
+    images = [dataset.decode(dataset.read(i)) for i in (0, 1)]
     with torch.no_grad():
-        (stock,) = model([dataset.decode(dataset.read(0)).float() / 255])
-    assert len(stock["labels"].unique()) > 1
-    monkeypatch.delitem(dataset.category_ids, int(stock["labels"][-1]))  # the model knows a class, the data has it not
-    found = describe_detections(detect(model, dataset, 0, device="cpu"))
-    known = [place for place, label in enumerate(stock["labels"].tolist()) if label in dataset.category_ids]
-    assert 0 < len(known) < len(stock["labels"])
-    assert [result["score"] for result in found] == stock["scores"][known].tolist()
-    assert [result["segmentation"] for result in found] == encode_dense(stock["masks"][known, 0])
-    assert [result["bbox"][:2] for result in found] == stock["boxes"][known, :2].tolist()
-    assert {result["image_id"] for result in found} == {int(dataset.image_ids[0])}
-
-
-def test_a_scorer_tells_what_went_wrong(dataset):
-    good = detect(ScriptedModel(predict_truth(dataset)).eval(), dataset, 0, device="cpu")
-    scorer = Scorer(collect_truth(dataset))
-    try:
-        scorer.add(Detections(**{**good._asdict(), "boxes": good.boxes[:0]}))
-        scoring = scorer.score()
-        with pytest.raises(ValueError, match="zip"):  # not left out in silence
-            read_result(scoring)
-        for process in scorer._pool._processes.values():
-            process.kill()
-            process.join()
-        with pytest.raises(ColabUtilsError, match="from another process, found that it was ended"):
-            scorer.take_results()
-    finally:
-        scorer.close()
+        expected = model([image.float() / 255 for image in images])
+    found = detect(model, images)
+    for image, stock, ours in zip(images, expected, found, strict=True):
+        assert len(stock["labels"].unique()) > 1
+        left_out = int(stock["labels"][-1])  # the model knows a class that the dataset does not have
+        known = stock["labels"] != left_out
+        ids = {label: 10 * label for label in range(dataset.num_classes) if label != left_out}
+        results = describe_detections(ours, image_id=7, size=image.shape[1:], category_ids=ids)
+        assert [result["category_id"] for result in results] == (10 * stock["labels"][known]).tolist()
+        assert [result["score"] for result in results] == stock["scores"][known].tolist()
+        assert [result["segmentation"] for result in results] == encode_dense(stock["masks"][known, 0])
+        assert [result["bbox"][:2] for result in results] == stock["boxes"][known, :2].tolist()
+        assert {result["image_id"] for result in results} == {7}

@@ -1,22 +1,41 @@
-"""The losses of a packed batch beside those that torchvision's own path computes from dense masks."""
+"""The losses of a packed batch, against those that torchvision computes from dense masks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torchvision.models.detection import roi_heads
+from torch.nn.parallel import DataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn, roi_heads
+from torchvision.models.detection._utils import Matcher
+from torchvision.ops import box_iou
 
 from colab_utils.data.coco import read_coco
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.training import losses as losses_module
-from colab_utils.training.augment import choose_views
-from colab_utils.training.losses import compute_losses, make_input
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
+from colab_utils.training.augment import choose_sizes
+from colab_utils.training.losses import assign_anchors, compute_losses, make_input, match_boxes
+from colab_utils.training.model import build_mask_rcnn
 from colab_utils.training.step import TrainingStep
+from tests.tiny_model import TINY_MODEL
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 FLIPS = [True, False, False, True]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, made.nbytes if isinstance(made, torch.Tensor) else 0)
+        return made
 
 
 def flip(image, target):
@@ -27,7 +46,7 @@ def flip(image, target):
 
 
 def make_batch(samples, flips):
-    """The same samples packed, and as torchvision's references hand them to the model."""
+    """The same samples packed, and as torchvision's references pass them to the model."""
     packed = collate_packed([pack_target(*sample) for sample in samples])
     pairs = [flip(*sample) if mirrored else sample for sample, mirrored in zip(samples, flips, strict=True)]
     return packed, [image.float() / 255 for image, _ in pairs], [target for _, target in pairs]
@@ -43,17 +62,27 @@ def real_samples(coco_mini):
 def build(samples, **sizes):
     classes = 1 + int(max(target["labels"].max() for _, target in samples))
     torch.manual_seed(0)
-    return build_mask_rcnn(LIGHT_MODEL, num_classes=classes, weights=None, **{"min_size": 160, **sizes}).train()
+    return build_mask_rcnn(TINY_MODEL, num_classes=classes, weights=None, **{"min_size": 160, **sizes}).train()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("min_size", [160, 320, (128, 160, 192)])
-def test_losses_are_those_of_torchvision(real_samples, min_size, device):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_size": (160,)},
+        {"min_size": (320,), "max_size": 400},
+        {"min_size": (128, 160, 192)},  # one of them at random
+        {"fixed_size": (192, 128)},  # width and height
+        {"_skip_resize": True},  # as torchvision's references set it for multi-scale augmentation
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_torchvision(real_samples, settings, device):
     packed, images, targets = make_batch(real_samples, FLIPS)
     images = [image.to(device) for image in images]
     targets = [{k: v.to(device) if torch.is_tensor(v) else v for k, v in target.items()} for target in targets]
     model = build(real_samples).to(device)
-    model.transform.min_size = min_size if isinstance(min_size, tuple) else (min_size,)
+    vars(model.transform).update(settings)
     torch.manual_seed(1)  # of the sizes, and of the proposals that are sampled
     expected = model(images, targets)
     torch.manual_seed(1)
@@ -116,8 +145,8 @@ def test_input_is_that_of_torchvisions_transform(real_samples):
     packed, images, targets = make_batch(real_samples, FLIPS)
     transform = build(real_samples, min_size=224, max_size=300).transform
     expected, expected_targets = transform(images, targets)
-    given = make_input(transform, packed, choose_views(transform, packed.sizes.tolist(), flips=FLIPS))
-    found, found_targets = given.images, given.targets
+    sizes = choose_sizes(transform, packed.sizes.tolist())
+    found, found_targets = make_input(transform, packed, sizes, flips=FLIPS)
     assert found.image_sizes == expected.image_sizes
     assert found.tensors.shape == expected.tensors.shape
     assert torch.allclose(found.tensors, expected.tensors, atol=1e-5)
@@ -126,7 +155,7 @@ def test_input_is_that_of_torchvisions_transform(real_samples):
         assert torch.equal(ours["labels"], theirs["labels"])
 
 
-def test_memory_for_masks_follows_the_boxes(monkeypatch):
+def test_memory_for_masks_follows_the_boxes():
     """300 objects of 40 x 40 pixels in 1,000 x 1,000: dense masks alone would be 300 MB, as floats four times that."""
     corners = torch.randint(0, 960, (300, 2), generator=torch.Generator().manual_seed(0))
     masks = torch.zeros(300, 1000, 1000, dtype=torch.uint8)
@@ -138,18 +167,10 @@ def test_memory_for_masks_follows_the_boxes(monkeypatch):
     }  # fmt: skip
     batch = collate_packed([pack_target(torch.zeros(3, 1000, 1000, dtype=torch.uint8), target)])
     model = build([(None, target)], min_size=320)
-    largest = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            largest.append(made.nbytes if isinstance(made, torch.Tensor) else 0)
-            return made
-
-    with Watch():
+    with LargestTensor() as watched:
         losses = compute_losses(model, batch)
     assert losses["loss_mask"] > 0
-    assert max(largest) < 70_000_000  # a chunk of the sampler is at most 64 MB
+    assert watched.bytes < 70_000_000  # a chunk of the sampler is at most 64 MB
 
 
 def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
@@ -164,8 +185,8 @@ def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
         torch.manual_seed(1)
         step(packed, flips=FLIPS)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    whole, halves = gradients
-    assert torch.nn.functional.cosine_similarity(whole, halves, dim=0) > 0.9  # other proposals are sampled
+    full, halves = gradients
+    assert torch.nn.functional.cosine_similarity(full, halves, dim=0) > 0.9  # other proposals are sampled
 
 
 def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_samples, monkeypatch):
@@ -181,5 +202,64 @@ def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_sam
     assert compute_losses(model, packed)["loss_mask"].item() == 0
 
 
+def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(real_samples):
+    packed, images, targets = make_batch(real_samples, FLIPS)
+    model = build(real_samples)
+    boxes_only = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=2)
+    refused = [
+        (DataParallel(model), packed, "found it in DataParallel.* whose forward calls compute_losses"),
+        (boxes_only, packed, "found FasterRCNN, which has no mask head.*deliver='dense'"),
+        (torch.nn.Identity(), packed, "found Identity"),
+        (build(real_samples).eval(), packed, "evaluation mode. Call model.train"),
+        (model, (images, targets), "expected a packed batch, found tuple.*deliver='packed'"),
+    ]
+    for one, batch, message in refused:
+        with pytest.raises(ColabUtilsError, match=message):
+            compute_losses(one, batch)
+
+
 def test_coco_mini_has_what_the_tests_stand_on(coco_mini):
     assert len({tuple(size) for size in read_coco(coco_mini.annotations).sizes.tolist()}) > 1
+
+
+def draw_boxes(count, seed, *, side=100.0):
+    generator = torch.Generator().manual_seed(seed)
+    corners = torch.rand(count, 2, generator=generator) * side
+    return torch.cat([corners, corners + 1 + torch.rand(count, 2, generator=generator) * side / 3], 1)
+
+
+@pytest.mark.parametrize("pairs", [1, 700, 1 << 21])  # a box at a time, some, all at once
+@pytest.mark.parametrize("low_quality", [True, False])
+@pytest.mark.parametrize("objects", [1, 7, 40])
+def test_matches_are_those_of_torchvision(monkeypatch, pairs, low_quality, objects):
+    monkeypatch.setattr(losses_module, "_CHUNK_PAIRS", pairs)
+    boxes, ours = draw_boxes(300, 1), draw_boxes(objects, 2)
+    ours[0] = boxes[17]  # one that fits, and one that nothing overlaps
+    ours[-1] = torch.tensor([500.0, 500, 510, 510])
+    matcher = Matcher(0.6, 0.3, allow_low_quality_matches=low_quality)
+    assert torch.equal(match_boxes(matcher, ours, boxes), matcher(box_iou(ours, boxes)))
+
+
+def test_equal_overlaps_go_to_the_same_object():
+    boxes = torch.tensor([[0.0, 0, 10, 10]] * 4)
+    twins = torch.tensor([[0.0, 0, 10, 5], [0, 5, 10, 10]])
+    matcher = Matcher(0.7, 0.3, allow_low_quality_matches=True)
+    assert torch.equal(match_boxes(matcher, twins, boxes), matcher(box_iou(twins, boxes)))
+
+
+def test_anchors_of_a_batch_are_assigned_as_by_torchvision():
+    rpn = build_mask_rcnn(TINY_MODEL, num_classes=2, weights=None, min_size=64).rpn
+    anchors = [draw_boxes(500, seed) for seed in (3, 4, 5)]
+    targets = [{"boxes": draw_boxes(9, 6)}, {"boxes": torch.zeros(0, 4)}, {"boxes": draw_boxes(2, 7)}]
+    expected, found = rpn.assign_targets_to_anchors(anchors, targets), assign_anchors(rpn, anchors, targets)
+    for theirs, ours in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+
+
+def test_memory_does_not_grow_with_objects_times_anchors():
+    """300 objects and 243,000 anchors: the matrix alone would be 292 MB."""
+    boxes, objects = draw_boxes(243_000, 8, side=1300.0), draw_boxes(300, 9, side=1300.0)
+    matcher = Matcher(0.7, 0.3, allow_low_quality_matches=True)
+    with LargestTensor() as watched:
+        match_boxes(matcher, objects, boxes)
+    assert watched.bytes < 20_000_000

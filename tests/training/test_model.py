@@ -1,20 +1,40 @@
-"""Models by name: classes, frozen layers, and what happens when the weights cannot be had."""
+"""Models by name: classes, frozen and folded layers, weights from COCO or from a run, half precision."""
 
 from __future__ import annotations
 
+import copy
 import socket
 import urllib.error
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torchvision.models import mobilenet_v3_large
+from torchvision.models import mobilenet_v3_large, resnet18, resnet50
 from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn, maskrcnn_resnet50_fpn_v2
 from torchvision.ops import FrozenBatchNorm2d
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import collate_packed, pack_target
+from colab_utils.loading.dataset import CocoFolder
+from colab_utils.sample_data import make_dataset
 from colab_utils.training import model as model_module
-from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, assemble_mask_rcnn, build_mask_rcnn
+from colab_utils.training.losses import compute_losses
+from colab_utils.training.model import (
+    GPU_MODEL,
+    LIGHT_MODEL,
+    assemble_mask_rcnn,
+    build_mask_rcnn,
+    choose_precision,
+    fold_norms,
+    keep_boxes_exact,
+    load_trained_model,
+)
+from tests.tiny_model import TINY_MODEL
+
+
+def patch_download(monkeypatch, state):
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", lambda url, **options: state)
 
 
 def count_outputs(model: MaskRCNN) -> tuple[int, int, int]:
@@ -48,7 +68,7 @@ def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, mo
     source = build(weights=None, weights_backbone=None)
     # The published file of the first model was saved with frozen norms: they count no batches.
     state = {k: v for k, v in source.state_dict().items() if "v2" in name or "num_batches" not in k}
-    monkeypatch.setattr(model_module, "_fetch_weights", lambda name: state)
+    patch_download(monkeypatch, state)
     model = build_mask_rcnn(name, num_classes=num_classes, min_size=64, max_size=96)
     assert model.starts_from == "coco"
     assert count_outputs(model) == (num_classes,) * 3
@@ -67,7 +87,7 @@ def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, mo
 
 def test_light_model_takes_imagenet_weights(monkeypatch):
     source = mobilenet_v3_large(weights=None)
-    monkeypatch.setattr(model_module, "_fetch_weights", lambda name: source.state_dict())
+    patch_download(monkeypatch, source.state_dict())
     model = build_mask_rcnn(LIGHT_MODEL, num_classes=3, min_size=64, max_size=96)
     assert model.starts_from == "imagenet"
     assert torch.equal(model.backbone.body["0"][0].weight, source.features[0][0].weight)
@@ -117,7 +137,7 @@ def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
     [
         ({"name": "yolo", "num_classes": 3}, "maskrcnn_resnet50_fpn_v2, .* found 'yolo'"),  # unknown name
         ({"num_classes": 1}, "at least 2"),  # no class but the background
-        ({"num_classes": 3, "weights": "imagenet"}, "'coco' or None"),  # unknown weights
+        ({"num_classes": 3, "weights": "imagenet"}, "'coco', None or the folder of a run"),  # unknown weights
     ],
 )
 def test_bad_arguments_are_refused_in_words(options, message):
@@ -127,9 +147,207 @@ def test_bad_arguments_are_refused_in_words(options, message):
 
 @pytest.mark.parametrize("weights", [None, "coco"])  # norms that train, and frozen ones
 def test_a_resumed_model_has_the_layers_of_the_built_one(weights: str | None, monkeypatch):
-    monkeypatch.setattr(model_module, "_fetch_weights", lambda name: mobilenet_v3_large(weights=None).state_dict())
+    patch_download(monkeypatch, mobilenet_v3_large(weights=None).state_dict())
     sizes = {"num_classes": 3, "min_size": 64, "max_size": 96}
     built = build_mask_rcnn(LIGHT_MODEL, weights=weights, **sizes)
     resumed = assemble_mask_rcnn(LIGHT_MODEL, starts_from=built.starts_from, **sizes)
     resumed.load_state_dict(built.state_dict())
     assert [p.requires_grad for p in resumed.parameters()] == [p.requires_grad for p in built.parameters()]
+
+
+NAMES = {1: "cat", 2: "dog", 3: "cow"}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """A run whose best checkpoint holds the averaged weights of a tiny model."""
+    model = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None, min_size=64, max_size=96)
+    plan = {"model": TINY_MODEL, "num_classes": 4, "starts_from": "random", "min_size": 64, "max_size": 96}
+    ids = {label: 10 * label for label in NAMES}
+    newer = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None)
+    best = {"plan": plan, "model": newer.state_dict(), "ema": model.state_dict(), "class_names": NAMES}
+    checkpoints = {"best": {**best, "category_ids": ids}}
+    monkeypatch.setattr(model_module, "CheckpointFolder", lambda run: SimpleNamespace(read=checkpoints.get))
+    return model
+
+
+def test_a_trained_model_has_its_averaged_weights_and_class_names(run):
+    with pytest.raises(ColabUtilsError, match=r"found none. Train first"):
+        load_trained_model("run")
+    model = load_trained_model("run", which="best")
+    assert (model.class_names, model.category_ids) == (NAMES, {1: 10, 2: 20, 3: 30})
+    assert not model.training
+    assert (model.transform.min_size, model.transform.max_size) == ((64,), 96)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, run.state_dict()[key]), key
+
+
+def test_training_starts_from_a_run_with_other_classes(run, tmp_path):
+    names = {1: "Cow", 2: "horse"}
+    model = build_mask_rcnn(TINY_MODEL, num_classes=3, weights=tmp_path, class_names=names)
+    assert model.starts_from == "random"
+    assert torch.equal(model.backbone.body["0"][0].weight, run.backbone.body["0"][0].weight)
+    new, old = model.roi_heads, run.roi_heads
+    assert torch.equal(new.box_predictor.cls_score.weight[[0, 1]], old.box_predictor.cls_score.weight[[0, 3]])
+    assert torch.equal(new.box_predictor.bbox_pred.bias[4:8], old.box_predictor.bbox_pred.bias[12:16])
+    assert torch.equal(new.mask_predictor.mask_fcn_logits.bias[1], old.mask_predictor.mask_fcn_logits.bias[3])
+    assert not torch.equal(new.box_predictor.cls_score.weight[2], old.box_predictor.cls_score.weight[2])
+    with pytest.raises(ColabUtilsError, match=r"expected a run of the model .*mobilenet.*, found one of tiny"):
+        build_mask_rcnn(LIGHT_MODEL, num_classes=3, weights=str(tmp_path))
+
+
+def make_resnet(builder=resnet18):
+    torch.manual_seed(0)
+    model = builder(weights=None, norm_layer=FrozenBatchNorm2d, num_classes=3)
+    fill_norms(model, seed=1)
+    for parameter in model.layer1.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def fill_norms(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, FrozenBatchNorm2d):
+            for name in ("weight", "bias", "running_mean", "running_var"):
+                getattr(module, name).copy_(torch.rand(len(module.weight), generator=generator) * 0.5 + 0.5)
+
+
+@pytest.mark.parametrize(("builder", "layers"), [(resnet18, 20), (resnet50, 53)])
+def test_results_and_gradients_stay(builder, layers):
+    plain = make_resnet(builder).double()  # in float32 a rounding can turn a ReLU, and with it gradients, over
+    folded = copy.deepcopy(plain)
+    assert fold_norms(folded) == layers
+    images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
+    expected, found = plain(images), folded(images)
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max()))
+    for model, result in ((plain, expected), (folded, found)):
+        model.zero_grad()
+        (result / expected.detach().abs().max()).square().sum().backward()
+    for (name, theirs), (_, ours) in zip(plain.named_parameters(), folded.named_parameters(), strict=True):
+        assert (theirs.grad is None) == (ours.grad is None), name
+        if theirs.grad is not None:
+            assert torch.linalg.norm(ours.grad - theirs.grad) <= 1e-6 * torch.linalg.norm(theirs.grad) + 1e-12, name
+
+
+def test_weights_are_compatible_both_ways():
+    plain, folded, images = make_resnet(), make_resnet(), torch.rand(1, 3, 64, 64)
+    fold_norms(folded)
+    assert list(folded.state_dict()) == list(plain.state_dict())
+    fill_norms(plain, seed=2)
+    with torch.no_grad():
+        plain.conv1.weight.mul_(1.5)
+    folded.load_state_dict(plain.state_dict())  # other factors than those that were folded
+    assert torch.allclose(folded(images), plain(images), rtol=1e-3)
+    back = make_resnet()
+    back.load_state_dict(folded.state_dict())
+    assert torch.equal(back(images), plain(images))
+    copied = copy.deepcopy(folded)
+    copied.load_state_dict(make_resnet().state_dict())
+    assert torch.allclose(copied(images), make_resnet()(images), rtol=1e-3)
+    assert torch.allclose(folded(images), plain(images), rtol=1e-3)
+
+
+def test_a_layer_that_is_unfrozen_later_trains():
+    model = make_resnet()
+    fold_norms(model)
+    convolution = model.layer1[0].conv1
+    convolution.weight.requires_grad_(True)
+    before = model(torch.ones(1, 3, 64, 64))
+    with torch.no_grad():
+        convolution.weight.mul_(2.0)
+    assert not torch.allclose(model(torch.ones(1, 3, 64, 64)), before)
+
+
+def test_what_is_no_pair_stays():
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1),  # a bias of its own
+        FrozenBatchNorm2d(4),
+        nn.Conv2d(4, 4, 1, bias=False),
+        nn.BatchNorm2d(4),  # not frozen
+        nn.Conv2d(4, 8, 1, bias=False),
+        nn.ReLU(),
+        FrozenBatchNorm2d(8),  # not right behind it
+    )
+    assert fold_norms(model) == 0
+
+
+def test_in_half_precision_it_stays_there():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), FrozenBatchNorm2d(4))
+    image = torch.rand(1, 3, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(image).dtype == torch.float32
+        fold_norms(model)
+        assert model(image).dtype == torch.bfloat16
+
+
+def test_the_light_model_is_folded_where_it_is_frozen():
+    frozen = assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96)
+    assert fold_norms(frozen) > 30
+    trained = assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="random", min_size=64, max_size=96)
+    assert fold_norms(trained) == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [
+        ((7, 5), torch.float16),  # T4: bfloat16 is emulated there
+        ((8, 0), torch.bfloat16),  # A100
+        ((8, 9), torch.bfloat16),  # L4
+    ],
+)
+def test_precision_follows_the_gpu(capability, precision, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert choose_precision("cuda") is precision
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    made = make_dataset(tmp_path_factory.mktemp("boxes") / "data", n=2, width=320, height=240, workers=1)
+    dataset = CocoFolder(made.images, made.annotations, contiguous_labels=True)
+    return [dataset[i] for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    torch.manual_seed(0)
+    return build_mask_rcnn(TINY_MODEL, num_classes=8, weights=None, min_size=512, max_size=853)
+
+
+def find_losses(model, samples, dtype, *, way):
+    """Losses, and the dtype of the proposals."""
+    seen = []
+    hook = model.roi_heads.box_roi_pool.register_forward_pre_hook(lambda pool, given: seen.append(given[1][0].dtype))
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        if way == "packed":
+            losses = compute_losses(model, collate_packed([pack_target(*sample) for sample in samples]))
+        else:
+            images = [image / 255 for image, _ in samples]
+            losses = model(images, [copy.copy(target) for _, target in samples])
+    hook.remove()
+    return {name: loss.item() for name, loss in losses.items()}, seen[0]
+
+
+@pytest.mark.parametrize("way", ["packed", "torchvision"])
+def test_boxes_are_exact_in_half_precision(tiny, samples, way):
+    """torchvision's own anchors in bfloat16 are off by pixels, and so is what the proposals learn from."""
+    expected, _ = find_losses(tiny, samples, torch.float32, way=way)
+    exact = copy.deepcopy(tiny)
+    assert keep_boxes_exact(exact)
+    found, dtype = find_losses(exact, samples, torch.bfloat16, way=way)
+    assert dtype == torch.float32
+    assert found["loss_rpn_box_reg"] == pytest.approx(expected["loss_rpn_box_reg"], rel=0.02)
+    rounded, dtype = find_losses(copy.deepcopy(tiny), samples, torch.bfloat16, way=way)
+    assert dtype == torch.bfloat16
+    off = abs(rounded["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
+    assert off > 2 * abs(found["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
+
+
+def test_nothing_else_changes(tiny, samples):
+    exact = copy.deepcopy(tiny)
+    keep_boxes_exact(exact)
+    ours, theirs = (find_losses(each, samples, torch.float32, way="torchvision")[0] for each in (exact, tiny))
+    assert ours == theirs
+    assert list(exact.state_dict()) == list(tiny.state_dict())
+    assert not keep_boxes_exact(nn.Identity())

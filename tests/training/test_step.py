@@ -1,4 +1,4 @@
-"""The step, the flip, the plan's numbers and the meter."""
+"""One step by its own: precision, parts of a batch, learning rate, timer and averaged weights."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES
+from colab_utils.loading.batch import collate_packed, pack_target
+from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES, build_mask_rcnn
 from colab_utils.training.step import (
     TrainingStep,
     choose_rate,
     compute_rate,
     make_optimizer,
 )
-from colab_utils.training.trainer import StepTimer, Throughput
+from colab_utils.training.trainer import EMA, StepTimer, Throughput
+from tests.tiny_model import TINY_MODEL
 
 
 class TinyDetector(nn.Module):
@@ -98,7 +100,7 @@ class Greedy(TinyDetector):
 def test_a_batch_too_large_is_trained_in_parts_with_the_same_gradients(most, seen):
     images, targets = [torch.rand(3, 4, 4)] * 8, [{"labels": torch.ones(1)}] * 8
     step, whole = TrainingStep(Greedy(most), "cpu"), TrainingStep(TinyDetector(), "cpu")
-    with pytest.warns(ColabUtilsWarning, match="trained in [248] parts .* The batch stays the same"):
+    with pytest.warns(ColabUtilsWarning, match="trained in [248] parts .* The effective batch size stays the same"):
         loss = step(images, targets)
     assert step.model.seen == seen
     assert loss.item() == pytest.approx(whole(images, targets).item())
@@ -136,6 +138,21 @@ def test_out_of_memory_is_said_in_words():
         step([torch.zeros(3, 4, 4)] * 2, [{"labels": torch.ones(1)}, {"labels": torch.ones(2)}])
 
 
+def test_a_step_by_the_names_at_the_top_trains_on_a_packed_batch(one_thread):
+    from colab_utils.training import TrainingStep, compute_losses
+
+    image, target = torch.zeros(3, 64, 64, dtype=torch.uint8), {
+        "boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]), "masks": torch.ones(1, 64, 64).byte(),
+        "image_id": 1, "area": torch.tensor([1024.0]), "iscrowd": torch.tensor([0]),
+    }  # fmt: skip
+    batch = collate_packed([pack_target(image, target)])
+    model = build_mask_rcnn(TINY_MODEL, num_classes=2, weights=None, min_size=64)
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert torch.isfinite(TrainingStep(model, "cpu")(batch))
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert len(compute_losses(model, batch)) == 5
+
+
 @pytest.mark.parametrize("steps", [1, 2, 10, 90_000])  # shorter than any warm-up, up to a real run
 def test_learning_rate_warms_up_and_falls(steps: int):
     rates = [compute_rate(step, steps=steps, highest=0.02) for step in range(0, steps, max(1, steps // 500))]
@@ -161,21 +178,25 @@ def test_optimiser_leaves_frozen_weights_alone(name: str):
     assert held == {id(parameter) for parameter in model[1].parameters()}
 
 
-def test_meter_separates_waiting_from_work(monkeypatch):
-    marks = iter([0.0, 3.0, 4.0, 4.0, 4.5, 6.5])  # 3 s wait, 1 s step; 0.5 s wait, 2 s step
-    monkeypatch.setattr("colab_utils.training.trainer.perf_counter", lambda: next(marks))
-    meter = StepTimer(torch.device("cpu"))
-    for _ in range(6):
-        meter.mark()
-    pace = meter.collect(images=6)
-    assert pace == Throughput(images=6, wait_s=3.5, step_s=3.0)
-    assert pace.wait_share == pytest.approx(3.5 / 6.5)
-    assert pace.images_per_second == pytest.approx(6 / 6.5)
+def test_waits_are_told_from_the_wall_clock(monkeypatch):
+    """3 s and 0.5 s of waits; what lies between them counts, the steps and all else."""
+    clock = iter([10.0, 10.0, 13.0, 14.0, 14.5, 20.0, 25.0])  # start, two waits, two collections
+    monkeypatch.setattr("colab_utils.training.trainer.perf_counter", lambda: next(clock))
+    timer = StepTimer(torch.device("cpu"))
+    for _ in range(2):
+        with timer.wait():
+            timer.images += 3
+    found = timer.collect()
+    assert found == Throughput(images=6, wait_s=3.5, wall_s=10.0)
+    assert found.wait_share == pytest.approx(0.35)
+    assert found.images_per_second == pytest.approx(0.6)
+    assert timer.collect() == Throughput(wall_s=5.0)
+    assert timer.total == Throughput(images=6, wait_s=3.5, wall_s=15.0)
 
 
-def test_meter_on_a_gpu_reads_events_and_only_on_collect(monkeypatch):
+def test_waits_on_a_gpu_are_read_from_events_and_only_on_collect(monkeypatch):
     class FakeEvent:
-        clock_ms, waited = iter([0.0, 3000.0, 4000.0]), 0
+        clock_ms, waited = iter([0.0, 3000.0, 4000.0, 4200.0]), 0
 
         def __init__(self, *, enable_timing):
             assert enable_timing
@@ -190,13 +211,33 @@ def test_meter_on_a_gpu_reads_events_and_only_on_collect(monkeypatch):
             return end.at_ms - self.at_ms
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    meter = StepTimer(torch.device("cuda"))
-    for _ in range(3):
-        meter.mark()
+    timer = StepTimer(torch.device("cuda"))
+    for _ in range(2):
+        with timer.wait():
+            pass
     assert FakeEvent.waited == 0
-    assert meter.collect(images=4) == Throughput(images=4, wait_s=3.0, step_s=1.0)
+    assert timer.collect().wait_s == pytest.approx(3.2)
 
 
-def test_paces_add_up_and_no_steps_have_none():
-    assert Throughput(2, 1.0, 3.0) + Throughput(4, 0.5, 1.5) == Throughput(6, 1.5, 4.5)
+def test_no_steps_have_no_throughput():
     assert (Throughput().wait_share, Throughput().images_per_second) == (0, 0)
+
+
+def test_averaged_weights_follow_and_lag():
+    model = nn.Linear(1, 1, bias=False)
+    ema, values = EMA(model, decay=0.9), []
+    for step, value in enumerate([1.0] * 30 + [2.0] * 5):
+        nn.init.constant_(model.weight, value)
+        ema.update(model, steps=step)
+        values.append(ema.model.weight.item())
+    assert values[29] == pytest.approx(1.0)
+    assert 1.2 < values[-1] < 2.0
+
+
+def test_averaging_copies_the_statistics_of_batch_norm():
+    model = nn.BatchNorm2d(2)
+    ema = EMA(model, decay=0.9)
+    model(torch.rand(2, 2, 3, 3))
+    ema.update(model, steps=0)
+    assert torch.equal(ema.model.running_mean, model.running_mean)
+    assert ema.model.num_batches_tracked == 1

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,15 +21,19 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training import trainer as session
-from colab_utils.training.checkpoint import CheckpointFolder
-from colab_utils.training.model import load_trained_model
-from colab_utils.training.settings import LogLine, TrainingPlan, TrainReport
+from colab_utils.training import checkpoint as checkpoints
+from colab_utils.training import train as loop
+from colab_utils.training import trainer
+from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
+from colab_utils.training.model import LIGHT_MODEL, load_trained_model
+from colab_utils.training.settings import LogLine, TrainingPlan, TrainReport, open_images
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
+from tests.tiny_model import TINY_MODEL
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-TINY = {"weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu", "batch_size": 2}
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*is finished")]
+TINY = {"model": TINY_MODEL, "weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu",
+        "batch_size": 2}  # fmt: skip
 
 
 class Killed(BaseException):
@@ -88,7 +91,7 @@ def test_report_holds_every_step(undisturbed, tiny_shards):
 
 
 def test_learns_and_measures(tiny_shards, tmp_path, capsys):
-    report = train(tiny_shards, tmp_path, steps=20, val_shards=tiny_shards, **TINY)
+    report = train(tiny_shards, tmp_path, steps=20, val_shards=tiny_shards, **{**TINY, "model": LIGHT_MODEL})
     losses = [point.loss for point in report.losses]
     assert sum(losses[-5:]) < sum(losses[:5]) * 2 / 3
     assert 0 <= report.ap.bbox <= 1
@@ -124,20 +127,17 @@ def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_
 
 
 def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path):
-    code = (
-        "import os, signal, sys, time, warnings, torch; warnings.simplefilter('ignore'); torch.set_num_threads(1)\n"
-        "from colab_utils.training.train import train; from colab_utils.training.settings import LogLine\n"
-        "def kill(line):\n"
-        "    if isinstance(line, LogLine) and line.step == 4:\n"
-        "        while not os.path.exists(sys.argv[2] + '/checkpoint-00000002.pt'): time.sleep(0.01)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"train(sys.argv[1], sys.argv[2], steps=5, checkpoint_steps=2, log=kill, log_steps=1, **{TINY!r})\n"
-    )
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root}
-    command = [sys.executable, "-c", code, str(tiny_shards), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    def kill(line):
+        if isinstance(line, LogLine) and line.step == 4:
+            while not (tmp_path / "checkpoint-00000002.pt").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    options = {**TINY, "steps": 5, "checkpoint_steps": 2, "log": kill, "log_steps": 1}
+    process = multiprocessing.get_context("fork").Process(target=train, args=(tiny_shards, tmp_path), kwargs=options)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
     resumed = train(tiny_shards, tmp_path, steps=5, **{**TINY, "workers": 2})
     assert resumed.plan.first_step == 2
@@ -201,7 +201,7 @@ def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp
     assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
 
 
-@pytest.mark.parametrize("where", ["log", "judge"])
+@pytest.mark.parametrize("where", ["log", "evaluation"])
 def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, monkeypatch, where):
     def fail(*given, **more):
         raise DriveLostError("gone")  # say that of the validation images
@@ -210,14 +210,13 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
         if where == "log" and getattr(line, "step", 0) == 4:
             fail()
 
-    monkeypatch.setattr(
-        "colab_utils.training.evaluate.detect", fail
-    )  # first called after step 4, the first of an epoch
+    monkeypatch.setattr(trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: None)
     with pytest.raises(DriveLostError):
         train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, log=note, log_steps=1, **TINY)
     monkeypatch.undo()
-    assert list_names(tmp_path)[-1] == "checkpoint-00000004.pt"
-    assert train(tiny_shards, tmp_path, epochs=2, **TINY).plan.first_step == 4
+    step = 4 if where == "log" else 3
+    assert list_names(tmp_path)[-1] == f"checkpoint-0000000{step}.pt"
+    assert train(tiny_shards, tmp_path, epochs=2, **TINY).plan.first_step == step
 
 
 @pytest.mark.parametrize(
@@ -242,7 +241,11 @@ def test_light_model_on_a_cpu_is_small(tiny_shards, tmp_path, options, sizes):
 
 
 def test_finished_run_has_nothing_left_to_do(undisturbed, tiny_shards):
-    again = train(tiny_shards, Path(undisturbed.checkpoint).parent, steps=5, **TINY)
+    with pytest.warns(
+        ColabUtilsWarning, match=r"is finished: all of its 5 steps are done, .* resume='never'"
+    ) as caught:
+        again = train(tiny_shards, Path(undisturbed.checkpoint).parent, steps=5, **TINY)
+    assert "\n" not in str(caught[0].message)
     assert again.losses == undisturbed.losses
     assert again.checkpoint == undisturbed.checkpoint
     assert again.images_per_second == 0
@@ -278,15 +281,15 @@ def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, tmp_path
 
 def test_another_batch_size_goes_on_with_the_images_that_are_left(undisturbed, tiny_shards, tmp_path, monkeypatch):
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
-    seen, real = [], session.Trainer._train_batch
+    seen, real = [], trainer.Trainer._train
     position = CheckpointFolder(run).load_newest()["loader"]
     assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)  # two of six images are left
 
-    def note(self, batch, **more):
+    def note(self, batch):
         seen.append(batch.image_ids.tolist())
-        return real(self, batch, **more)
+        return real(self, batch)
 
-    monkeypatch.setattr(session.Trainer, "_train_batch", note)
+    monkeypatch.setattr(trainer.Trainer, "_train", note)
     report = train(tiny_shards, run, steps=8, **{**TINY, "batch_size": 1})
     assert "resumed after step 5 (1 images a batch, before 2)" in str(report.plan)
     position = CheckpointFolder(run).load_newest()["loader"]
@@ -342,10 +345,10 @@ def test_loss_that_is_no_number_stops_with_its_step(tiny_shards, tmp_path, monke
 
     monkeypatch.setattr(TrainingStep, "__call__", break_third)
     with pytest.raises(
-        ColabUtilsError, match=r"found nan at step 3, of the images with the ids \d+, \d+ .*00002.pt.*learning_rate"
+        ColabUtilsError, match=r"found nan at step 3, of the images with the ids \d+, \d+\. .*00002.pt.*learning_rate"
     ):
         train(tiny_shards, tmp_path, steps=5, checkpoint_steps=2, **TINY)
-    assert list_names(tmp_path) == ["checkpoint-00000002.pt", "nonfinite-00000003.pt"]
+    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
 
 
 def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkeypatch):
@@ -370,7 +373,10 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
         ({"steps": 0}, "steps of at least 1, found 0"),  # no steps
         ({"steps": 1, "epochs": 1}, "found both"),  # two lengths
         ({"resume": "maybe"}, "'auto' or 'never'"),  # unknown choice
-        ({"batch_size": 0}, "batch_size as a whole number of 1 or more"),  # empty batches
+        ({"batch_size": 0}, "batch_size of at least 1, found 0"),  # empty batches
+        ({"device": "gpu"}, "expected a device such as 'cpu' or 'cuda', found 'gpu'"),  # no such device
+        ({"device": "cuda"}, "expected a GPU for device 'cuda', found none"),  # no GPU
+        ({"model": torch.nn.Linear(2, 2)}, "name of a model, found Linear"),  # a model in place of its name
     ],
 )
 def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, message):
@@ -378,6 +384,11 @@ def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, mess
         train(tiny_shards, tmp_path / "run", **{**TINY, **options})
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dataset_in_place_of_its_folder_is_refused_in_words(tiny_shards, tmp_path):
+    with pytest.raises(ColabUtilsError, match=r"expected a folder of shards, found ShardDataset\. Pass the path"):
+        train(ShardDataset(tiny_shards), tmp_path / "run", **TINY)
 
 
 def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
@@ -401,7 +412,7 @@ def test_folder_without_index_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "maskrcnn_resnet50_fpn"}, "model maskrcnn_resnet50_fpn, found maskrcnn_mobilenet"),
+        ({"model": "maskrcnn_resnet50_fpn"}, "model maskrcnn_resnet50_fpn, found tiny"),
         ({"min_size": 32}, "min size 32, found 64"),
         ({"seed": 7}, "seed 7, found 0"),
     ],
@@ -470,7 +481,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(undisturbed, tiny_shards
 
     monkeypatch.setattr(CheckpointFolder, "save", save_slowly)
     monkeypatch.setattr(TrainingStep, "__call__", count)
-    report = train(tiny_shards, tmp_path, steps=5, checkpoint_minutes=0, **TINY)
+    monkeypatch.setattr(checkpoints, "_PAUSES_S", (0.0, 0.0))
+    report = train(tiny_shards, tmp_path, steps=5, **TINY)
     assert report.losses == undisturbed.losses
     first = saved[1]  # as it was when it was asked for
     assert (len(first["losses"]), first["loader"]["batch"]) == (1, 1)
@@ -486,7 +498,8 @@ def test_the_end_of_an_epoch_is_saved(tiny_shards, tmp_path, monkeypatch):
         return save(self, state, step=step, **more)
 
     monkeypatch.setattr(CheckpointFolder, "save", note)
-    train(tiny_shards, tmp_path, steps=5, checkpoint_minutes=60, **TINY)
+    monkeypatch.setattr(checkpoints, "_PAUSES_S", (3600.0, 3600.0))
+    train(tiny_shards, tmp_path, steps=5, **TINY)
     assert saved == [3, 5]  # six images, two a step; and the last
 
 
@@ -495,15 +508,14 @@ def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
 ):
     content = torch.load(undisturbed.checkpoint, weights_only=True)
     assert all(tensor.is_contiguous() for tensor in content["model"].values())
-    seen, load = [], session.Trainer.load_state
+    seen, load = [], trainer.Trainer.load_state
 
     def note(self, state):
         load(self, state)
         for parameter, averages in self.step.optimizer.state.items():
-            seen.extend((averages[name].stride(), parameter.stride()) for name in ("exp_avg", "exp_avg_sq"))
-            assert not averages["exp_avg"].requires_grad
+            seen.append((averages["momentum_buffer"].stride(), parameter.stride()))
 
-    monkeypatch.setattr(session.Trainer, "load_state", note)
+    monkeypatch.setattr(trainer.Trainer, "load_state", note)
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
     train(tiny_shards, run, steps=5, **TINY)
     assert seen
@@ -511,19 +523,16 @@ def test_checkpoints_lie_in_the_usual_order_and_averages_in_that_of_the_weights(
 
 
 @pytest.mark.parametrize(("cost_s", "pause_s"), [(0.1, 60), (1.5, 150), (20, 300)])
-def test_checkpoints_take_a_hundredth_of_the_time(cost_s, pause_s, tiny_shards, tmp_path, monkeypatch):
-    """One a minute, and fewer where that would be more; what you name is obeyed."""
-    pauses, choose = [], session.Trainer._choose_pause
-
-    def note(self, minutes):
-        self._cost_s = cost_s
-        pauses.append(choose(self, minutes))
-        return pauses[-1]
-
-    monkeypatch.setattr(session.Trainer, "_choose_pause", note)
-    train(tiny_shards, tmp_path, steps=1, **TINY)
-    train(tiny_shards, tmp_path, steps=2, checkpoint_minutes=0.5, **TINY)
-    assert pauses == [pause_s, 30]
+def test_checkpoints_take_a_hundredth_of_the_time(cost_s, pause_s, tmp_path, monkeypatch):
+    """One a minute, and fewer where that would be more; at the end of an epoch the hundredth alone counts."""
+    now_s = [1000.0]
+    monkeypatch.setattr(checkpoints, "perf_counter", lambda: now_s[0])
+    writer = CheckpointWriter(CheckpointFolder(tmp_path), torch.device("cpu"))
+    writer.cost_s = cost_s
+    for since_s, ended, due in ((pause_s - 1, False, False), (pause_s, False, True), (100 * cost_s, True, True)):
+        now_s[0] = 1000.0 + since_s
+        assert writer.is_due(epoch_ended=ended) == due
+    writer.close()
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, tmp_path, monkeypatch):
@@ -539,8 +548,9 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, t
 
     monkeypatch.setattr(CheckpointFolder, "save", fail)
     monkeypatch.setattr(TrainingStep, "__call__", count)
+    monkeypatch.setattr(checkpoints, "_PAUSES_S", (0.0, 0.0))
     with pytest.raises(ColabUtilsError, match="No space left"):
-        train(tiny_shards, tmp_path, steps=50, checkpoint_minutes=0, **TINY)
+        train(tiny_shards, tmp_path, steps=50, **TINY)
     assert len(steps) < 10
 
 
@@ -560,3 +570,100 @@ def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(own,
     with pytest.raises(ColabUtilsError, match="folder of shards"):
         train(tmp_path / "none", tmp_path / "run")
     assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+
+
+def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path, monkeypatch):
+    """What lies between the steps counts: logs, checkpoints and evaluation."""
+    lines = []
+
+    def log_slowly(line):
+        lines.append(line)
+        time.sleep(0.1)
+
+    def evaluate_slowly(*given, **more):
+        time.sleep(0.3)
+
+    monkeypatch.setattr(trainer, "evaluate", evaluate_slowly)
+    began_s = time.perf_counter()
+    report = train(tiny_shards, tmp_path, steps=4, val_shards=tiny_shards, log=log_slowly, log_steps=1, **TINY)
+    seconds = time.perf_counter() - began_s
+    assert 8 / seconds < report.images_per_second < 8 / 1.0  # 0.4 s of logs, 0.6 s of evaluation
+    assert report.wait_share < 0.5
+    assert lines[-1].images_per_second < 2 / 0.4
+
+
+def test_an_error_inside_a_batch_saves_what_was_done_before(undisturbed, tiny_shards, tmp_path, monkeypatch):
+    real, calls = TrainingStep.add_gradients, []
+
+    def fail_third(self, *given, **more):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ColabUtilsError("a batch does not fit")
+        return real(self, *given, **more)
+
+    monkeypatch.setattr(TrainingStep, "add_gradients", fail_third)
+    with pytest.raises(ColabUtilsError, match="does not fit"):
+        train(tiny_shards, tmp_path, steps=5, **TINY)
+    monkeypatch.undo()
+    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
+    assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
+
+
+def test_weights_that_have_moved_in_part_are_not_saved(tiny_shards, tmp_path, monkeypatch):
+    def fail(self):
+        raise KeyboardInterrupt  # the second Ctrl-C, in the middle of the optimiser
+
+    monkeypatch.setattr(TrainingStep, "apply_gradients", fail)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_shards, tmp_path, steps=5, **TINY)
+    assert list_names(tmp_path) == []
+
+
+def test_a_checkpoint_that_cannot_be_loaded_changes_no_file(undisturbed, tiny_shards, tmp_path, monkeypatch):
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    names = list_names(run)
+
+    def fail(*given, **more):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(ColabUtilsError, match=r"expected to load .*can't allocate"):
+        train(tiny_shards, run, steps=6, **TINY)
+    monkeypatch.undo()
+    assert list_names(run) == names
+    assert train(tiny_shards, run, steps=6, **TINY).plan.first_step == 5
+
+
+def test_a_checkpoint_names_the_classes(undisturbed, tiny_shards):
+    content = torch.load(undisturbed.checkpoint, weights_only=True)
+    dataset = ShardDataset(tiny_shards, contiguous_labels=True)
+    assert content["class_names"] == dataset.class_names
+    assert content["category_ids"] == dataset.category_ids
+
+
+def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed, tiny_shards, tmp_path):
+    plan = dataclasses.replace(undisturbed.plan, device="cuda:0", steps=9)
+    state = {"step": 5, "plan": dataclasses.asdict(undisturbed.plan)}
+    with pytest.warns(ColabUtilsWarning, match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels"):
+        loop._explain_resumed(plan, state, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*have no object in the training images")
+def test_weights_of_another_run_are_where_a_run_starts(undisturbed, tiny_shards, other_shards, tmp_path):
+    """With other classes: what both datasets name is kept."""
+    before = Path(undisturbed.checkpoint).parent
+    report = train(other_shards["other categories"], tmp_path, steps=1, **{**TINY, "weights": before})
+    assert report.plan.num_classes == 8
+    assert report.plan.first_step == 0
+    names = {name: label for label, name in open_classes(tiny_shards).items()}
+    content = torch.load(report.checkpoint, weights_only=True)
+    expected = load_weights(undisturbed)
+    key = "roi_heads.mask_predictor.mask_fcn_logits.weight"
+    for label, name in content["class_names"].items():
+        if name in names:
+            torch.testing.assert_close(content["model"][key][label], expected[key][names[name]], rtol=0, atol=0.05)
+
+
+def open_classes(shards) -> dict[int, str]:
+    images = open_images(shards, local=None, limit_gb=None, val_shards=None, seed=0)
+    return dict(images.dataset.class_names)

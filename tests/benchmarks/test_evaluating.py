@@ -1,19 +1,19 @@
-"""Judging an image by torchvision's references and by ours."""
+"""An image evaluated by torchvision's references and by ours."""
 
 import pytest
 
-from benchmarks.judging import WAYS, check_results, measure_way, tabulate_runs
+from benchmarks.evaluating import WAYS, check_results, measure_way, tabulate_runs
 from benchmarks.step import make_model
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training.model import LIGHT_MODEL
+from tests.tiny_model import TINY_MODEL
 
 
 def test_the_ways_are_compared_and_measured(tiny_dataset, tmp_path, one_thread):
     write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=tmp_path, workers=1)
     dataset = ShardDataset(tmp_path, contiguous_labels=True)
-    model = make_model(LIGHT_MODEL, num_classes=dataset.num_classes, min_size=64).eval()
+    model = make_model(TINY_MODEL, num_classes=dataset.num_classes, min_size=64).eval()
     model.roi_heads.score_thresh = 1.0
     with pytest.raises(ColabUtilsError, match="found 0 of 0 the same"):
         check_results(model, dataset, "cpu")

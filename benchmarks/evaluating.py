@@ -1,15 +1,17 @@
-"""What judging an image takes from training: `python -m benchmarks.judging --images DIR ... --json FILE`.
+"""What evaluation costs for each image: `python -m benchmarks.evaluating --images DIR ... --json FILE`.
 
-The same model finds 100 objects in each image. Once torchvision makes its masks, and they are encoded as
-``references/detection/coco_eval.py`` does it; once ours are drawn in their boxes by another process. Both give the same
-results, which is checked before anything is timed. The model alone is timed, too: nobody can do with less.
+The same model finds 100 objects in each image, one image at a time. torchvision makes its masks at the size of the
+image, and they are encoded as ``references/detection/coco_eval.py`` does it; ours are drawn in their boxes by another
+process. Both give the same results, which is checked before anything is timed. The model alone is timed, too: no
+evaluation takes less.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from pycocotools import mask as coco_mask
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.command import Run, format_spread, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
@@ -26,9 +28,10 @@ from benchmarks.memory import CountedMemory
 from benchmarks.step import make_model
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.runtime import fork_pool
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
-from colab_utils.training.evaluate import Scorer, describe_detections, detect
+from colab_utils.training.evaluate import describe_detections, detect
 from colab_utils.training.model import LIGHT_MODEL
 
 __all__ = ["WAYS", "check_results", "main", "measure_way", "tabulate_runs"]
@@ -37,12 +40,11 @@ DATA = ("kept", "photos_12mp")
 _, TORCHVISION, OURS = WAYS = ("the model alone", "torchvision's references", "in boxes, another process")
 
 
-def describe_stock(model: nn.Module, dataset: ShardDataset, i: int, *, device: str) -> list[Any]:
-    """The masks that torchvision's references hand to pycocotools."""
+def describe_stock(model: nn.Module, image: Tensor, *, device: str) -> list[Any]:
+    """The masks that torchvision's references pass to pycocotools."""
     with torch.inference_mode():
-        image = dataset.decode(dataset.read(i)).to(device).float().div_(255)
-        found = {name: value.to("cpu") for name, value in model([image])[0].items()}
-    masks = found["masks"] > 0.5
+        result = model([image.to(device).float().div_(255)])[0]
+        masks = result["masks"].to("cpu") > 0.5
     return [coco_mask.encode(np.array(mask[0], dtype=np.uint8, order="F")) for mask in masks]
 
 
@@ -52,41 +54,45 @@ def check_results(model: nn.Module, dataset: ShardDataset, device: str) -> None:
     Raises:
         ColabUtilsError: They differ, or there are none.
     """
-    ours = [result["segmentation"] for result in describe_detections(detect(model, dataset, 0, device=device))]
-    theirs = describe_stock(model, dataset, 0, device=device)
+    image = dataset.decode(dataset.read(0))
+    (found,) = detect(model, [image], device=device)
+    ours = [result["segmentation"] for result in _describe(found, image.shape[1:], dataset.category_ids)]
+    theirs = describe_stock(model, image, device=device)
     same = sum(one == other for one, other in zip(ours, theirs, strict=False))
     # on a GPU pixels at exactly the threshold may differ from those on a CPU
     if not theirs or len(ours) != len(theirs) or same < (0.9 if device == "cuda" else 1) * len(theirs):
         raise ColabUtilsError(f"expected the masks of torchvision's references, found {same} of {len(theirs)} the same")
 
 
+def _describe(found: dict[str, Any], size: Sequence[int], category_ids: dict[int, int]) -> list[dict[str, Any]]:
+    return describe_detections(found, image_id=0, size=size, category_ids=category_ids)
+
+
 def measure_way(way: str, model: nn.Module, dataset: ShardDataset, *, device: str, images: int) -> dict[str, float]:
     """Milliseconds an image, those in this process too, and the most megabytes of tensors on the device."""
-    with closing(Scorer({})) as scorer:
+    with fork_pool(1, torch.set_num_threads, 1) as pool:
 
-        def judge(i: int) -> None:
+        def evaluate_image(i: int) -> Future[Any] | None:
+            image = dataset.decode(dataset.read(i))
             if way == TORCHVISION:
-                describe_stock(model, dataset, i, device=device)
-            else:
-                found = detect(model, dataset, i, device=device)
-                if way == OURS:
-                    scorer.add(found)
+                describe_stock(model, image, device=device)
+                return None
+            (found,) = detect(model, [image], device=device)
+            return pool.submit(_describe, found, image.shape[1:], dataset.category_ids) if way == OURS else None
 
-        judge(0)
-        scorer.take_results()
+        wait(filter(None, [evaluate_image(0)]))
         began_s = perf_counter()
-        for i in range(images):
-            judge(i)
+        drawing = [evaluate_image(i) for i in range(images)]
         own_s = perf_counter() - began_s
-        scorer.take_results()
-        whole_s = perf_counter() - began_s
+        wait(filter(None, drawing))
+        total_s = perf_counter() - began_s
         counted = CountedMemory()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         with nullcontext() if device == "cuda" else counted:
-            judge(0)
+            evaluate_image(0)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else counted.peak
-    return {"image_ms": whole_s / images * 1000, "own_ms": own_s / images * 1000, "peak_mb": peak / 1e6}
+    return {"image_ms": total_s / images * 1000, "own_ms": own_s / images * 1000, "peak_mb": peak / 1e6}
 
 
 def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
@@ -105,10 +111,10 @@ def tabulate_runs(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = make_parser("judging", __doc__)
+    parser = make_parser("evaluating", __doc__)
     parser.add_argument("--model", default="maskrcnn_resnet50_fpn" if device == "cuda" else LIGHT_MODEL)
     parser.add_argument("--min-size", type=int, default=800 if device == "cuda" else 320)
-    parser.add_argument("--judged", type=int, default=16, help="images of each run (%(default)s)")
+    parser.add_argument("--evaluated", type=int, default=16, help="images of each run (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of each, in turns (%(default)s)")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -117,19 +123,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs: list[Run] = []
         for name in DATA:
             data = make_data(name, options.work, options.images, options.annotations, samples=300)
-            shards = data.folder / "judged"
+            shards = data.folder / "evaluated"
             write_shards(data.images, data.annotations, shards=shards, storage="keep")
             dataset = ShardDataset(shards, contiguous_labels=True)
             model: Any = make_model(options.model, num_classes=dataset.num_classes, min_size=options.min_size)
             model.to(device).eval().roi_heads.score_thresh = 0.0  # it has learned nothing: 100 objects an image
             check_results(model, dataset, device)
-            images = min(options.judged, len(dataset))
+            images = min(options.evaluated, len(dataset))
             for way in WAYS:
                 run: Callable[[], dict[str, float]] = partial(
                     measure_way, way, model, dataset, device=device, images=images
                 )
                 runs.append(({"data": name, "way": way}, run))
-        about = {"device": device, "model": options.model, "min_size": options.min_size, "judged": options.judged}
+        about = {"device": device, "model": options.model, "min_size": options.min_size, "evaluated": options.evaluated}
         measure_in_turns(runs, rows, repeats=options.repeats, about=about, path=options.json)
 
     return run_to_end(measure, lambda: tabulate_runs(rows))
