@@ -6,25 +6,36 @@ imported from its module when you first use it.
 
 from __future__ import annotations
 
+import ast
+import os
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+# Threads of OpenMP that wait must sleep: threads that spin take the cores of the loader's workers, and training on a
+# CPU falls to a fifth of its speed. It is read once, when torch is loaded: import colab_utils before torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 _MODULE_OF = {
+    "ArrivingShards": "loading.arriving",
+    "CocoFolder": "loading.dataset",
     "ColabUtilsError": "errors",
-    "Workspace": "workspace",
-    "check_dataset": "data.checks",
-    "write_shards": "shards.write",
-    "verify_shards": "shards.verify",
-    "copy_shards": "shards.copy",
     "ShardDataset": "loading.dataset",
-    "make_loader": "loading.loader",
-    "diagnose": "diagnosis.diagnose",
-    "simulate": "diagnosis.simulator",
-    "compare": "comparison.compare",
+    "Workspace": "workspace",
     "build_mask_rcnn": "training.model",
+    "check_dataset": "data.checks",
+    "compare": "comparison.compare",
+    "copy_shards": "shards.copy",
+    "diagnose": "diagnosis.diagnose",
+    "load_trained_model": "training.model",
+    "make_loader": "loading.loader",
+    "simulate": "diagnosis.simulator",
     "train": "training.train",
+    "verify_shards": "shards.verify",
+    "watch": "diagnosis.watchdog",
+    "write_shards": "shards.write",
 }
 
 __all__ = [*_MODULE_OF, "__version__"]
@@ -34,21 +45,40 @@ if TYPE_CHECKING:
     from colab_utils.data.checks import check_dataset
     from colab_utils.diagnosis.diagnose import diagnose
     from colab_utils.diagnosis.simulator import simulate
+    from colab_utils.diagnosis.watchdog import watch
     from colab_utils.errors import ColabUtilsError
-    from colab_utils.loading.dataset import ShardDataset
+    from colab_utils.loading.arriving import ArrivingShards
+    from colab_utils.loading.dataset import CocoFolder, ShardDataset
     from colab_utils.loading.loader import make_loader
     from colab_utils.shards.copy import copy_shards
     from colab_utils.shards.verify import verify_shards
     from colab_utils.shards.write import write_shards
-    from colab_utils.training.model import build_mask_rcnn
+    from colab_utils.training.model import build_mask_rcnn, load_trained_model
     from colab_utils.training.train import train
     from colab_utils.workspace import Workspace
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'colab_utils' has no attribute {name!r}")
-    return getattr(import_module(f"colab_utils.{_MODULE_OF[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"colab_utils.{_MODULE_OF[name]}"), name)
+    module = "" if name.startswith("_") else _find_module(name)
+    if module:
+        raise AttributeError(f"{name} lives in {module}: from {module} import {name}")
+    raise AttributeError(f"module 'colab_utils' has no attribute {name!r}")
+
+
+def _find_module(name: str) -> str:
+    """The module whose ``__all__`` lists this name, "" if none does; no module is imported."""
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if path.stem == "__init__" or f'"{name}"' not in text:
+            continue
+        for node in ast.parse(text).body:
+            listed = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and node.value
+            if isinstance(listed, ast.List) and name in ast.literal_eval(listed):
+                return ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts])
+    return ""
 
 
 def __dir__() -> list[str]:

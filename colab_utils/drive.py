@@ -1,4 +1,4 @@
-"""A mounted Google Drive: files read at the speed that people measured, and read again where it fails."""
+"""Google Drive as a mounted folder: what lies on it, what to do when it fails, and how slow it is."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, sleep
-from types import TracebackType
 from typing import Any, TypeVar
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
 
 __all__ = [
     "DRIVE_PROFILES",
@@ -38,18 +38,16 @@ class DriveLostError(ColabUtilsError):
 
 @dataclass(frozen=True)
 class DriveProfile:
-    """How slow a cold read is: ``open_s`` to reach a place in a file, then ``bytes_per_s`` for each stream.
-
-    ``source`` says where the figures come from. A mounted Drive also takes ``stat_s`` to look at a file for the first
-    time, and gives all streams together at most ``total_bytes_per_s`` (None: no limit).
-    """
+    """How slow a cold read is: one that Drive's cache does not answer. A second read of a file waits as long."""
 
     name: str
+    """One word, shown in reports."""
     open_s: float
+    """Seconds to reach a place in a file."""
     bytes_per_s: float
+    """Bytes a second from there on."""
     source: str
-    stat_s: float = 0.0
-    total_bytes_per_s: float | None = None
+    """Where the two figures come from."""
 
     def __post_init__(self) -> None:
         if not (self.open_s >= 0 and self.bytes_per_s > 0):
@@ -62,31 +60,20 @@ class DriveProfile:
         return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
 
 
-_COLD = "Models cold reads, without Drive's cache: a second read of the same file waits as long as the first."
+_ONE_LARGE_FILE = "newbe.dev, 'Google Colab is very slow compared to my PC'"
 DRIVE_PROFILES: dict[str, DriveProfile] = {
-    "fast": DriveProfile(
-        "fast",
-        open_s=0.015,
-        bytes_per_s=130e6,
-        source="130 MB/s: the best figure reported for one large file (newbe.dev, 'Google Colab is very slow "
-        "compared to my PC'). 15 ms per file: assumed, a quarter of 'typical'; nobody published so good a "
-        f"figure. {_COLD}",
-    ),
-    "typical": DriveProfile(
-        "typical",
-        open_s=0.059,
-        bytes_per_s=65e6,
-        source="59 ms per file: cold image files opened one by one (GrinkoL/skillbox_thesis_project, "
-        "data_strategy.ipynb). 65 MB/s: upper bound, a 39 GB copy took over 10 minutes (newbe.dev). "
-        f"Both change a lot between sessions (googlecolab/colabtools#4869). {_COLD}",
-    ),
-    "bad": DriveProfile(
-        "bad",
-        open_s=0.606,
-        bytes_per_s=65e6,
-        source="606 ms per file: 1.65 images/s (googlecolab/colabtools#3651). 65 MB/s as in 'typical': "
-        f"nobody published a bad session's speed for one large file. {_COLD}",
-    ),
+    profile.name: profile
+    for profile in (
+        DriveProfile("fast", 0.015, 130e6, f"130 MB/s: the best reported ({_ONE_LARGE_FILE}). 15 ms per file: assumed"),
+        DriveProfile(
+            "typical",
+            0.059,
+            65e6,
+            "59 ms per file: cold images, one by one (GrinkoL/skillbox_thesis_project, data_strategy.ipynb). "
+            f"65 MB/s: upper bound, a copy of 39 GB took over 10 minutes ({_ONE_LARGE_FILE})",
+        ),
+        DriveProfile("bad", 0.606, 65e6, "1.65 images/s (googlecolab/colabtools#3651). 65 MB/s: as in 'typical'"),
+    )
 }
 
 
@@ -94,7 +81,7 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
     """The profile of that name; ``None`` or ``"none"`` mean full speed, your own profile is passed through.
 
     Raises:
-        ColabUtilsError: no profile has that name; the message lists those there are.
+        ColabUtilsError: no profile has that name; the message lists the names.
 
     Example:
         >>> print(get_profile("typical"))
@@ -102,16 +89,59 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
     """
     if name is None or isinstance(name, DriveProfile):
         return name
-    if name == "none":
-        return None
-    if name not in DRIVE_PROFILES:
+    if name not in DRIVE_PROFILES and name != "none":
         names = ", ".join([*DRIVE_PROFILES, "none"])
         raise ColabUtilsError(f"expected a Drive profile, one of {names}; found {name!r}: choose one of them")
-    return DRIVE_PROFILES[name]
+    return DRIVE_PROFILES.get(name)
+
+
+def is_on_drive(path: str | Path) -> bool:
+    """Whether a path lies on a mounted Google Drive; on Colab also in ``/content/drive`` before that is mounted.
+
+    The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount`` in
+    google/colab/drive.py knows Drive by its type there.
+
+    Example:
+        >>> is_on_drive("/tmp")
+        False
+    """
+    real = Path(os.path.realpath(path))
+    if is_colab() and real.is_relative_to(COLAB_ROOT / "drive"):
+        return True
+    table = Path("/proc/self/mounts")
+    mounts = [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
+    found = [(len(at), kind) for at, kind in mounts if real.is_relative_to(at.replace(r"\040", " "))]  # a space
+    return max(found, default=(0, ""))[1] == "fuse.drive"
+
+
+@contextmanager
+def guard_drive(path: str | Path) -> Iterator[None]:
+    """Turn the errors of a Drive that went away into a `DriveLostError` with a cure.
+
+    Errno 107 comes from a dead mount only. Errno 5 also comes from a broken disk: it counts only on Drive.
+
+    Example:
+        >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
+        ...     raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        Traceback (most recent call last):
+        colab_utils.drive.DriveLostError: expected to read /content/drive/MyDrive/a.jpg, found ...
+    """
+    try:
+        yield
+    except OSError as error:
+        refused = error.errno == errno.EIO and is_on_drive(path)
+        if error.errno != errno.ENOTCONN and not refused:
+            raise
+        why = " or refuses (its quota, or too many files in one folder)" if refused else ""
+        raise DriveLostError(
+            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): "
+            "remount it with drive.mount('/content/drive', force_remount=True) from google.colab, "
+            "or restart the session, then run this again"
+        ) from error
 
 
 class Retries:
-    """Tries again what Drive failed at: four times for each call, after 1, 4, 16 and 60 seconds. Threads may share it.
+    """Calls again what failed on Drive: four times for each call, after 1, 4, 16 and 60 seconds. Threads may share it.
 
     Attributes:
         count: how many times a call was tried again.
@@ -126,6 +156,7 @@ class Retries:
 
     def __init__(self, stop: Any = None) -> None:
         self.count, self.failing, self.stop = 0, False, stop or threading.Event()
+        self._lock = threading.Lock()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """What ``call`` returns.
@@ -133,19 +164,20 @@ class Retries:
         Raises:
             DriveLostError: it failed every time; any other error comes through at once.
         """
-        for wait_s in RETRY_WAITS_S:
+        waits = iter(RETRY_WAITS_S)
+        while True:
             try:
                 result = call()
             except DriveLostError:
-                self.failing = True
-                if self.stop.is_set():
+                self.failing, wait_s = True, next(waits, None)
+                if wait_s is None or self.stop.is_set():
                     raise
-                self.count += 1
+                with self._lock:
+                    self.count += 1
                 self.stop.wait(wait_s)
             else:
                 self.failing = False
                 return result
-        return call()
 
     def __reduce__(self) -> tuple[type[Retries], tuple[()]]:
         return Retries, ()  # another process counts its own
@@ -164,23 +196,13 @@ def describe_retries(count: int, before: str = "") -> str:
     return f"{before}Drive failed {count} time{'s' * (count != 1)} and was tried again" if count else ""
 
 
-def is_on_drive(folder: str | Path) -> bool:
-    """Whether a folder lies on Colab's mounted Google Drive.
-
-    Example:
-        >>> is_on_drive("/content/drive/MyDrive/photos"), is_on_drive("/content/photos")
-        (True, False)
-    """
-    return "/content/drive/" in f"{Path(folder).absolute()}/"
-
-
 def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> bytes:
-    """Read a whole file, no faster than ``profile`` allows; ``None`` reads at full speed.
+    """Read a file, no faster than ``profile`` allows; ``None`` reads at full speed.
 
     Where Drive fails it is tried again by ``retries``; without them the first error is raised.
 
     Raises:
-        DriveLostError: Drive got disconnected (errno 107) or its storage failed (errno 5).
+        DriveLostError: Drive got disconnected, or its storage failed.
         OSError: anything else, a missing file included, as Python raised it.
 
     Example:
@@ -200,12 +222,11 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
 
 
 class DriveFile:
-    """A file read in pieces, no faster than ``profile`` allows.
+    """A file read in pieces, no faster than ``profile`` allows; Linux only.
 
-    Opening waits ``open_s`` (it covers the first read, wherever that is); each later read that does not
-    start where the last one ended waits it again; every byte costs ``1 / bytes_per_s``. Close it when you
-    are done, or use it as a context manager. Raises what `read_file` raises; where Drive fails, ``retries``
-    open the file anew and go on where they were.
+    Opening waits ``open_s``, which covers the first read; each later read that does not start where the last one ended
+    waits it again. Close it when you are done, or use it as a context manager. Raises what `read_file` raises; where
+    Drive fails, ``retries`` open the file anew and go on where they were.
 
     Example:
         >>> with DriveFile(__file__, get_profile("none")) as file:
@@ -214,9 +235,9 @@ class DriveFile:
     """
 
     def __init__(self, path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> None:
-        self._descriptors: list[int] = []  # the last one is read, those before it belong to a mount that was lost
-        self.path = Path(path)
-        self.profile, self.retries = profile, retries
+        self._descriptors: list[int] = []  # the last one is read, the others belong to a mount that was lost
+        require_linux("read files in pieces")
+        self.path, self.profile, self.retries = Path(path), profile, retries
         started = perf_counter()
         retries.run(self._open) if retries else self._open()
         self.size = os.fstat(self._descriptors[-1]).st_size
@@ -239,7 +260,7 @@ class DriveFile:
                 self._open()  # a descriptor of a mount that was lost stays lost
             failed = True
             with guard_drive(self.path):
-                while got < len(view):  # a network file may hand over less than was asked for
+                while got < len(view):  # a network file may give less than was asked for
                     count = os.preadv(self._descriptors[-1], [view[got:]], offset + got)
                     if not count:
                         break
@@ -254,13 +275,13 @@ class DriveFile:
 
     def forget(self, n: int, offset: int) -> None:
         """Give back the memory in which the system keeps ``n`` bytes from ``offset``, of files that are read once."""
-        with suppress(AttributeError, OSError):  # not on every system, and not from a mount that was lost meanwhile
+        with suppress(OSError):  # of a mount that was lost meanwhile
             os.posix_fadvise(self._descriptors[-1], offset, n, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         while self._descriptors:
-            with suppress(OSError):  # a mount that was lost says so here too; the descriptor is gone all the same
+            with suppress(OSError):  # of a mount that was lost; the descriptor is gone all the same
                 os.close(self._descriptors.pop())
 
     def _open(self) -> None:
@@ -270,41 +291,16 @@ class DriveFile:
     def __enter__(self) -> DriveFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
         self.close()  # os.open has no owner that would do it
 
 
-@contextmanager
-def guard_drive(path: str | Path) -> Iterator[None]:
-    """Turn the two errors of a Drive that went away (errno 107 and 5) into a `DriveLostError` with a cure.
-
-    Example:
-        >>> with guard_drive("/content/drive/MyDrive/a.jpg"):
-        ...     raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
-        Traceback (most recent call last):
-        colab_utils.drive.DriveLostError: expected to read /content/drive/MyDrive/a.jpg, found ...
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOTCONN, errno.EIO):
-            raise
-        why = "" if error.errno == errno.ENOTCONN else " or refuses (its quota, or too many files in one folder)"
-        raise DriveLostError(
-            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): "
-            "remount it with drive.mount('/content/drive', force_remount=True) from google.colab, "
-            "or restart the session, then run this again"
-        ) from error
-
-
 def _wait(asked_s: float, started: float) -> float:
-    """Sleep for what the real work, begun at ``started``, did not take of the time the profile asks; returns by how
-    much a busy machine woke up too late, in seconds, so that the next wait can be as much shorter.
+    """Sleep until ``asked_s`` after ``started``; returns how many seconds too late that ended, which the next wait
+    leaves out.
     """
     rest_s = asked_s - (perf_counter() - started)
     if rest_s <= 0:

@@ -1,4 +1,4 @@
-"""What goes wrong, in words: every error that a user can cause is one of these."""
+"""The error and the warning of this package: every error that a user can cause is a `ColabUtilsError`."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ class ColabUtilsError(Exception):
 
 
 class ColabUtilsWarning(UserWarning):
-    """A clear word about something that was decided for you; the command line prints it as a note."""
+    """One line on something that was decided for you; the command line prints it as a note."""

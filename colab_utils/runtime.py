@@ -1,4 +1,4 @@
-"""Where am I: cores, memory, disks, GPU, Colab or not; and the one progress bar and whole-file write all use."""
+"""The machine that this runs on, and what every module needs: progress bars, process pools, safe writing of files."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from colab_utils.errors import ColabUtilsError
+
 __all__ = [
     "COLAB_ROOT",
     "Machine",
@@ -34,9 +36,13 @@ __all__ = [
     "is_notebook",
     "is_watched",
     "quiet_fork",
+    "require_linux",
     "show_progress",
     "write_file",
 ]
+
+COLAB_ROOT = Path("/content")
+"""Colab's own folder; Google Drive is mounted at ``drive`` in it."""
 
 _PIECE_BYTES = 1 << 20
 
@@ -84,20 +90,38 @@ def is_colab() -> bool:
     return "google.colab" in sys.modules or Path("/var/colab/hostname").exists()
 
 
+def require_linux(work: str) -> None:
+    """Refuse what only Linux can do.
+
+    Raises:
+        ColabUtilsError: this is another system.
+
+    Example:
+        >>> require_linux("start workers")
+    """
+    if sys.platform != "linux":
+        raise ColabUtilsError(f"expected Linux to {work}, found {sys.platform}: use Colab, a Linux machine or WSL 2")
+
+
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a measurement was made on; sizes in bytes."""
+    """The machine that a measurement was made on; sizes in bytes, None for what it lacks."""
 
     cpu: str
+    """The processor's name."""
     cores: int
+    """Those that this process may use."""
     ram_bytes: int
     shm_bytes: int
+    """Size of ``/dev/shm``, the memory that processes share."""
     disk_free_bytes: int
     gpu: str | None
+    """Name and memory."""
     python: str
     torch: str | None
     torchvision: str | None
     colab: bool
+    """Whether it is a Colab virtual machine."""
 
     def __str__(self) -> str:
         gpu = self.gpu or "no GPU"
@@ -183,6 +207,7 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
         ...     list(pool.map(abs, (-1, 2)))
         [1, 2]
     """
+    require_linux("start worker processes")
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, _begin_process, (initializer, arguments))
     # blocked from the first moment on: a handler is set too late for a process that has only begun
@@ -212,7 +237,7 @@ def quiet_fork() -> Iterator[None]:
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a whole file under a temporary name, read it back, then rename it; a failure leaves nothing behind.
+    """Write a file under a temporary name, read it back, then rename it; a failure leaves nothing behind.
 
     The file is the parts, one after the other.
 
@@ -227,7 +252,7 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # or it would be read from memory, which proves nothing
+            if sys.platform == "linux":  # or it would be read from memory, which proves nothing
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         expected, found, piece = xxhash.xxh3_64(), xxhash.xxh3_64(), memoryview(bytearray(_PIECE_BYTES))
         for part in parts:
@@ -294,6 +319,3 @@ def _find_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-COLAB_ROOT = Path("/content")

@@ -1,4 +1,4 @@
-"""Every notebook starts on a fresh machine: find what an earlier one made on Drive, or make it in under a minute."""
+"""Where things lie, and what a notebook finds there or makes: every notebook starts on a machine of its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from colab_utils.drive import DriveProfile, get_profile, guard_drive
+from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
-from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
+from colab_utils.shards.format import INDEX_NAME, read_index
 
 __all__ = [
     "EnsuredDataset",
@@ -26,22 +26,23 @@ __all__ = [
     "publish_results",
 ]
 
-
-"""Colab's own folder; Google Drive is mounted at ``drive`` in it."""
+Part = Literal["train", "val"]
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Two folders, ``drive`` (slow, lasts) and ``ssd`` (fast, may be lost), and what lies where in them.
+    """Two folders, ``drive`` (slow, lasts) and ``ssd`` (fast, may be lost). Make one with `Workspace.open`."""
 
-    ``profile`` is the speed at which ``drive`` is read: ``None`` for a real Google Drive and for full speed.
-    ``note`` says in one line how it was chosen. Use `Workspace.open` to make one.
-    """
-
-    drive: Path
-    ssd: Path
+    drive: Path = Path()
+    ssd: Path = Path()
     profile: DriveProfile | None = None
+    """The speed at which ``drive`` is read: ``None`` for a real Google Drive and for full speed."""
     note: str = ""
+    """How ``drive`` was chosen, in one line."""
+
+    def __post_init__(self) -> None:
+        if Path() in (self.drive, self.ssd):
+            raise ColabUtilsError("expected a drive and an ssd folder, found none: use Workspace.open(), it finds both")
 
     @classmethod
     def open(
@@ -55,8 +56,8 @@ class Workspace:
     ) -> Workspace:
         """Make the two folders; on Colab, mount Google Drive first (it asks you to sign in).
 
-        When the sign-in is declined, times out or fails, a slowed folder on this machine stands in for
-        Drive; ``note`` and a `ColabUtilsWarning` say so. Outside Colab a slowed folder is used at once.
+        When the sign-in is declined, times out or fails, a slowed folder on this machine takes the place of
+        Drive; ``note`` and a `ColabUtilsWarning` tell you. Outside Colab a slowed folder is used at once.
 
         Args:
             drive: the slow folder, used as given. Default: ``colab_utils`` in your Google Drive, else
@@ -79,15 +80,14 @@ class Workspace:
             True
         """
         speed = get_profile(profile)
-        on_colab = is_colab()
         slow, note = _choose_drive(drive, timeout_s if use_google_drive else None)
-        fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if on_colab else "runs/ssd"))
-        if fast == slow or _is_in_mount(fast):
+        fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
+        if fast == slow or is_on_drive(fast):
             where = "the drive folder" if fast == slow else "Google Drive"
             raise ColabUtilsError(f"expected ssd on this machine's own disk, found {fast}, {where}: name another one")
         _make_folder(slow, parents=drive is None)
         _make_folder(fast, parents=ssd is None)
-        return cls(slow, fast, None if _is_in_mount(slow) else speed, note)
+        return cls(slow, fast, None if is_on_drive(slow) else speed, note)
 
     @property
     def dataset(self) -> Path:
@@ -110,24 +110,20 @@ class Workspace:
         return self.drive / "runs"
 
     def __str__(self) -> str:
-        if self.profile is not None:
-            speed = f"slowed folder, {self.profile}"
-        else:
-            speed = "Google Drive" if _is_in_mount(self.drive) else "full speed"
+        speed = "full speed" if self.profile is None else f"slowed folder, {self.profile}"
+        speed = "Google Drive" if is_on_drive(self.drive) else speed
         return f"Drive: {self.drive} ({speed})\nSSD: {self.ssd}" + (f"\nNote: {self.note}" if self.note else "")
 
 
 def _choose_drive(drive: str | Path | None, timeout_s: float | None) -> tuple[Path, str]:
-    """The slow folder, and one line on why it is that; ``timeout_s=None`` forbids mounting."""
-    chosen = None if drive is None else _to_path(drive)
-    if chosen is not None and not _is_in_mount(chosen):
-        return chosen, f"{chosen} stands in for Google Drive"
-    if not is_colab():
+    """The slow folder, and one line on why it was chosen; ``timeout_s=None`` forbids mounting."""
+    chosen, slowed = None if drive is None else _to_path(drive), COLAB_ROOT / "slow_drive"
+    if chosen is None and not is_colab():
         chosen = _to_path("runs/drive")
-        return chosen, f"{chosen} stands in for Google Drive, which is mounted only on Colab"
+    if chosen is not None and not (is_colab() and chosen.is_relative_to(COLAB_ROOT / "drive")):
+        return chosen, f"{chosen} {'lies on' if is_on_drive(chosen) else 'takes the place of'} Google Drive"
     if chosen is None and timeout_s is None:
-        chosen = COLAB_ROOT / "slow_drive"
-        return chosen, f"{chosen} stands in for Google Drive, as you asked"
+        return slowed, f"{slowed} takes the place of Google Drive, as you asked"
     failure = _mount_google_drive(timeout_s)
     if not failure:
         return chosen or _find_my_drive() / "colab_utils", "Google Drive is mounted: what you put there lasts"
@@ -136,14 +132,13 @@ def _choose_drive(drive: str | Path | None, timeout_s: float | None) -> tuple[Pa
             f"expected {chosen} in Google Drive, found Drive not mounted ({failure}): open the workspace "
             f"again and sign in, or choose a folder outside {COLAB_ROOT / 'drive'}"
         )
-    chosen = COLAB_ROOT / "slow_drive"
-    note = f"Google Drive is not mounted ({failure}): {chosen} stands in for it, and is lost with this machine"
+    note = f"Google Drive is not mounted ({failure}): {slowed} takes its place, and is lost with this machine"
     warnings.warn(note, ColabUtilsWarning, stacklevel=3)
-    return chosen, note
+    return slowed, note
 
 
 def _mount_google_drive(timeout_s: float | None) -> str:
-    """Mount Google Drive where it is not; the answer says what went wrong, empty when it is there."""
+    """Mount Google Drive where it is not mounted; returns what went wrong, "" if nothing did."""
     if os.path.isdir(_find_my_drive()):
         return ""
     if timeout_s is None:
@@ -152,7 +147,7 @@ def _mount_google_drive(timeout_s: float | None) -> str:
     try:
         from google.colab import drive as google_drive
 
-        # A mount that died still stands in the mount table: only a forced one replaces it.
+        # a mount that died is still in the table of mounts: only a forced mount replaces it
         google_drive.mount(str(mount_point), force_remount=_is_dead(mount_point), timeout_ms=round(timeout_s * 1000))
     except Exception as error:  # Colab's message errors have no public base class
         detail = " ".join(str(error).split())[:200]
@@ -173,42 +168,32 @@ def _is_dead(mount_point: Path) -> bool:
     return False
 
 
-def _is_in_mount(folder: Path) -> bool:
-    return is_colab() and folder.is_relative_to(COLAB_ROOT / "drive")
-
-
 def _to_path(path: str | Path) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
 def _make_folder(folder: Path, *, parents: bool) -> None:
-    """Make a folder; the parents of one that you named are not made, so that a slip of the pen is noticed."""
+    """Make a folder; the parents of one that you named are not made, so that a typing error is noticed."""
     try:
         with guard_drive(folder):
             folder.mkdir(parents=parents, exist_ok=True)
-    except FileNotFoundError:
-        raise ColabUtilsError(
-            f"expected the folder {folder.parent}, found nothing there: make it first, or correct the path"
-        ) from None
-    except (FileExistsError, NotADirectoryError):
-        raise ColabUtilsError(f"expected a folder at {folder}, found a file in its place: name another one") from None
     except OSError as error:
         raise ColabUtilsError(
-            f"expected to make the folder {folder}, found: {error.strerror}. Choose a folder that you may write to"
+            f"expected to make the folder {folder}, found: {error.strerror}. "
+            f"Name a folder in one that is there, and that you may write to"
         ) from error
-
-
-Part = Literal["train", "val"]
 
 
 @dataclass(frozen=True)
 class EnsuredDataset:
-    """Where the dataset lies; ``made`` says whether this call made it, ``note`` where it comes from."""
+    """A dataset that is there."""
 
     images: Path
     annotations: Path
     made: bool
+    """Whether this call made it."""
     note: str
+    """Where it comes from."""
 
     def __str__(self) -> str:
         return f"{self.note}\nimages: {self.images}\nannotations: {self.annotations}"
@@ -216,17 +201,21 @@ class EnsuredDataset:
 
 @dataclass(frozen=True)
 class EnsuredShards:
-    """Where the shards lie and how many; ``made`` says whether this call made (or copied) them."""
+    """Shards that are there."""
 
     folder: Path
     shards: int
     images: int
     bytes: int
     made: bool
+    """Whether this call made or copied them."""
+    note: str = ""
+    """What you must know of them."""
 
     def __str__(self) -> str:
         verb = "made now" if self.made else "found"
-        return f"{self.shards} shards, {self.images:,} images, {format_bytes(self.bytes)} in {self.folder} ({verb})"
+        size = f"{self.shards} shards, {self.images:,} images, {format_bytes(self.bytes)}"
+        return f"{size} in {self.folder} ({verb})" + (f"\n{self.note}" if self.note else "")
 
 
 def ensure_dataset(
@@ -242,7 +231,7 @@ def ensure_dataset(
         part: ``"val"`` is another built-in dataset, with other pictures.
 
     Raises:
-        ColabUtilsError: only one of ``images`` and ``annotations`` is given, or one is not there.
+        ColabUtilsError: only one of ``images`` and ``annotations`` is given.
 
     Example:
         >>> import tempfile
@@ -251,26 +240,15 @@ def ensure_dataset(
         >>> ensure_dataset(workspace, n=2).made, ensure_dataset(workspace, n=2).made
         (True, False)
     """
-    if bool(images) != bool(annotations):
-        found, lacking = ("images", "annotations") if images else ("annotations", "images")
-        raise ColabUtilsError(
-            f"expected images and annotations, found only {found}. Name the {lacking} too, or neither."
-        )
-    if images:
-        with guard_drive(images):
-            for path, kind, there in (
-                (images, "an image folder", Path(images).is_dir()),
-                (annotations, "a COCO JSON file", Path(annotations).is_file()),
-            ):
-                if not there:
-                    raise ColabUtilsError(f"expected {kind}, found nothing at {path}. On Colab, mount Drive first.")
+    if images or annotations:
+        if not (images and annotations):
+            raise ColabUtilsError("expected images and annotations, found only one of them: name both or neither")
         return EnsuredDataset(Path(images), Path(annotations), False, "Your own dataset.")
     folder = workspace.dataset if part == "train" else workspace.drive / "dataset_val"
     with guard_drive(folder):
         if (folder / "annotations.json").is_file():
-            return EnsuredDataset(
-                folder / "images", folder / "annotations.json", False, "The built-in dataset, found on Drive."
-            )
+            note = "The built-in dataset, found on Drive."
+            return EnsuredDataset(folder / "images", folder / "annotations.json", False, note)
         from colab_utils.sample_data import make_dataset
 
         made = make_dataset(folder, n=n, seed=0 if part == "train" else 1)
@@ -300,50 +278,41 @@ def ensure_shards(
     Raises:
         ColabUtilsError: the shards on Drive are of another dataset than the one you name.
     """
+    from colab_utils.data.coco import read_coco
+    from colab_utils.shards.write import write_shards
+
     folder = workspace.shards_on_drive if part == "train" else workspace.drive / "shards_val"
     with guard_drive(folder):
-        if (folder / INDEX_NAME).is_file() and not images:
-            return _describe(folder, read_index(folder), made=False)
-        from colab_utils.shards.write import write_shards
-
         there = (folder / INDEX_NAME).is_file()
-        data = ensure_dataset(workspace, images=images, annotations=annotations, n=n, part=part)
-        if there:
-            _refuse_other(folder, data)
-        else:
-            write_shards(data.images, data.annotations, shards=folder, shard_mb=shard_mb)
-        return _describe(folder, read_index(folder), made=not there)
+        if not there or images or annotations:
+            data = ensure_dataset(workspace, images=images, annotations=annotations, n=n, part=part)
+            if not there:
+                write_shards(data.images, data.annotations, shards=folder, shard_mb=shard_mb)
+            elif read_index(folder).fingerprint != read_coco(data.annotations).fingerprint:
+                raise ColabUtilsError(
+                    f"expected shards of {data.annotations}, found shards of another dataset in {folder}. "
+                    "Open the workspace with another Drive folder, or move these shards away."
+                )
+        return _describe(folder, made=not there)
 
 
-def ensure_local_shards(
-    workspace: Workspace,
-    *,
-    images: str = "",
-    annotations: str = "",
-    n: int = 160,
-    shard_mb: float = 8,
-    part: Part = "train",
-) -> EnsuredShards:
-    """The shards on this machine's SSD: `ensure_shards`, then what is not copied yet is copied.
+def ensure_local_shards(workspace: Workspace, **options: Any) -> EnsuredShards:
+    """The shards on this machine's SSD: `ensure_shards` with the same options, then what is not there yet is copied.
 
     Raises:
         ColabUtilsError: as `ensure_shards` and `copy_shards` do.
     """
-    from colab_utils.shards.copy import copy_shards
-
-    source = ensure_shards(workspace, images=images, annotations=annotations, n=n, shard_mb=shard_mb, part=part)
-    folder = workspace.shards_on_ssd if part == "train" else workspace.ssd / "shards_val"
-    report = copy_shards(source.folder, folder, profile=workspace.profile)
-    return _describe(folder, read_index(folder), made=report.skipped_shards < report.shards)
+    source = ensure_shards(workspace, **options)
+    return _copy(source.folder, workspace.ssd / source.folder.name, profile=workspace.profile)
 
 
 def ensure_validation_shards(
     workspace: Workspace, train: EnsuredShards, *, images: str = "", annotations: str = "", n: int = 24
 ) -> EnsuredShards:
-    """Shards to judge a model by: yours where you name the data, else those that fit to the training shards.
+    """Shards to evaluate a model with: yours where you name the data, else what fits the training shards.
 
-    Beside the built-in dataset that is a second one with other pictures. Beside data of your own there is
-    nothing to take but a copy of the first training shard: the model has seen its images.
+    For the built-in dataset that is a second one with other pictures. For data of your own it is a copy of the first
+    training shard: the model has seen its images, and ``note`` says so.
 
     Args:
         workspace: where Drive and SSD are.
@@ -356,16 +325,14 @@ def ensure_validation_shards(
         ColabUtilsError: as `ensure_local_shards` does.
     """
     from colab_utils.sample_data import CATEGORIES
-    from colab_utils.shards.copy import copy_shards
 
     index = read_index(train.folder)
-    names = {category["name"] for category in index.categories}
-    if images or annotations or names == {category["name"] for category in CATEGORIES}:
+    built_in = {category["name"] for category in index.categories} == {category["name"] for category in CATEGORIES}
+    if images or annotations or built_in:
         return ensure_local_shards(workspace, images=images, annotations=annotations, n=n, part="val")
-    folder = workspace.ssd / "shards_seen"
-    first = index.shards[0]
-    report = copy_shards(train.folder, folder, limit_gb=(first.bytes + first.arrays_bytes) / 1e9)
-    return _describe(folder, read_index(folder), made=report.skipped_shards < report.shards)
+    size = index.shards[0].bytes + index.shards[0].arrays_bytes
+    note = "A copy of the first training shard: the model has seen these images, so its AP is too high."
+    return _copy(train.folder, workspace.ssd / "shards_seen", note=note, limit_gb=size / 1e9)
 
 
 def publish_results(workspace: Workspace, number: str, **results: Any) -> Path:
@@ -385,15 +352,13 @@ def publish_results(workspace: Workspace, number: str, **results: Any) -> Path:
     return path
 
 
-def _refuse_other(folder: Path, data: EnsuredDataset) -> None:
-    from colab_utils.data.coco import read_coco
+def _copy(source: Path, target: Path, *, note: str = "", **options: Any) -> EnsuredShards:
+    from colab_utils.shards.copy import copy_shards
 
-    if read_index(folder).fingerprint != read_coco(data.annotations).fingerprint:
-        raise ColabUtilsError(
-            f"expected shards of {data.annotations}, found shards of another dataset in {folder}. "
-            "Open the workspace with another Drive folder, or move these shards away."
-        )
+    report = copy_shards(source, target, **options)
+    return _describe(target, made=report.skipped_shards < report.shards, note=note)
 
 
-def _describe(folder: Path, index: ShardIndex, *, made: bool) -> EnsuredShards:
-    return EnsuredShards(folder, len(index.shards), index.images, index.bytes, made)
+def _describe(folder: Path, *, made: bool, note: str = "") -> EnsuredShards:
+    index = read_index(folder)
+    return EnsuredShards(folder, len(index.shards), index.images, index.bytes, made, note)

@@ -69,9 +69,9 @@ class DriveMount:
 @contextmanager
 def mount_drive(
     backing: Path, folder: Path, *, profile: str | DriveProfile = "none", direct: bool = False,
-    cache: Path | None = None,
+    cache: Path | None = None, stat_s: float = 0.0, total_bytes_per_s: float = 0.0,
 ) -> Iterator[DriveMount]:  # fmt: skip
-    """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts.
+    """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts; its type is Drive's.
 
     ``cache``: a folder on the local disk that keeps every file that was read whole, or written, as Drive's does;
     without one it is only remembered which they are. ``direct``: the kernel keeps nothing, so that a short read
@@ -84,6 +84,7 @@ def mount_drive(
     mount = DriveMount(folder, faults)
     mount.fail()
     command = [sys.executable, str(SERVER), str(backing), str(folder), "--profile", name, "--faults", str(faults)]
+    command += ["--stat-s", str(stat_s), "--total-bytes-per-s", str(total_bytes_per_s)]
     command += ["--direct"] if direct else []
     command += ["--cache", str(cache)] if cache else []
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -48,9 +48,11 @@ class Drive:
     """The calls of the file system; times and faults come first, then the folder behind it."""
 
     def __init__(
-        self, backing: Path, profile: DriveProfile | None, faults_file: Path, cache: Path | None = None
-    ) -> None:
+        self, backing: Path, profile: DriveProfile | None, faults_file: Path, cache: Path | None,
+        stat_s: float, total_bytes_per_s: float,
+    ) -> None:  # fmt: skip
         self.backing, self.profile, self.faults_file, self.cache = backing, profile, faults_file, cache
+        self.stat_s = stat_s
         self._faults: dict[str, Any] = {}
         self._changed = 0
         self._files: dict[int, _Open] = {}
@@ -58,7 +60,7 @@ class Drive:
         self._known: set[str] = set()
         self._ours: set[str] = set()
         self._lock = threading.Lock()
-        self._pipe = _Stream(profile.total_bytes_per_s) if profile and profile.total_bytes_per_s else None
+        self._pipe = _Stream(total_bytes_per_s) if total_bytes_per_s else None
 
     def check(self, *, writes: bool = False, reads: bool = False) -> None:
         """Raise what is to go wrong now."""
@@ -89,7 +91,7 @@ class Drive:
         if self.hides(path):
             raise OSError(errno.ENOENT, "No such file or directory")
         if path not in self._known:
-            time.sleep(self.profile.stat_s if self.profile else 0)
+            time.sleep(self.stat_s)
             self._known.add(path)
         found = os.lstat(self.find(path))
         keys = ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_atime", "st_mtime", "st_ctime", "st_ino")
@@ -210,8 +212,10 @@ def main() -> None:
     parser.add_argument("backing", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--profile", default="none", help="a name, or a profile as JSON")
+    parser.add_argument("--stat-s", type=float, default=0.0, help="to look at a file for the first time")
+    parser.add_argument("--total-bytes-per-s", type=float, default=0.0, help="of all streams together; 0: no limit")
     parser.add_argument("--faults", type=Path, required=True)
-    parser.add_argument("--cache", type=Path, help="keeps what was read whole or written")
+    parser.add_argument("--cache", type=Path, help="keeps what was read to its end or written")
     parser.add_argument("--direct", action="store_true", help="nothing is kept by the kernel")
     options = parser.parse_args()
     text = options.profile
@@ -219,9 +223,10 @@ def main() -> None:
     import mfusepy  # here, so that pytest can look at this file where there is no libfuse
 
     drive = type("Mounted", (Drive, mfusepy.Operations), {})(
-        options.backing.absolute(), profile, options.faults, options.cache
-    )  # fmt: skip
-    mfusepy.FUSE(drive, str(options.folder), foreground=True, direct_io=options.direct, nothreads=False)
+        options.backing.absolute(), profile, options.faults, options.cache, options.stat_s, options.total_bytes_per_s
+    )
+    folder, direct = str(options.folder), options.direct
+    mfusepy.FUSE(drive, folder, foreground=True, subtype="drive", direct_io=direct, nothreads=False)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,11 @@ from colab_utils.drive import (
     DriveProfile,
     Retries,
     get_profile,
+    is_on_drive,
     read_file,
 )
 from colab_utils.errors import ColabUtilsError
+from tests.drive_mount import mount_or_skip
 
 SLOW = DriveProfile("slow", open_s=10.0, bytes_per_s=100.0, source="a test")
 
@@ -99,15 +102,13 @@ def test_short_reads_are_completed(photo, monkeypatch):
         assert file.pread(100, 50) == photo.read_bytes()[50:150]
 
 
-def test_a_file_of_a_lost_mount_closes_and_forgets_without_an_error(photo, monkeypatch):
+def test_a_file_of_a_lost_mount_closes_without_an_error(photo, monkeypatch):
     def lose(*arguments):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
     file, close = DriveFile(photo), os.close
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fadvise", lose)
         patch.setattr(os, "close", lambda descriptor: (close(descriptor), lose()))
-        file.forget(10, 0)
         file.close()
     file.close()
 
@@ -134,6 +135,7 @@ def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
     def vanish(*_):
         raise OSError(number, os.strerror(number))
 
+    monkeypatch.setattr(drive, "is_on_drive", lambda path: True)
     with DriveFile(photo) as file:
         monkeypatch.setattr(os, "preadv", vanish)
         with pytest.raises(DriveLostError, match=rf"photo\.jpg.*disconnected.*errno {number}.*force_remount") as caught:
@@ -143,6 +145,69 @@ def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
     monkeypatch.setattr("builtins.open", vanish)
     with pytest.raises(DriveLostError, match="disconnected"):
         read_file(photo)
+
+
+def test_a_broken_disk_is_not_a_lost_drive(photo, monkeypatch, clock):
+    """Nothing waits for 81 seconds, and nobody is told to mount Drive again."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    retries = Retries()
+    with DriveFile(photo, None, retries) as file:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            file.pread(1, 0)
+    monkeypatch.setattr("builtins.open", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_file(photo, None, retries)
+    assert retries.count == 0
+
+
+class TestIsOnDrive:
+    @pytest.fixture
+    def mounts(self, monkeypatch):
+        """The table of mounts of a machine whose Drive is at /content/gdrive and at a path with a space."""
+        table = (
+            "overlay / overlay rw 0 0\ndrive /content/gdrive fuse.drive rw 0 0\n"
+            "drive /mnt/my\\040drive fuse.drive rw 0 0\ntmpfs /content/gdrive/local tmpfs rw 0 0\n"
+        )
+        real = Path.read_text
+        monkeypatch.setattr(
+            Path, "read_text", lambda self, *a, **k: table if str(self) == "/proc/self/mounts" else real(self, *a, **k)
+        )
+
+    @pytest.mark.parametrize(
+        ("path", "expected"),
+        [
+            ("/content/gdrive/MyDrive/photos", True),  # a mount at another path
+            ("/content/gdrive", True),
+            ("/content/gdrive2/photos", False),
+            ("/content/gdrive/local/photos", False),  # another mount within it
+            ("/mnt/my drive/photos", True),
+            ("/content/drive/MyDrive", False),  # not Colab, not mounted: an ordinary folder
+            ("/content/photos", False),
+        ],
+    )
+    def test_the_table_of_mounts_knows(self, mounts, path, expected):
+        assert is_on_drive(path) is expected
+
+    def test_colabs_own_path_counts_before_it_is_mounted(self, monkeypatch):
+        monkeypatch.setattr(drive, "is_colab", lambda: True)
+        assert is_on_drive("/content/drive/MyDrive/photos")
+        assert not is_on_drive("/content/photos")
+
+    def test_a_link_into_drive_lies_on_drive(self, mounts, tmp_path):
+        (tmp_path / "link").symlink_to("/content/gdrive/MyDrive")
+        assert is_on_drive(tmp_path / "link" / "photos")
+
+    def test_a_real_mount(self, tmp_path, photo):
+        with mount_or_skip(tmp_path, tmp_path.parent / "mounted") as mount:
+            assert is_on_drive(mount.folder / "photo.jpg")
+            mount.fail(errors=9)
+            with pytest.raises(DriveLostError, match="refuses"):
+                read_file(mount.folder / "photo.jpg")
+        assert not is_on_drive(photo)
 
 
 def test_a_missing_file_stays_an_os_error(tmp_path):
@@ -167,7 +232,7 @@ def test_profiles_say_where_they_come_from_and_travel_to_workers():
     assert opens == sorted(opens)
     for name, profile in DRIVE_PROFILES.items():
         assert profile.name == name
-        assert "cold reads" in profile.source
+        assert profile.source
         assert pickle.loads(pickle.dumps(profile)) == profile
     assert 1 / DRIVE_PROFILES["bad"].open_s == pytest.approx(1.65, rel=0.01)
 
@@ -199,6 +264,18 @@ class TestRetries:
         assert waited == list(RETRY_WAITS_S) == [1, 4, 16, 60]
         assert (retries.count, retries.failing) == (4, True)
         assert str(retries) == "Drive failed 4 times and was tried again"
+
+    def test_the_last_try_may_succeed(self):
+        retries, results = Retries(), iter([DriveLostError("gone")] * 4 + ["read"])
+
+        def call():
+            result = next(results)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        assert retries.run(call) == "read"
+        assert (retries.count, retries.failing) == (4, False)
 
     def test_other_errors_come_through_at_once(self):
         retries = Retries()

@@ -1,8 +1,11 @@
-"""Where things lie: plain folders outside Colab, Google Drive on it, its stand-in when the mount fails."""
+"""Where things lie: plain folders outside Colab, Google Drive on it, a slowed folder when the mount fails; and what a
+fresh machine finds on Drive is used, what is missing is made once.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -13,10 +16,21 @@ from pathlib import Path
 
 import pytest
 
+from colab_utils import drive
 from colab_utils import workspace as module
 from colab_utils.drive import DRIVE_PROFILES
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.workspace import Workspace
+from colab_utils.loading import ShardDataset
+from colab_utils.shards.format import read_index
+from colab_utils.shards.write import write_shards
+from colab_utils.workspace import (
+    Workspace,
+    ensure_dataset,
+    ensure_local_shards,
+    ensure_shards,
+    ensure_validation_shards,
+    publish_results,
+)
 
 
 class MessageError(Exception):
@@ -56,7 +70,8 @@ def colab(tmp_path, monkeypatch):
     """Colab with its /content in a temporary folder."""
     content = tmp_path / "content"
     content.mkdir()
-    monkeypatch.setattr(module, "COLAB_ROOT", content)
+    for place in (module, drive):
+        monkeypatch.setattr(place, "COLAB_ROOT", content)
     google_drive = FakeColabDrive()
     package = types.ModuleType("google.colab")
     package.drive = google_drive
@@ -144,7 +159,7 @@ def test_an_older_mount_calls_it_my_drive(colab):
         (ValueError("several\nlines"), "several lines"),  # the note stays one line
     ],
 )
-def test_a_failed_mount_is_replaced_and_said(colab, failure, words):
+def test_a_failed_mount_is_replaced_and_told(colab, failure, words):
     colab.failure = failure
     with pytest.warns(ColabUtilsWarning, match="Google Drive is not mounted") as caught:
         workspace = Workspace.open(profile="fast")
@@ -158,7 +173,7 @@ def test_a_failed_mount_is_replaced_and_said(colab, failure, words):
 
 
 @pytest.mark.parametrize("cause", ["files", "symlink", "nothing"])
-def test_a_mount_point_that_cannot_be_used_is_said(colab, tmp_path, cause):
+def test_a_mount_point_that_cannot_be_used_is_told(colab, tmp_path, cause):
     mount_point = colab.content / "drive"
     if cause == "files":  # somebody wrote there before mounting
         (mount_point / "photos").mkdir(parents=True)
@@ -219,19 +234,35 @@ def test_a_folder_elsewhere_on_colab_is_slowed_and_nobody_is_asked(colab, tmp_pa
     assert colab.calls == []
 
 
+def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "is_on_drive", lambda path: "gdrive" in str(path))
+    monkeypatch.setattr(module, "is_colab", lambda: True)
+    (tmp_path / "gdrive" / "MyDrive").mkdir(parents=True)
+    with pytest.raises(ColabUtilsError, match=r"own disk.*Google Drive"):
+        Workspace.open(tmp_path / "d", ssd=tmp_path / "gdrive" / "MyDrive" / "ssd")
+    workspace = Workspace.open(tmp_path / "gdrive" / "MyDrive" / "mine", ssd=tmp_path / "s")
+    assert workspace.drive.is_dir()
+    assert workspace.profile is None
+
+
+def test_without_folders_it_says_how_to_get_one():
+    with pytest.raises(ColabUtilsError, match=r"use Workspace\.open\(\)"):
+        Workspace()
+
+
 def test_mistakes_are_named(tmp_path, colab):
     (tmp_path / "file").touch()
-    drive, ssd = tmp_path / "d", tmp_path / "s"
-    with pytest.raises(ColabUtilsError, match=r"expected the folder .*nowhere.*make it first"):
+    slow, ssd = tmp_path / "d", tmp_path / "s"
+    with pytest.raises(ColabUtilsError, match=r"nowhere.*No such file or directory.*in one that is there"):
         Workspace.open(tmp_path / "nowhere" / "d", ssd=ssd)
-    with pytest.raises(ColabUtilsError, match="a file in its place"):
+    with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
         Workspace.open(tmp_path / "file", ssd=ssd)
-    with pytest.raises(ColabUtilsError, match="a file in its place"):
-        Workspace.open(drive, ssd=tmp_path / "file" / "ssd")
+    with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
+        Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="'slowly'"):
-        Workspace.open(drive, ssd=ssd, profile="slowly")
+        Workspace.open(slow, ssd=ssd, profile="slowly")
     with pytest.raises(ColabUtilsError, match="the drive folder"):
-        Workspace.open(drive, ssd=tmp_path / "x" / ".." / "d")
+        Workspace.open(slow, ssd=tmp_path / "x" / ".." / "d")
     with pytest.raises(ColabUtilsError, match=r"own disk.*Google Drive"):
         Workspace.open(ssd=colab.content / "drive" / "MyDrive" / "ssd")
 
@@ -243,3 +274,86 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(ColabUtilsError, match=r"Permission denied.*may write to"):
         Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    return Workspace.open(tmp_path / "drive", ssd=tmp_path / "ssd", profile="none")
+
+
+def test_the_built_in_dataset_is_made_once_and_kept(workspace):
+    made = ensure_dataset(workspace, n=2)
+    stamps = {path: path.stat().st_mtime_ns for path in workspace.dataset.rglob("*")}
+    found = ensure_dataset(workspace, n=7)
+    assert (made.made, found.made) == (True, False)
+    assert (found.images, found.annotations) == (made.images, made.annotations)
+    assert {path: path.stat().st_mtime_ns for path in workspace.dataset.rglob("*")} == stamps
+
+
+def test_the_two_parts_are_other_pictures(workspace):
+    train, val = ensure_dataset(workspace, n=2), ensure_dataset(workspace, n=2, part="val")
+    pixels = [{path.read_bytes() for path in part.images.iterdir()} for part in (train, val)]
+    assert not pixels[0] & pixels[1]
+
+
+def test_your_own_dataset_is_used_where_it_lies(workspace, tiny_dataset):
+    data = ensure_dataset(workspace, images=str(tiny_dataset.images), annotations=str(tiny_dataset.annotations))
+    assert (data.images, data.annotations, data.made) == (tiny_dataset.images, tiny_dataset.annotations, False)
+    assert not workspace.dataset.exists()
+
+
+@pytest.mark.parametrize("names", [{"images": "photos"}, {"annotations": "a.json"}])
+def test_half_of_a_dataset_is_refused(workspace, names):
+    with pytest.raises(ColabUtilsError, match="found only one of them"):
+        ensure_dataset(workspace, **names)
+
+
+def test_shards_are_made_then_found_then_copied(workspace, tiny_dataset):
+    names = {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
+    made = ensure_shards(workspace, **names)
+    assert (made.folder, made.images, made.made) == (workspace.shards_on_drive, 12, True)
+    assert not ensure_shards(workspace, **names).made
+    assert not ensure_shards(workspace).made  # without names: those that are there
+    copied, again = ensure_local_shards(workspace), ensure_local_shards(workspace)
+    assert (copied.folder, copied.made, again.made) == (workspace.shards_on_ssd, True, False)
+    assert read_index(workspace.shards_on_ssd).fingerprint == read_index(workspace.shards_on_drive).fingerprint
+
+
+def test_shards_of_another_dataset_are_refused_and_kept(workspace, tiny_dataset):
+    data = ensure_dataset(workspace, n=2)
+    write_shards(data.images, data.annotations, shards=workspace.shards_on_drive, workers=1)
+    before = {path.name: path.read_bytes() for path in workspace.shards_on_drive.iterdir()}
+    with pytest.raises(ColabUtilsError, match="found shards of another dataset"):
+        ensure_shards(workspace, images=str(tiny_dataset.images), annotations=str(tiny_dataset.annotations))
+    assert {path.name: path.read_bytes() for path in workspace.shards_on_drive.iterdir()} == before
+
+
+def test_validation_takes_what_fits_to_the_training_shards(workspace, tiny_dataset, tmp_path):
+    train = ensure_local_shards(workspace, n=2)
+    builtin = ensure_validation_shards(workspace, train, n=2)
+    assert builtin.folder == workspace.ssd / "shards_val"
+    assert read_index(builtin.folder).fingerprint != read_index(train.folder).fingerprint
+    named = {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
+    with pytest.raises(ColabUtilsError, match="another dataset"):  # named data never mixes with what is there
+        ensure_validation_shards(workspace, train, **named)
+
+
+def test_your_own_data_without_validation_is_evaluated_on_itself(workspace, tiny_dataset, tmp_path):
+    content = json.loads(tiny_dataset.annotations.read_text())
+    for category in content["categories"]:
+        category["name"] = f"my {category['name']}"
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    names = {"images": str(tiny_dataset.images), "annotations": str(tmp_path / "mine.json")}
+    train = ensure_local_shards(workspace, **names, shard_mb=tiny_dataset.bytes / 4e6)
+    seen = ensure_validation_shards(workspace, train)
+    assert (seen.shards, seen.made, ensure_validation_shards(workspace, train).made) == (1, True, False)
+    assert "the model has seen these images" in str(seen)
+    assert set(ShardDataset(seen.folder).image_ids) < set(ShardDataset(train.folder).image_ids)
+    assert not (workspace.drive / "dataset_val").exists()
+
+
+def test_published_results_replace_those_before(workspace):
+    publish_results(workspace, "03", shards=1)
+    path = publish_results(workspace, "03", shards=2)
+    assert json.loads(path.read_text()) == {"shards": 2}
+    assert [file.name for file in path.parent.iterdir()] == ["03.json"]

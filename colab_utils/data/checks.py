@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from colab_utils.data.coco import CocoDataset, decode_text, is_safe_name, is_sound_box, read_bytes, read_coco
 from colab_utils.data.masks import encode_segmentation
@@ -19,12 +20,12 @@ from colab_utils.runtime import show_progress, write_file
 
 __all__ = ["DatasetReport", "Problem", "check_dataset", "repair_annotations"]
 
-EXAMPLES = 5
-THREADS = 8
-ORIENTATION = 0x0112  # of EXIF
+_EXAMPLES = 5
+_THREADS = 8
+_ORIENTATION = 0x0112  # of EXIF
 
 # what each kind of defect does to preprocessing and training; "note" costs nothing
-EFFECTS = {
+_EFFECTS = {
     "no images": "stops preprocess",
     "unsafe file_name": "stops preprocess",
     "unknown image": "stops preprocess",
@@ -42,12 +43,15 @@ EFFECTS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One kind of defect: how often, some examples, and what it leads to."""
+    """One kind of defect."""
 
     kind: str
     count: int
+    """How often it was found."""
     examples: tuple[str, ...]
+    """The first five."""
     effect: str
+    """What it leads to."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,19 @@ class DatasetReport:
         return "\n".join(lines)
 
 
+class _Defect(NamedTuple):
+    """One defect of an image, or of one of its annotations."""
+
+    kind: str
+    example: str
+    image_id: int | None = None
+    annotation_id: int | None = None
+
+
 def check_dataset(images: str | Path, annotations: str | Path) -> DatasetReport:
     """Check every image file and every annotation of a COCO dataset.
 
-    Each image's header is read and its end looked at; preprocessing decodes each one whole and finds the rest.
+    Each image's header and end are read; preprocessing decodes each image and finds the rest.
 
     Args:
         images: the image folder.
@@ -87,15 +100,15 @@ def check_dataset(images: str | Path, annotations: str | Path) -> DatasetReport:
         True
     """
     dataset = _open(images, annotations)
-    counts: Counter[str] = Counter()
-    examples: dict[str, list[str]] = {kind: [] for kind in EFFECTS}
-    for kind, example, _, _ in _find_problems(Path(images), dataset):
-        counts[kind] += 1
-        examples[kind] += [example] if counts[kind] <= EXAMPLES else []
+    examples = defaultdict[str, list[str]](list)
+    for defect in _find_defects(Path(images), dataset):
+        examples[defect.kind].append(defect.example)
     if not len(dataset):
-        counts["no images"], examples["no images"] = 1, [f"the list of images in {annotations} is empty"]
+        examples["no images"] = [f"the list of images in {annotations} is empty"]
     problems = tuple(
-        Problem(kind, counts[kind], tuple(examples[kind]), effect) for kind, effect in EFFECTS.items() if counts[kind]
+        Problem(kind, len(examples[kind]), tuple(examples[kind][:_EXAMPLES]), effect)
+        for kind, effect in _EFFECTS.items()
+        if examples[kind]
     )
     total = len(dataset.ids) + len(dataset.unknown_images) + len(dataset.unknown_categories)
     ok = all(problem.effect.startswith("note") for problem in problems)
@@ -119,20 +132,17 @@ def repair_annotations(images: str | Path, annotations: str | Path, *, output: s
     Raises:
         ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists.
     """
-    output = Path(output)
+    source, output = Path(annotations), Path(output)
     if output.exists():
         raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
-    dataset = _open(images, annotations)
-    bad_images, bad_annotations = set[int](), set[tuple[int, int]]()
-    for kind, _, image_id, annotation_id in _find_problems(Path(images), dataset):
-        if EFFECTS[kind].startswith("note"):
-            continue
-        if annotation_id is None:
-            bad_images.add(image_id)
-        else:
-            bad_annotations.add((image_id, annotation_id))
-    raw = json.loads(decode_text(read_bytes(Path(annotations)), Path(annotations)))
-    raw["images"] = [image for image in raw["images"] if image["id"] not in bad_images]
+    dataset = _open(images, source)
+    bad = {
+        (defect.image_id, defect.annotation_id)
+        for defect in _find_defects(Path(images), dataset)
+        if not _EFFECTS[defect.kind].startswith("note")
+    }
+    raw = json.loads(decode_text(read_bytes(source), source))
+    raw["images"] = [image for image in raw["images"] if (image["id"], None) not in bad]
     known_images = {image["id"] for image in raw["images"]}
     known_categories = {category["id"] for category in dataset.categories}
     raw["annotations"] = [
@@ -140,7 +150,7 @@ def repair_annotations(images: str | Path, annotations: str | Path, *, output: s
         for row, annotation in enumerate(raw["annotations"], 1)
         if annotation["image_id"] in known_images
         and annotation["category_id"] in known_categories
-        and (annotation["image_id"], annotation.get("id", row)) not in bad_annotations
+        and (annotation["image_id"], annotation.get("id", row)) not in bad
     ]
     try:
         write_file(output, json.dumps(raw).encode())
@@ -155,30 +165,34 @@ def _open(images: str | Path, annotations: str | Path) -> CocoDataset:
     return read_coco(annotations)
 
 
-def _find_problems(images: Path, dataset: CocoDataset) -> Iterator[tuple[str, str, int, int | None]]:
-    """Yield (kind, example, image id, annotation id or None where the whole image is meant)."""
+def _find_defects(images: Path, dataset: CocoDataset) -> Iterator[_Defect]:
     for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
         for number in ids.tolist():
-            yield kind, f"annotation {number}", -1, number
+            yield _Defect(kind, f"annotation {number}")
     names: set[str] = set()
     with (
         show_progress("check", total=len(dataset), unit="image") as bar,
-        ThreadPoolExecutor(THREADS) as pool,  # on Drive each file costs its latency: wait for several at once
+        ThreadPoolExecutor(_THREADS) as pool,  # on Drive each file costs its latency: wait for several at once
     ):
-        for i, checked in enumerate(pool.map(partial(_check_file, images, dataset), range(len(dataset)))):
-            image, (kind, reason, size) = dataset.image(i), checked
-            name = image["file_name"]
+        for i, (kind, found, size) in enumerate(pool.map(partial(_check_file, images, dataset), range(len(dataset)))):
+            name, image_id = dataset.file_name(i), int(dataset.image_ids[i])
             if kind:
-                yield kind, f"{name}: {reason}", image["id"], None
+                yield _Defect(kind, f"{name}: {found}", image_id)
             if name in names:
-                yield "repeated file_name", name, image["id"], None
+                yield _Defect("repeated file_name", name, image_id)
             names.add(name)
-            yield from _check_annotations(dataset, i, size)
+            annotations = dataset.annotations(i)
+            if not annotations:
+                yield _Defect("image without objects", name, image_id)
+            for annotation in annotations:
+                for kind, found in _check_annotation(annotation, size):
+                    where = f"{name}: annotation {annotation['id']}{found}"
+                    yield _Defect(kind, where, image_id, annotation["id"])
             bar.update()
 
 
 def _check_file(images: Path, dataset: CocoDataset, i: int) -> tuple[str, str, tuple[int, int]]:
-    """The kind of defect of an image file (or ""), what was found, and the masks' height and width, if known."""
+    """The kind of defect of an image file (or ""), what was found, and the masks' height and width, 0 if unknown."""
     from PIL import Image
 
     image = dataset.image(i)
@@ -192,15 +206,13 @@ def _check_file(images: Path, dataset: CocoDataset, i: int) -> tuple[str, str, t
                 return "bad image", "the file is empty", size
             with Image.open(path) as opened:
                 width, height = opened.size
-                turned = (width, height) == size and opened.getexif().get(ORIENTATION, 1) > 4
+                turned = (width, height) == size and opened.getexif().get(_ORIENTATION, 1) > 4
                 if opened.format == "JPEG" and not _ends_as_jpeg(path):
                     opened.load()  # cut short, unless there is more than a few KB of something else after its end
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return "missing image", f"not in {images}", size
     except ColabUtilsError:
         raise  # Drive went away
-    except Image.UnidentifiedImageError:
-        return "bad image", "not an image", size
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
         return "bad image", str(error), size
     if not all(size):
@@ -218,23 +230,15 @@ def _ends_as_jpeg(path: Path) -> bool:
         return b"\xff\xd9" in file.read()
 
 
-def _check_annotations(
-    dataset: CocoDataset, i: int, size: tuple[int, int]
-) -> Iterator[tuple[str, str, int, int | None]]:
-    annotations, image_id = dataset.annotations(i), int(dataset.image_ids[i])
-    name = dataset.file_name(i)
-    if not annotations:
-        yield "image without objects", name, image_id, None
-    for annotation in annotations:
-        number = annotation["id"]
-        where = f"{name}: annotation {number}"
-        _, _, width, height = annotation["bbox"]
-        if not is_sound_box(annotation):
-            yield "bad box", f"{where}: bbox {annotation['bbox']}, area {annotation['area']}", image_id, number
-        elif not (width > 0 and height > 0) and not annotation["iscrowd"]:
-            yield "box without area", where, image_id, number
-        if all(size):
-            try:
-                encode_segmentation(annotation["segmentation"], *size)
-            except ColabUtilsError as error:
-                yield "bad mask", f"{where}: {error}", image_id, number
+def _check_annotation(annotation: dict[str, Any], size: tuple[int, int]) -> Iterator[tuple[str, str]]:
+    """Yield each kind of defect and what was found."""
+    width, height = annotation["bbox"][2:]
+    if not is_sound_box(annotation):
+        yield "bad box", f": bbox {annotation['bbox']}, area {annotation['area']}"
+    elif not (width > 0 and height > 0) and not annotation["iscrowd"]:
+        yield "box without area", ""
+    if all(size):
+        try:
+            encode_segmentation(annotation["segmentation"], *size)
+        except ColabUtilsError as error:
+            yield "bad mask", f": {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 __all__ = ["decode_pixels", "load_jpeg_decoder", "read_npy_header", "read_raw_header"]
 
@@ -27,10 +28,10 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
     """JPEG, PNG, any other image, or raw pixels (``numpy.save`` of uint8 [H, W, 3]) as uint8 [H, W, 3].
 
     torchvision's operator decodes straight into the array, Pillow gives its pixels away through two copies; the
-    pixels are the same. What the operator refuses (CMYK, cut short) Pillow decodes or names.
+    pixels are the same. What the operator refuses (CMYK, cut short) Pillow decodes, or says what is wrong.
 
     Raises:
-        ColabUtilsError: if the bytes are not a whole image.
+        ColabUtilsError: if the bytes are not a complete image.
 
     Example:
         >>> file = io.BytesIO()
@@ -79,8 +80,8 @@ def read_raw_header(data: bytes | bytearray) -> tuple[int, tuple[int, int, int]]
 def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     """Where the values start in a ``.npy`` file that begins with ``data``, their shape and dtype.
 
-    numpy reads the header as Python code: slower than an image's pixels, and Python 3.11 fails at it by chance where
-    several threads do (SystemError of the AST, seen; see https://github.com/pytest-dev/pytest/issues/10763).
+    numpy reads the header as Python code: slower than an image's pixels, and Python 3.11 sometimes fails at it in
+    several threads (SystemError of the AST, seen; see https://github.com/pytest-dev/pytest/issues/10763).
 
     Raises:
         ValueError: if it is no header that ``numpy.save`` writes for numbers in C order.
@@ -107,17 +108,25 @@ def load_jpeg_decoder() -> Callable[[bytes | bytearray], NDArray[np.uint8]] | No
 
     It imports torchvision, for a second or two: call it before worker processes start, so that they share it.
     """
+    from PIL import Image
+
     try:
         import torch
         import torchvision  # noqa: F401  # it registers the operator
-
-        operator: Any = torch.ops.image.decode_jpeg
-    except (ImportError, AttributeError, RuntimeError):
+    except ImportError:
         return None
 
     def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
         buffer = data if isinstance(data, bytearray) else bytearray(data)  # torch warns of memory it must not write
-        pixels: NDArray[np.uint8] = operator(torch.frombuffer(buffer, dtype=torch.uint8), 3, False).numpy()
+        pixels = torch.ops.image.decode_jpeg(torch.frombuffer(buffer, dtype=torch.uint8), 3, False).numpy()
         return pixels.transpose(1, 2, 0)
 
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    try:
+        decode(file.getvalue())
+    except (AttributeError, RuntimeError, TypeError) as error:
+        found = f"torchvision's JPEG operator failing ({str(error).splitlines()[0]:.100})"
+        warnings.warn(f"found {found}: Pillow decodes instead, more slowly", ColabUtilsWarning, stacklevel=2)
+        return None
     return decode

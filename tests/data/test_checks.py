@@ -213,8 +213,21 @@ def test_a_lost_drive_is_not_a_folder_of_bad_images(dataset, monkeypatch, number
         raise OSError(number, "gone")
 
     monkeypatch.setattr(Image, "open", fail)
+    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     with pytest.raises(DriveLostError):
         dataset.check()
+
+
+def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
+    real = Image.open
+
+    def fail(path):
+        if path == dataset.file(4):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(Image, "open", fail)
+    assert [problem.kind for problem in dataset.check().problems] == ["bad image"]
 
 
 def test_missing_folder_and_file(dataset, tmp_path):

@@ -1,4 +1,4 @@
-"""Headers of ``.npy`` files, read without Python's parser."""
+"""Headers of ``.npy`` files, read without Python's parser; and JPEGs without torchvision's operator."""
 
 import gc
 import io
@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from colab_utils.data.decoding import read_npy_header
+from colab_utils.data.decoding import decode_pixels, load_jpeg_decoder, read_npy_header
+from colab_utils.errors import ColabUtilsWarning
 
 
 def dump(array):
@@ -52,3 +54,22 @@ def test_threads_do_not_disturb_each_other():
         gc.callbacks.remove(give_way)
         gc.set_threshold(*before)
     assert found == {(128, (2, 3), np.dtype(np.float32))}
+
+
+def test_an_operator_that_changed_is_told_and_pillow_decodes(monkeypatch):
+    """torchvision may change its private operator in any version."""
+    import torch
+
+    def fail(*_):
+        raise TypeError("decode_jpeg() got an unexpected argument")
+
+    picture, file = Image.effect_noise((9, 7), 50).convert("RGB"), io.BytesIO()
+    picture.save(file, "JPEG")
+    expected = decode_pixels(file.getvalue())
+    load_jpeg_decoder.cache_clear()
+    monkeypatch.setattr(torch.ops.image, "decode_jpeg", fail)
+    try:
+        with pytest.warns(ColabUtilsWarning, match="unexpected argument.*Pillow decodes instead"):
+            assert np.array_equal(decode_pixels(file.getvalue()), expected)
+    finally:
+        load_jpeg_decoder.cache_clear()

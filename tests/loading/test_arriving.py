@@ -168,9 +168,11 @@ def test_other_shards_in_the_target_are_refused(drive, tmp_path, tiny_shards):
 
 @pytest.fixture
 def mount(request, drive, tmp_path):
-    profile = DriveProfile("mount", open_s=0.1, bytes_per_s=1e6, total_bytes_per_s=2e6, source="made up for the test")
+    profile = DriveProfile("mount", open_s=0.1, bytes_per_s=1e6, source="made up for the test")
     direct = getattr(request, "param", False)
-    with mount_or_skip(drive, tmp_path / "mount", profile=profile, direct=direct) as mounted:
+    with mount_or_skip(
+        drive, tmp_path / "mount", profile=profile, direct=direct, total_bytes_per_s=2e6
+    ) as mounted:  # fmt: skip
         yield mounted
 
 
