@@ -325,7 +325,7 @@ def hold_folder(folder: Path, retries: Retries | None = None) -> Iterator[None]:
 
 
 def _remove_dead_lock(path: Path) -> None:
-    """Remove a lock whose writer is gone; return, too, where somebody else has just removed it.
+    """Remove a lock whose writer is gone; return, too, where another process has just removed it.
 
     Raises:
         ColabUtilsError: if the writer is alive.

@@ -102,7 +102,7 @@ def store_image(
     except Image.UnidentifiedImageError:
         raise ColabUtilsError("not an image") from None
     except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
-        raise ColabUtilsError(f"not a whole image: {error}") from None
+        raise ColabUtilsError(f"not a complete image: {error}") from None
     upright = _turn_upright(image, size, turned=turned)
     kept = upright is image and mode in _KEPT_MODES.get(kind, ()) and not _is_deep_png(kind, data)
     width, height = upright.size

@@ -487,12 +487,12 @@ def _start_worker(done: Any, stop: Any) -> None:
 
 
 def _work(job: ShardJob) -> ShardResult:
-    """Write one shard in a worker process, or in one of somebody else's executor, where nothing is shared."""
+    """Write one shard in a worker process, or in a process of the user's executor, where nothing is shared."""
     return _write_shard(job, _shared)
 
 
 def _write_shard(job: ShardJob, shared: tuple[Any, Any]) -> ShardResult:
-    """Write one shard, or find it finished: the tar first, then the arrays, whose head vouches for the tar.
+    """Write one shard, or find it finished: the tar first, then the arrays, whose head holds the tar's checksum.
 
     A shard whose images are all bad has no files. ``shared`` with all workers are the number of images that are done,
     and an event: once it is set, the worker gives up at its next image, and Drive is not tried again.

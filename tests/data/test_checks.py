@@ -204,7 +204,7 @@ def test_what_check_does_not_see_preprocess_does(dataset, tmp_path):
     report = write_shards(dataset.images, dataset.annotations, shards=tmp_path / "s", workers=1, max_bad=0.5)
     names = {dataset.coco["images"][i]["file_name"] for i in (4, 5)}
     assert {image.file_name for image in report.skipped} == names
-    assert all("not a whole image" in image.reason for image in report.skipped)
+    assert all("not a complete image" in image.reason for image in report.skipped)
 
 
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EIO])

@@ -95,7 +95,7 @@ def test_real_shards_arrive(tiny_shards, tmp_path):
         assert hash_file(tmp_path / "ssd" / name) == checksum
 
 
-def test_files_larger_than_a_piece_arrive_whole(tmp_path, monkeypatch):
+def test_files_larger_than_a_piece_arrive(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PIECE_BYTES", 700)
     source = make_source(tmp_path / "drive")
     copy_shards(source, tmp_path / "ssd")
@@ -156,7 +156,7 @@ def test_profile_slows_every_stream(source, tmp_path, monkeypatch):
         copy_shards(source, tmp_path / "ssd", profile="slug")
 
 
-def test_a_limit_copies_whole_shards_and_a_later_copy_completes_it(source, tmp_path):
+def test_a_limit_copies_the_first_shards_and_a_later_copy_completes_it(source, tmp_path):
     target = tmp_path / "ssd"
     report = copy_shards(source, target, limit_gb=8.5e-6)  # two shards of about 4 kB
     assert (report.shards, report.left_out_shards) == (2, 2)
@@ -183,7 +183,7 @@ def test_a_limit_takes_nothing_away(source, tmp_path):
     assert read_index(target).partial
 
 
-def test_a_copy_of_a_part_is_a_part_until_the_whole_is_copied(source, tmp_path):
+def test_a_copy_of_a_part_is_a_part_until_all_is_copied(source, tmp_path):
     copy_shards(source, tmp_path / "part", limit_gb=8.5e-6)
     copy_shards(tmp_path / "part", tmp_path / "ssd")
     assert read_index(tmp_path / "ssd").partial
@@ -207,7 +207,7 @@ def test_a_limit_below_one_shard_is_refused(source, tmp_path, limit_gb):
     assert not (tmp_path / "ssd").exists()
 
 
-def test_too_little_disk_is_said_before_the_first_byte(source, tmp_path, monkeypatch):
+def test_too_little_disk_is_told_before_the_first_byte(source, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 0, 16_100))  # 16,006 bytes + 2 % do not fit
     with pytest.raises(ColabUtilsError, match=r"16\.3 kB of free disk.*found 16\.1 kB.*--limit-gb"):
@@ -250,7 +250,7 @@ def test_a_shard_that_is_missing_in_the_source_is_named(source, tmp_path):
     assert INDEX_NAME not in names(tmp_path / "ssd")
 
 
-def test_a_drive_that_vanishes_leaves_what_is_whole(source, tmp_path, monkeypatch):
+def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypatch):
     class VanishingFile(DriveFile):
         def readinto(self, buffer, offset):
             if self.path.name >= "shard-000002":
@@ -270,7 +270,7 @@ def test_a_drive_that_vanishes_leaves_what_is_whole(source, tmp_path, monkeypatc
     assert_same(source, tmp_path / "ssd")
 
 
-def test_a_drive_that_is_gone_at_the_start_is_said(source, tmp_path, monkeypatch):
+def test_a_drive_that_is_gone_at_the_start(source, tmp_path, monkeypatch):
     def vanish(*_, **__):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
@@ -279,7 +279,7 @@ def test_a_drive_that_is_gone_at_the_start_is_said(source, tmp_path, monkeypatch
         copy_shards(source, tmp_path / "ssd")
 
 
-def test_a_full_disk_is_said(source, tmp_path, monkeypatch):
+def test_a_full_disk(source, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -274,7 +274,7 @@ def test_what_is_not_the_image_is_refused(data, size, found):
 @pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])
 @pytest.mark.parametrize("share", [0.02, 0.3])
 def test_images_cut_short_are_refused(name, data, kept, share):
-    with pytest.raises(ColabUtilsError, match=r"not an image|not a whole image"):
+    with pytest.raises(ColabUtilsError, match=r"not an image|not a complete image"):
         store_image(data[: int(len(data) * share)], (48, 64), **SIZES)
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.shards import write
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import hold_folder, read_index, write_index
+from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
 
@@ -198,10 +200,10 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(tiny_dataset, un
 
 def test_killed_at_random_moments(tmp_path):
     script = Path(__file__).parents[1] / "stress" / "kill_preprocess.py"
-    command = [sys.executable, str(script), "--kills", "5", "--folder", str(tmp_path)]
+    command = [sys.executable, str(script), "--kills", "3", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 kills" in done.stdout
+    assert "3 kills" in done.stdout
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -298,7 +300,7 @@ BAD_FILES = [
     (lambda path: (path.unlink(), path.mkdir()), "the file is missing"),
     (lambda path: path.write_bytes(b""), "the file is empty"),
     (lambda path: path.write_bytes(b"hello"), "not an image"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-40]), "not a whole image"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-40]), "not a complete image"),
     (lambda path: Image.new("RGB", (5, 5)).save(path), "the annotations say 160 x 128 pixels, the file has 5 x 5"),
 ]
 
@@ -541,7 +543,7 @@ def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_
         assert snapshot(folder) == before
 
 
-def test_files_of_the_user_beside_the_shards_stay(tiny_dataset, folder):
+def test_files_of_the_user_in_the_folder_stay(tiny_dataset, folder):
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     (folder / ".shard-1.part").write_text("mine too")
@@ -797,12 +799,13 @@ def test_a_refused_writer_changes_nothing(tiny_dataset, undisturbed, folder):
 
 
 def test_no_warning_stops_preprocess(tiny_dataset, tmp_path):
-    """RLE with empty runs is decoded: pycocotools 2.0.11 gives numpy 2 a DeprecationWarning there."""
+    """As under ``python -W error``: pycocotools 2.0.11 gives numpy 2 a DeprecationWarning where it decodes."""
     coco = json.loads(tiny_dataset.annotations.read_text())
-    runs = [0, 128 * 80, 0, 0, 128 * 80]
-    coco["annotations"][0].update(iscrowd=1, segmentation={"size": [128, 160], "counts": runs})
+    runs = [0, 128 * 80, 0, 0, 128 * 80]  # empty ones, for which the mask is encoded anew
+    coco["annotations"][0].update(segmentation={"size": [128, 160], "counts": runs})
     (tmp_path / "a.json").write_text(json.dumps(coco))
-    files = "--images", str(tiny_dataset.images), "--annotations", str(tmp_path / "a.json")
-    command = ["-m", "colab_utils", "preprocess", *files, "--shards", str(tmp_path / "shards"), "--workers", "1"]
-    done = subprocess.run([sys.executable, "-W", "error", *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_shards(tiny_dataset.images, tmp_path / "a.json", workers=1)
+        report = run((tiny_dataset.images, tmp_path / "a.json"), tmp_path / "shards", min_size=64)
+    assert report.skipped == ()

@@ -3,7 +3,7 @@
     python tests/stress/kill_preprocess.py [--kills 200] [--seed 0] [--folder DIR]
 
 After each kill every finished shard must be byte-identical to that of an undisturbed run, and an index may be there
-only beside all of them; the same command goes on. When it ends, all must be identical, and it begins anew. Exits 1
+only with all of them; the same command goes on. When it ends, all must be identical, and it begins anew. Exits 1
 at the first difference.
 """
 
@@ -75,13 +75,13 @@ def main() -> int:
     make_dataset(folder / "data", n=60, width=160, height=128, objects=(1, 4), workers=1)
     began_s = time.perf_counter()
     subprocess.run(make_command(folder / "data", folder / "undisturbed"), check=True, capture_output=True)
-    whole_s = time.perf_counter() - began_s
+    undisturbed_s = time.perf_counter() - began_s
     expected, chance = snapshot(folder / "undisturbed"), random.Random(options.seed)
     kills = rounds = 0
     while kills < options.kills:
         shards = folder / f"round-{rounds}"
         command = make_command(folder / "data", shards)
-        while kill_once(command, chance.uniform(0.3, 1.05) * whole_s, chance):
+        while kill_once(command, chance.uniform(0.3, 1.05) * undisturbed_s, chance):
             kills += 1
             if difference := find_difference(snapshot(shards), expected):
                 print(f"kill {kills}: {difference}")

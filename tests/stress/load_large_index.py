@@ -54,7 +54,7 @@ def make_shards(folder: Path) -> Path:
     index = read_index(folder / "shards")
     shards = []
     for n in range(COPIES):
-        shard = replace(index.shards[0], name=f"copy-{n:06d}.tar", arrays_name=f"copy-{n:06d}.arrays")
+        shard = replace(index.shards[0], name=f"shard-{n + 1:06d}.tar", arrays_name=f"shard-{n + 1:06d}.arrays")
         os.link(folder / "shards" / index.shards[0].name, folder / "shards" / shard.name)
         os.link(folder / "shards" / index.shards[0].arrays_name, folder / "shards" / shard.arrays_name)
         shards.append(shard)
