@@ -273,11 +273,6 @@ class DriveFile:
         self._next = offset + got
         return got
 
-    def forget(self, n: int, offset: int) -> None:
-        """Give back the memory in which the system keeps ``n`` bytes from ``offset``, of files that are read once."""
-        with suppress(OSError):  # of a mount that was lost meanwhile
-            os.posix_fadvise(self._descriptors[-1], offset, n, os.POSIX_FADV_DONTNEED)
-
     def close(self) -> None:
         """Close the file; closing twice is fine."""
         while self._descriptors:

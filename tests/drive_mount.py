@@ -73,7 +73,7 @@ def mount_drive(
 ) -> Iterator[DriveMount]:  # fmt: skip
     """Mount ``backing`` on ``folder``, in a process of its own, for as long as the block lasts; its type is Drive's.
 
-    ``cache``: a folder on the local disk that keeps every file that was read whole, or written, as Drive's does;
+    ``cache``: a folder on the local disk that keeps every file that was read to its end, or written, as Drive's does;
     without one it is only remembered which they are. ``direct``: the kernel keeps nothing, so that a short read
     reaches the reader, and files cannot be mapped.
     """

@@ -341,7 +341,7 @@ def _read_annotation(entry: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _to_integer(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ValueError(f"{name} {value!r} where COCO has a whole number")
+        raise ValueError(f"{name} {value!r} where COCO has an integer")
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} {value!r} that is too large")
     return int(value)

@@ -43,7 +43,7 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         start, shape = read_raw_header(data)
         if len(data) - start != math.prod(shape):
             raise ColabUtilsError(
-                f"expected a whole image, found {len(data) - start:,} bytes of raw pixels for {shape}"
+                f"expected a complete image, found {len(data) - start:,} bytes of raw pixels for {shape}"
             )
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
     decode = load_jpeg_decoder()
@@ -57,9 +57,9 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
     try:
         return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
     except Image.UnidentifiedImageError:
-        raise ColabUtilsError("expected a whole image, found bytes of no known kind") from None
+        raise ColabUtilsError("expected a complete image, found bytes of no known kind") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ColabUtilsError(f"expected a whole image, found: {error}") from None
+        raise ColabUtilsError(f"expected a complete image, found: {error}") from None
 
 
 def read_raw_header(data: bytes | bytearray) -> tuple[int, tuple[int, int, int]]:

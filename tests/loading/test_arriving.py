@@ -112,6 +112,7 @@ def test_a_drive_that_fails_for_a_while_is_tried_again(drive, tmp_path, monkeypa
         return real(*call)
 
     monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
     assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(
         dataset.image_ids.tolist()

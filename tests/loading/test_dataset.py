@@ -427,6 +427,7 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
             raise OSError(number, os.strerror(number))
         return real(path, *mode)
 
+    monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     monkeypatch.setattr("colab_utils.drive.open", open_badly, raising=False)
     assert torch.equal(folder[3][0], whole[0])
     assert folder.retries.count == 2
@@ -443,9 +444,9 @@ def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
     dataset = CocoFolder(images, tiny_dataset.annotations)
     path = images / dataset.coco.file_name(3)
     for content, found in (
-        (path.read_bytes()[:200], "whole image"),  # cut short
-        (b"", "whole image"),
-        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "whole image"),  # a PNG's beginning
+        (path.read_bytes()[:200], "complete image"),  # cut short
+        (b"", "complete image"),
+        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "complete image"),  # a PNG's beginning
     ):
         path.write_bytes(content)
         with pytest.raises(ColabUtilsError, match=found) as error:

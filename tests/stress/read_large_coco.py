@@ -2,7 +2,8 @@
 
     python tests/stress/read_large_coco.py [--digits 2] [--folder /tmp]
 
-``--digits 17`` writes coordinates in full precision. Exits 1 beyond 60 s, 4 GB at the peak or 100 MB more than the JSON weighs kept.
+``--digits 17`` writes coordinates in full precision. Exits 1 beyond 60 s, beyond 4 GB at the peak, and where what is
+kept is 100 MB more than the JSON.
 """
 
 from __future__ import annotations
