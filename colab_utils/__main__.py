@@ -159,12 +159,11 @@ def _run_diagnose(options: argparse.Namespace) -> Any:
 def _run_preprocess(options: argparse.Namespace) -> Any:
     from colab_utils.shards.write import find_recipe, write_shards
 
-    names = ("shards", "min_size", "max_size", "workers", "storage", "jpeg_quality")
+    names = ("shards", "min_size", "max_size", "workers", "storage")
     settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     begun = None if options.plan else find_recipe(options.shards)
     if begun is not None:  # what is not asked for stays as it was begun
         settings["storage"] = begun["storage"] if options.storage == "auto" else options.storage
-        settings = {"jpeg_quality": begun["jpeg_quality"], **settings}
     if options.plan or settings["storage"] == "auto":
         from colab_utils.shards.plan import plan_shards
 
@@ -273,7 +272,6 @@ def _make_parser() -> argparse.ArgumentParser:
         "--storage", choices=("auto", "keep", "shrink", "pixels"), default="auto",
         help="shrink larger images, keep every file's bytes, or raw pixels (auto: what a short trial here picks)",
     )  # fmt: skip
-    preprocess.add_argument("--jpeg-quality", type=int, metavar="Q", help="of images that are shrunk, 1 to 100 (95)")
     preprocess.add_argument("--step-ms", type=_positive, metavar="MS", help="your training step for a batch of 4")
     preprocess.add_argument("--plan", action="store_true", help="print the plan with its estimate, and write nothing")
     preprocess.add_argument("--shard-mb", type=_number, default=128, help="size of a shard to aim at, MB (128)")
