@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import json
 import os
@@ -22,7 +21,6 @@ import torch
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import dataset as files
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader

@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import tarfile
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,7 @@ from torchvision.transforms import v2
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import buffers
-from colab_utils.loading import workers
+from colab_utils.loading import buffers, workers
 from colab_utils.loading.buffers import SharedBuffer, SharedBufferPool
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
