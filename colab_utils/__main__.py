@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _finish(report: Any, options: argparse.Namespace) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
     content = {"command": options.command, **_to_plain(dataclasses.asdict(report))}
+    if "stages" in content:  # the older name stays in the JSON
+        content["layers"] = content.pop("stages")
     text = json.dumps(content, indent=1) + "\n"
     if options.json == "-":
         _print(text)

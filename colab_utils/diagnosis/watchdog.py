@@ -115,7 +115,7 @@ class _LoaderWorkers(Source):
 
     def start(self) -> Any:
         self._plan, self._prefetcher = None, self.loader._start()
-        self._pids = [process.pid for process in getattr(self._prefetcher._crew, "_processes", ())]
+        self._pids = [process.pid for process in getattr(self._prefetcher._pool, "_processes", ())]
         return super().start()
 
     def list_jobs(self) -> list[BlamedWorker]:
@@ -129,7 +129,7 @@ class _LoaderWorkers(Source):
         ]
 
     def find_dead(self) -> tuple[BlamedWorker, str] | None:
-        dead = getattr(getattr(self._prefetcher, "_crew", None), "dead", None)
+        dead = getattr(getattr(self._prefetcher, "_pool", None), "dead", None)
         return dead and (self.find_job(dead[0], self._pids[dead[0]]), dead[1])
 
     def restart(self, skipped: int | None) -> None:
