@@ -153,7 +153,6 @@ def _preprocess(
     begun = None if plan else find_recipe(shards)
     if begun is not None:  # what is not asked for stays as it was begun
         storage = begun["storage"] if storage == "auto" else storage
-        settings = {"jpeg_quality": begun["jpeg_quality"], **settings}
     if plan or storage == "auto":
         from colab_utils.shards.plan import plan_shards
 
@@ -248,7 +247,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("preprocess train", "--max-size", _COUNT, "limit of the longer side, px (1333; train: 5/3 of --min-size)"),
     ("preprocess", "--storage", {"choices": ("auto", "keep", "shrink", "pixels")},
      "shrink larger images, keep every file's bytes, or raw pixels (auto: what a short trial here picks)"),
-    ("preprocess", "--jpeg-quality", _COUNT, "of images that are shrunk, 1 to 100 (95)"),
     ("preprocess", "--step-ms", _NUMBER, "your training step for a batch of 4, ms"),
     ("preprocess", "--plan", {"action": "store_true"}, "print the plan with its estimate, and write nothing"),
     ("preprocess", "--shard-mb", _NUMBER, "size of a shard to aim at, MB (128)"),
