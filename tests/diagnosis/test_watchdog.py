@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::colab_utils.errors.ColabUtilsWarning"),
     pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through Linux's /proc"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(40),
 ]
 BAD = 3  # the sample where something happens
 TIMEOUT_S = 0.5
@@ -234,7 +234,7 @@ def test_a_spawned_worker_is_not_seen_but_its_call_is():
 
     thread = threading.Thread(target=end_it, daemon=True)
     thread.start()
-    with pytest.raises(RuntimeError, match="killed by signal"):
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
         list(watched)
     thread.join()
     assert re.search(r"worker 0 \(pid \d+\) waits in clock_nanosleep\. What", str(watched.stalls[-1]))
