@@ -181,9 +181,7 @@ def _compare(report: str, strategies: str = "", seconds: float = 30, **options: 
 
     check_receipt_folder(report)
     names = [name.strip() for name in strategies.split(",")] if strategies else None
-    found = colab_utils.compare(
-        **options, folder=Path(report) / "work", strategies=names, timeline_s=seconds, forecast_s=min(20.0, seconds)
-    )
+    found = colab_utils.compare(**options, folder=Path(report) / "work", strategies=names, timeline_s=seconds)
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
     return found
 
