@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -18,15 +18,7 @@ from colab_utils.loading.batch import PackedBatch, Target
 from colab_utils.loading.sampler import AllArrived, BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import Tuning, tune_workers
-from colab_utils.loading.workers import (
-    Backend,
-    DeadWorker,
-    Fetcher,
-    Loaded,
-    Prefetcher,
-    WorkerJob,
-    describe_workers,
-)
+from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
 
 __all__ = ["Loader", "LoaderSettings", "find_device", "make_loader"]
@@ -262,14 +254,14 @@ class Loader:
         self._passes += 1
         this_pass = self._passes
         self._order.epoch = self.epoch
-        for loaded in self._run():
-            self._count_bad(loaded)
-            self._delivered = loaded.number + 1
-            self.total = self._totals.pop(loaded.number)
+        for number, batch, bad in self._run():
+            self._count_bad(bad)
+            self._delivered = number + 1
+            self.total = self._totals.pop(number)
             if not self.left:
                 self._end_epoch()
-            if loaded.batch is not None or self.settings.ranks > 1:
-                yield self._place(loaded.batch) if loaded.batch is not None else None
+            if batch is not None or self.settings.ranks > 1:
+                yield batch and self._place(batch)
                 if this_pass != self._passes:  # before waiting: the results of this pass went to the other one
                     raise ColabUtilsError(
                         "expected one pass over a loader at a time, found a second one. Make two loaders."
@@ -281,7 +273,7 @@ class Loader:
         self._joined, self._planned = [], 0
         self._order.go_on(())
 
-    def _run(self) -> Iterator[Loaded]:
+    def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
         self._dead = None
         try:
@@ -350,8 +342,8 @@ class Loader:
         if skip is not None:
             self._skipped.add(skip)
 
-    def _count_bad(self, loaded: Loaded) -> None:
-        for index, found in loaded.bad:
+    def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
+        for index, found in bad:
             self.bad.append((index, found))
             if len(self.bad) > self.settings.max_bad:
                 self.close()
