@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.drive_doctor import DriveHealth, examine_drive
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
-from colab_utils.diagnosis.resources import Resources, summarise_samples, watch_resources
+from colab_utils.diagnosis.resources import Resources, summarise_readings, watch_resources
 from colab_utils.diagnosis.stages import time_stages
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, describe_error, make_stage, time_batches
 from colab_utils.diagnosis.watchdog import watch
@@ -166,7 +166,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / images, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
     confidence = _describe_confidence(now)
-    resources = summarise_samples(used)
+    resources = summarise_readings(used)
     verdict = " ".join((describe_verdict(now, cached, stages, fixes, name, confidence), *resources.dangers))
     return Diagnosis(
         verdict, headspace, now.images_per_second, now.wait_share, tuple(stages), tuple(fixes), confidence,
