@@ -135,7 +135,7 @@ def make_loader(
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
             raise ColabUtilsError(f"expected {name} as a whole number of {least} or more, found {number!r}")
     on_worker = transform_on == "worker"
-    place = _find_device(device)
+    place = find_device(device)
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and place.type == "cpu"
     source = Fetcher(dataset, transforms if on_worker else None, dense=dense)
@@ -405,7 +405,7 @@ class Loader:
             self._prefetcher = None
 
 
-def _find_device(device: torch.device | str) -> torch.device:
+def find_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
