@@ -139,7 +139,7 @@ def train(
         step = _build_step(plan, images.dataset, weights=weights, state=state, device=place, ranks=ranks)
         plan = _plan_batches(plan, step, images)
         loader = make_loader(
-            images.subset, batch_size=plan.batch_size, device=place, seed=seed, rank=ranks.rank, ranks=ranks.count,
+            images.subset, batch_size=plan.batch_size, device=place, seed=seed,
             workers=1 if workers == "auto" and place.type == "cpu" else workers,
             deliver="dense" if transforms else "packed", transforms=transforms,
         )  # fmt: skip

@@ -29,7 +29,7 @@ from colab_utils.loading import CocoFolder
 
 QUICK = {
     "step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "drive_profile": "fast",
-    "timeline_s": 0.1, "forecast_s": 0,
+    "timeline_s": 0.1,
 }  # fmt: skip
 SLOW = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
 
@@ -370,19 +370,6 @@ def test_repeats_are_interleaved(race, watch_timing):
     rows, _ = race(fake("first"), fake("second"), repeats=3)
     assert order == ["first", "second", "second", "first", "first", "second"]
     assert rows["first"].images_per_second == np.median(rows["first"].repeats_images_per_second)
-
-
-def test_forecasts_are_shown_with_what_was_measured(race, monkeypatch):
-    def forecast(id, rate):
-        return SimpleNamespace(id=id, name=f"fix {id}", forecast_images_per_second=rate)
-
-    fixes = [forecast("packed_masks", 50.0), forecast("shards", None), forecast("in_memory", 9.0), forecast("x", 1.0)]
-    monkeypatch.setattr(comparing, "diagnose", lambda loader, step, seconds: SimpleNamespace(fixes=fixes))
-    rows, found = race(fake("dataloader"), fake("packed"), fake("shards_on_ssd"), forecast_s=1)
-    (checked,) = found.forecasts  # those that were tried, of strategies that were timed
-    assert (checked.fix, checked.strategy) == ("fix packed_masks", "packed")
-    assert checked.measured_images_per_second == rows["packed"].images_per_second
-    assert checked.error == 50.0 / rows["packed"].images_per_second - 1
 
 
 @pytest.mark.parametrize(
