@@ -29,7 +29,7 @@ from colab_utils.loading.workers import (
 )
 from colab_utils.runtime import count_cores
 
-__all__ = ["Loader", "LoaderSettings", "make_loader"]
+__all__ = ["Loader", "LoaderSettings", "find_device", "make_loader"]
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 Delivery = Literal["dense", "packed"]
@@ -429,6 +429,15 @@ class Loader:
 
 
 def find_device(device: torch.device | str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ColabUtilsError: There is no such device here.
+
+    Example:
+        >>> find_device("cpu")
+        device(type='cpu')
+    """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
