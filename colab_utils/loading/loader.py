@@ -432,7 +432,7 @@ def find_device(device: torch.device | str) -> torch.device:
     """The device of that name.
 
     Raises:
-        ColabUtilsError: There is no such device here.
+        ColabUtilsError: if there is none, or no GPU.
 
     Example:
         >>> find_device("cpu")
