@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _finish(report: Any, command: str, target: str) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
-    text = _to_json({"command": command, **dataclasses.asdict(report)})
+    content = {"command": command, **dataclasses.asdict(report)}
+    if "stages" in content:  # the older name stays in the JSON
+        content["layers"] = content.pop("stages")
+    text = _to_json(content)
     if target == "-":
         _print(text)
     else:
