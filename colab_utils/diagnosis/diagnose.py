@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.drive_doctor import DriveHealth, examine_drive
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
-from colab_utils.diagnosis.resources import Resources, summarise_samples, watch_resources
+from colab_utils.diagnosis.resources import Resources, summarise_readings, watch_resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, describe_error, make_stage, time_batches
 from colab_utils.diagnosis.watchdog import watch
@@ -215,7 +215,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
-    confidence, resources = _describe_confidence(now), summarise_samples(used)
+    confidence, resources = _describe_confidence(now), summarise_readings(used)
     verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
     return Diagnosis(
         " ".join((verdict, *resources.dangers)), ceiling / now.images_per_second, now.images_per_second, now.wait_share,

@@ -29,7 +29,7 @@ from colab_utils.loading.workers import (
 )
 from colab_utils.runtime import count_cores
 
-__all__ = ["Loader", "LoaderSettings", "make_loader"]
+__all__ = ["Loader", "LoaderSettings", "find_device", "make_loader"]
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 Delivery = Literal["dense", "packed"]
@@ -156,7 +156,7 @@ def make_loader(
     on_worker = transform_on == "worker"
     rank, ranks = _find_ranks(rank, ranks)
     settings = LoaderSettings(
-        batch_size=batch_size, device=_find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
+        batch_size=batch_size, device=find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
         workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank, ranks=ranks,
         backend="processes" if backend == "auto" else backend, prefetch=2 if prefetch == "auto" else prefetch,
         transforms=None if on_worker else transforms,
@@ -428,7 +428,16 @@ class Loader:
             self._prefetcher = None
 
 
-def _find_device(device: torch.device | str) -> torch.device:
+def find_device(device: torch.device | str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ColabUtilsError: if there is none, or no GPU.
+
+    Example:
+        >>> find_device("cpu")
+        device(type='cpu')
+    """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
