@@ -458,7 +458,7 @@ class ShardDataset(Dataset[tuple[Tensor, Target]]):
         )
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """All but pixels and mask bits of some images, without reading a file: see ``join_tables``."""
+        """All but pixels and mask bits of some images, without reading a file: see `PackedSamples.describe`."""
         rows = np.asarray(indices, np.int64)
         first, counts = self._first[rows], self._first[rows + 1] - self._first[rows]
         ends = np.cumsum(counts)

@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, Target
 from colab_utils.loading.sampler import AllArrived, BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
-from colab_utils.loading.tune import Tuning, tune_workers
+from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
 from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
 
@@ -55,14 +55,14 @@ class LoaderSettings:
                 raise ColabUtilsError(f"expected {name} as one of {', '.join(known)}, found {value!r}")
         if self.image_dtype not in (torch.float32, torch.uint8):
             raise ColabUtilsError(f"expected image_dtype as torch.float32 or torch.uint8, found {self.image_dtype!r}")
-        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0}
+        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0, "ranks": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
                 raise ColabUtilsError(f"expected {name} as a whole number of {lowest} or more, found {value!r}")
             object.__setattr__(self, name, int(value))
-        if not self.rank < self.ranks:
-            raise ColabUtilsError(f"expected ranks over rank {self.rank}, found {self.ranks!r}")
+        if self.rank >= self.ranks:
+            raise ColabUtilsError(f"expected a rank under {self.ranks} (ranks), found {self.rank}")
         if self.transforms is not None and self.deliver == "packed":
             raise ColabUtilsError(
                 "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or "
@@ -81,7 +81,7 @@ def make_loader(
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
     seed: int = 0,
-    prefetch: int | Literal["auto"] = "auto",
+    prefetch: int = PREFETCH,
     group_by_aspect_ratio: bool = True,
     transforms: Transforms | None = None,
     transform_on: Literal["device", "worker"] = "device",
@@ -110,7 +110,7 @@ def make_loader(
         shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
         seed: of the order, and of all random numbers in your dataset and in ``transforms`` on the worker: the same
             samples with any backend and any number of workers.
-        prefetch: batches that each worker prepares ahead; "auto" is what was tuned, or 2.
+        prefetch: batches that each worker prepares ahead.
         group_by_aspect_ratio: fill shuffled batches with wide images or with tall ones, where the dataset has
             ``sizes``: less padding, as in torchvision's references.
         transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors. A
@@ -150,7 +150,7 @@ def make_loader(
     settings = LoaderSettings(
         batch_size=batch_size, device=find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
         workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank, ranks=ranks,
-        backend="processes" if backend == "auto" else backend, prefetch=2 if prefetch == "auto" else prefetch,
+        backend="processes" if backend == "auto" else backend, prefetch=prefetch,
         transforms=None if on_worker else transforms,
     )  # fmt: skip
     fetcher, settings = _make_fetcher(dataset, settings, transforms if on_worker else None)
@@ -163,9 +163,7 @@ def make_loader(
     if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * settings.batch_size:
         only = None if backend == "auto" else settings.backend
         tuning = tune_workers(fetcher, batch_size=settings.batch_size, backend=only)
-        best = tuning.best
-        ahead = best.prefetch if prefetch == "auto" else settings.prefetch
-        settings = replace(settings, backend=best.backend, workers=best.workers, prefetch=ahead)
+        settings = replace(settings, backend=tuning.best.backend, workers=tuning.best.workers)
     return Loader(fetcher, order, settings, tuning)
 
 
@@ -208,7 +206,7 @@ class Loader:
 
     Attributes:
         epoch: the epoch that the next pass runs, or that the pass under way is in.
-        settings: what it does; ``workers`` and ``backend`` are what really runs.
+        settings: what it does.
         tuning: how the workers were found, where they were.
         total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
@@ -242,7 +240,7 @@ class Loader:
 
     def __str__(self) -> str:
         way = describe_workers(self.backend, self.workers, self.prefetch)
-        return f"{len(self):,} batches of {self.batch_size}, {self.deliver}, by {way}"
+        return f"{len(self):,} batches of {self.batch_size}, {self.deliver} ({way})"
 
     __repr__ = __str__
 
@@ -313,17 +311,7 @@ class Loader:
 
     def _start(self) -> Prefetcher:
         if self._prefetcher is None:
-            try:
-                self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
-            except OSError as error:  # no more processes
-                warnings.warn(
-                    f"expected {self.workers} worker processes, found that they cannot be started ({error}): batches "
-                    "are loaded in this process. Close what you do not need, or use workers=0.",
-                    ColabUtilsWarning,
-                    stacklevel=4,
-                )
-                self.workers, self.backend = 0, "threads"
-                self._prefetcher = Prefetcher(self._fetcher, "threads", 0, self.prefetch)
+            self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         return self._prefetcher
 
