@@ -31,8 +31,8 @@ from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import DRIVE_PROFILES
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores
-from colab_utils.shards.copy import COPY_STREAMS, copy_shards
-from colab_utils.shards.format import PIECE_BYTES, read_index
+from colab_utils.shards.copy import COPY_STREAMS, PIECE_BYTES, copy_shards
+from colab_utils.shards.format import read_index
 from colab_utils.shards.images import Storage, StoredImage, store_image
 from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.write import read_image, write_shards
@@ -58,7 +58,7 @@ def make_bare(images: Path, dataset: CocoDataset, recipe: dict[str, Any], proces
 
 def _store_all(images: Path, dataset: CocoDataset, recipe: dict[str, Any], masks: bool, share: Sequence[int]) -> None:
     torch.set_num_threads(1)
-    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage", "jpeg_quality")}
+    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage")}
     for i in share:
         stored = store_image(read_image(images, dataset, i), tuple(dataset.sizes[i].tolist()), **settings)
         for annotation in dataset.annotations(i) if masks else ():

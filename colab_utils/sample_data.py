@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import sys
-from collections.abc import Callable
 from colorsys import hsv_to_rgb
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator, default_rng
 from PIL import Image, ImageDraw, ImageFilter
 from pycocotools import mask as coco_mask
 
@@ -23,27 +20,20 @@ from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progr
 
 __all__ = ["CATEGORIES", "BuiltinDataset", "make_dataset"]
 
-_RECIPE = 2  # goes up when the same arguments would give other files
-_FIRST = 2  # the number of the first object in a scene; 0 is outside the picture, 1 is the ground
-_EVERY = 50  # of every 50 images one has a crowd and another one no object
-_MIN_VISIBLE = 0.4  # of the pixels of every object
-_SLIVER_PX = 10  # parts and holes smaller than this are left out, as annotators leave them out
-_SHAPES: dict[
-    str, Callable[[np.ndarray], np.ndarray]
-] = {  # how far the outline is from the middle, by the angle from -pi to pi
-    "ball": np.ones_like,
-    "tile": lambda angle: 0.75 / np.maximum(abs(np.cos(angle)), abs(np.sin(angle))),
-    "pennant": lambda angle: 0.5 / np.max([np.cos(angle + turn) for turn in (0.0, 2.1, 4.2)], axis=0),
-    "starfish": lambda angle: 0.38 + 0.66 * np.abs(np.cos(2.5 * angle)) ** 2.2,
-    "heart": lambda angle: 1 - 0.8 * np.exp(-1.4 * angle**2),
-    "pebble": lambda angle: 0.85 + 0.1 * np.cos(2 * angle + 1) + 0.08 * np.cos(3 * angle),
+_FIRST = 2  # the number of the first object in a picture; 0 is outside, 1 is the ground
+_ANGLE = np.linspace(-np.pi, np.pi, 72)
+_SHAPES = {  # how far the outline is from the middle, by the angle
+    "ball": np.ones(72),
+    "tile": 0.75 / np.maximum(abs(np.cos(_ANGLE)), abs(np.sin(_ANGLE))),
+    "pennant": 0.5 / np.max([np.cos(_ANGLE + turn) for turn in (0.0, 2.1, 4.2)], axis=0),
+    "starfish": 0.38 + 0.66 * np.abs(np.cos(2.5 * _ANGLE)) ** 2.2,
+    "heart": 1 - 0.8 * np.exp(-1.4 * _ANGLE**2),
+    "pebble": 0.85 + 0.1 * np.cos(2 * _ANGLE + 1) + 0.08 * np.cos(3 * _ANGLE),
 }
-_NAMES = tuple(_SHAPES)
+_OUTLINES = np.exp(1j * _ANGLE) * [*_SHAPES.values()]  # x + iy
 
-CATEGORIES = tuple(
-    {"id": number, "name": name, "supercategory": "toy"}
-    for number, name in zip((1, 3, 7, 18, 44, 62), _NAMES, strict=True)  # with gaps, as in COCO
-)
+# ids have gaps, as in COCO
+CATEGORIES = tuple({"id": 7 * k + 1, "name": name, "supercategory": "toy"} for k, name in enumerate(_SHAPES))
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ def make_dataset(
         height: pixels.
         objects: fewest and most objects in an image; the more there are, the smaller they are.
         seed: another seed gives other pictures.
-        workers: processes; "auto" means one per core, 0 or 1 means this process.
+        workers: processes; "auto" means one per core.
 
     Raises:
         ColabUtilsError: an argument is out of range, or ``folder`` holds something else.
@@ -96,208 +86,156 @@ def make_dataset(
         >>> made.n, made.annotations.name, len(list(made.images.iterdir()))
         (2, 'annotations.json', 2)
     """
-    recipe = {"n": n, "width": width, "height": height, "objects": list(objects), "seed": seed, "recipe": _RECIPE}
-    sides_fit = all(32 <= side <= 65_500 for side in (width, height))
-    if not (n > 0 and seed >= 0 and sides_fit and 0 <= objects[0] <= objects[1] <= width * height // 64):
-        limits = (
-            f"n > 0, seed >= 0, sides of 32 to 65,500 pixels, 0 <= fewest <= most objects <= {width * height // 64}"
-        )
-        raise ColabUtilsError(f"expected {limits}; found {recipe}: correct them")
+    recipe = {"n": n, "width": width, "height": height, "objects": list(objects), "seed": seed, "version": 3}
+    if n < 1 or not (32 <= min(width, height) <= max(width, height) <= 65_500 and 0 <= objects[0] <= objects[1]):
+        raise ColabUtilsError(f"expected n > 0, sides of 32 to 65,500 pixels, fewest <= most objects; found {recipe}")
     images, annotations = Path(folder) / "images", Path(folder) / "annotations.json"
-    if annotations.exists():
-        content = _read_content(images, annotations, recipe)
-    elif images.exists() and any(images.iterdir()):
-        raise ColabUtilsError(f"expected an empty folder, found {images} without annotations.json: choose another one")
-    else:
-        unfinished = images.with_name(f"images.{os.getpid()}.part")
-        try:
-            unfinished.mkdir(parents=True)
-            content = _make_content(unfinished, recipe, count_cores() if workers == "auto" else int(workers))
-            os.replace(unfinished, images)
-            write_file(annotations, json.dumps(content, separators=(",", ":")).encode())
-        except OSError as error:
-            found = f"found {error.strerror} at {folder}: free space or choose another one"
-            raise ColabUtilsError(f"expected a folder to write to, {found}") from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    return BuiltinDataset(images, annotations, n, len(content["annotations"]), content["info"]["image_bytes"])
-
-
-def _read_content(images: Path, annotations: Path, recipe: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of the dataset that is there, if it is the one asked for, with all its images."""
     try:
-        content: dict[str, Any] = json.loads(annotations.read_bytes())
-        found = content["info"]["made_with"]
-    except (ValueError, KeyError, TypeError):
-        found = "another dataset"
-    if found != recipe:
-        raise ColabUtilsError(f"expected {recipe} in {annotations}, found {found}: choose another folder")
-    if sum(path.stat().st_size for path in images.glob("*.jpg")) != content["info"]["image_bytes"]:
-        raise ColabUtilsError(f"expected {recipe['n']} images in {images}, found some missing or cut: delete it")
-    return content
+        if not annotations.exists():
+            _make_files(images, annotations, recipe, count_cores() if workers == "auto" else max(1, int(workers)))
+        text = annotations.read_bytes()
+    except OSError as error:
+        raise ColabUtilsError(f"expected to write to {folder}, found {error.strerror}: choose another one") from error
+    if json.dumps(recipe).encode() not in text:
+        raise ColabUtilsError(f"expected {recipe} in {folder}, found another dataset: choose another folder")
+    content = json.loads(text)
+    size = sum(path.stat().st_size for path in images.glob("*.jpg"))
+    if size != content["info"]["bytes"]:
+        raise ColabUtilsError(f"expected {n} images in {images}, found some missing or cut: delete {folder}")
+    return BuiltinDataset(images, annotations, n, len(content["annotations"]), size)
 
 
-def _make_content(folder: Path, recipe: dict[str, Any], workers: int) -> dict[str, Any]:
-    """Make every image in ``folder``; returns what the JSON holds."""
-    n, made, forks = recipe["n"], [], workers > 1 and sys.platform == "linux"
-    ids = np.cumsum(np.random.default_rng(recipe["seed"]).integers(1, 1000, n)).tolist()  # with gaps, as in COCO
-    with (
-        show_progress("making images", total=n, unit="img") as bar,
-        fork_pool(min(workers, n)) if forks else nullcontext() as pool,
-    ):
-        for one in (pool.map if pool else map)(partial(_make_image, folder, recipe), range(n), ids):
-            made.append(one)
-            bar.update()
-    annotations = [{"image_id": image["id"], **one} for image, found in made for one in found]
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    return {
-        "info": {"description": "made by colab_utils, public domain", "made_with": recipe, "image_bytes": size},
-        "images": [image for image, _ in made],
-        "annotations": [{"id": number, **one} for number, one in enumerate(annotations, 1)],
-        "categories": list(CATEGORIES),
-    }
+def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers: int) -> None:
+    """Make every image and, last, the JSON."""
+    images.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(suffix=".part", dir=images.parent) as unfinished:
+        folder = Path(unfinished) / "images"
+        folder.mkdir()
+        with fork_pool(workers) as pool, show_progress("making images", total=recipe["n"], unit="img") as bar:
+            bar.iterable = pool.map(partial(_make_image, folder, recipe), range(recipe["n"]))
+            made = list(bar)
+        info = {"made_with": recipe, "bytes": sum(path.stat().st_size for path in folder.iterdir())}
+        folder.rename(images)
+    found = [{"image_id": image["id"], **one} for image, found in made for one in found]
+    objects = [{"id": number, **one} for number, one in enumerate(found, 1)]
+    content = {"info": info, "images": [one for one, _ in made], "annotations": objects, "categories": CATEGORIES}
+    write_file(annotations, json.dumps(content).encode())
 
 
-def _make_image(folder: Path, recipe: dict[str, Any], index: int, image_id: int) -> tuple[dict[str, Any], list[Any]]:
+def _make_image(folder: Path, recipe: dict[str, Any], index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Paint and save one image; returns its COCO record and its annotations, without their ids."""
-    rng = np.random.default_rng([recipe["seed"], index])  # one stream per image, whichever worker makes it
+    rng = default_rng([recipe["seed"], index])  # one stream per image, whichever worker makes it
     width, height, (fewest, most) = recipe["width"], recipe["height"], recipe["objects"]
-    count = int(rng.integers(fewest, most, endpoint=True)) if index % _EVERY != 9 else 0
-    crowd = index % _EVERY == 4 and most > 0
-    scene, file_name = _Scene(rng, width, height, count, crowd), f"{image_id:012d}.jpg"
-    scene.add_grain().save(folder / file_name, "JPEG", quality=int(rng.integers(88, 94)))
-    masks = [np.asarray(scene.ids) == number for number in range(_FIRST, _FIRST + len(scene.names))]
-    annotations = [_annotate(mask, scene.names[k], crowd and k == 0) for k, mask in enumerate(masks)]
-    return {"id": image_id, "file_name": file_name, "width": width, "height": height}, annotations
+    objects = int(rng.integers(fewest, most, endpoint=True)) if index % 50 != 9 else 0  # one of 50 is empty
+    crowd = index % 50 == 4 and most > 0  # and one has a crowd
+    picture, ids, kinds = _paint(rng, width, height, objects, crowd)
+    number = 1000 * index + int(rng.integers(1000))  # with gaps, as in COCO
+    image = {"id": number, "file_name": f"{number:012d}.jpg", "width": width, "height": height}
+    picture.save(folder / image["file_name"], "JPEG", quality=int(rng.integers(88, 94)))
+    return image, [_annotate(ids == k, kinds[k], crowd and k == _FIRST) for k in np.unique(ids).tolist() if k >= _FIRST]
 
 
-def _annotate(mask: np.ndarray, name: str, crowd: bool) -> dict[str, Any]:
+def _annotate(mask: np.ndarray, kind: int, crowd: bool) -> dict[str, Any]:
     """A mask, bool [H, W], as a COCO annotation: a crowd as uncompressed RLE, any other as polygons."""
     if crowd:
-        pixels = np.concatenate([[False], mask.ravel(order="F"), [not mask[-1, -1]]])
-        runs = np.diff(np.flatnonzero(pixels[1:] != pixels[:-1]), prepend=0)
-        segmentation: Any = {"counts": runs.tolist(), "size": list(mask.shape)}
-        rle = coco_mask.frPyObjects(segmentation, *mask.shape)
+        edges = np.flatnonzero(np.diff(mask.ravel(order="F"), prepend=False, append=not mask[-1, -1]))
+        segmentation: Any = {"counts": np.diff(edges, prepend=0).tolist(), "size": list(mask.shape)}
     else:
         segmentation = _trace_polygons(mask)
-        rle = coco_mask.merge(coco_mask.frPyObjects(segmentation, *mask.shape))
+    rle = coco_mask.merge(coco_mask.frPyObjects([segmentation] if crowd else segmentation, *mask.shape))
     found = {"area": int(coco_mask.area(rle)), "bbox": coco_mask.toBbox(rle).tolist(), "iscrowd": int(crowd)}
-    return {"category_id": CATEGORIES[_NAMES.index(name)]["id"], "segmentation": segmentation, **found}
+    return {"category_id": CATEGORIES[kind]["id"], "segmentation": segmentation, **found}
 
 
-def _trace_polygons(mask: np.ndarray, x0: int = 0) -> list[list[float]]:
-    """A mask, bool [H, W], as COCO polygons ``[x, y, x, y, ...]`` of about 60 corners; ``x0`` is added to every x.
+def _trace_polygons(mask: np.ndarray) -> list[list[float]]:
+    """A mask, bool [H, W], as COCO polygons ``[x, y, x, y, ...]`` of about 60 corners.
 
-    COCO polygons have no holes: a part with a hole is cut in two at the middle of the hole.
+    COCO polygons have no holes: holes are filled, as annotators do it.
     """
-    from contourpy import contour_generator  # matplotlib draws with it, and installs it
+    inside, loops = np.pad(mask, 1), list[np.ndarray]()
+    starts = {complex(x, y + 1) for y, x in np.argwhere(inside[1:] > inside[:-1])}  # pixels with nothing above them
+    while starts:
+        pixel, step, line = next(iter(starts)), 1 + 0j, list[complex]()
+        while step != 1 or pixel in starts:  # round a part or a hole, with the mask on the right
+            starts -= {pixel} if step == 1 else set()
+            line.append(pixel - 0.5 - 0.5j - step * 0.5j)
+            ahead, left = (inside[int(at.imag), int(at.real)] for at in (pixel + step, pixel + step - step * 1j))
+            pixel += (step - step * 1j * left) * ahead
+            step *= (-1j if left else 1) if ahead else 1j
+        loops.append(np.array(line))
+    parts = [loop for loop in loops if (loop.conj() * np.roll(loop, -1)).imag.sum() > 0]  # holes go the other way round
+    return [loop[:: 1 + len(loop) // 60].copy().view(float).tolist() for loop in parts]
 
-    rows, columns = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
-    window = np.pad(mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1], 1).astype(np.float32)
-    lines: Any = contour_generator(z=window).lines(0.5)
-    loops = [line[:-1] + np.array([columns[0] - 0.5, rows[0] - 0.5]) for line in lines]
-    areas = [(x @ np.roll(y, -1) - y @ np.roll(x, -1)) / 2 for x, y in (loop.T for loop in loops)]
-    hole = next((loop[:, 0] for loop, area in zip(loops, areas, strict=True) if area <= -_SLIVER_PX), None)
-    if hole is not None:
-        cut = int(hole.min() + hole.max() + 1) // 2
-        return _trace_polygons(mask[:, :cut], x0) + _trace_polygons(mask[:, cut:], x0 + cut)
-    kept = [loop for loop, area in zip(loops, areas, strict=True) if area >= min(_SLIVER_PX, max(areas))]
-    return [np.add(loop[:: 1 + len(loop) // 60], (x0, 0)).ravel().tolist() for loop in kept]
 
+def _paint(rng: Generator, width: int, height: int, objects: int, crowd: bool) -> tuple[Any, np.ndarray, list[int]]:
+    """Paint a picture back to front; with ``crowd`` its first object is 24 small ones of a kind.
 
-class _Scene:
-    """A picture painted back to front.
-
-    ``ids`` holds a number for each pixel: 1 where the ground is visible, `_FIRST` and up for what ``names`` lists.
+    Returns:
+        The picture; what each of its pixels shows, int32 [H, W]: 1 for the ground, `_FIRST` and up for objects; the
+        kind of each number. An object for which there is no room is left out.
     """
-
-    def __init__(self, rng: np.random.Generator, width: int, height: int, objects: int, crowd: bool) -> None:
-        self.rng, self.names, self.light = rng, list[str](), np.exp(6.28j * rng.random())  # the way it shines
-        self.picture, self.ids = _paint_ground(rng, width, height), Image.new("I", (width, height), 1)
-        self.painted, self.visible = np.zeros((2, _FIRST + objects + crowd), np.int64)  # pixels of each number
-        side, extent = (width * height) ** 0.5, np.array([width, height])
-        if crowd:
-            self.names.append(_NAMES[rng.integers(len(_NAMES))])
-            for spot in rng.normal(rng.uniform(0.25, 0.75, 2), 0.07, (int(rng.integers(18, 40)), 2)).clip(0.02, 0.98):
-                self._paint(side * rng.uniform(0.03, 0.055), *spot * extent)
-        spot = rng.random(2)
-        for _ in range(objects):  # 8 to 35 % of the picture's side, less if there are more than ten
-            size = side * min(1.0, (10 / objects) ** 0.5) * 0.08 * (0.35 / 0.08) ** rng.random()
-            self.names.append(_NAMES[rng.integers(len(_NAMES))])
-            for k in range(200):  # where there is no room: elsewhere, and a little smaller
-                spot = rng.normal(spot, 0.1).clip(0.03, 0.97) if rng.random() < 0.5 else rng.uniform(0.03, 0.97, 2)
-                if self._paint(size * 0.97**k, *spot * extent):
-                    break
-            else:
-                self.names.pop()
-
-    def _paint(self, size: float, x: float, y: float) -> bool:
-        """Paint the last object of ``names``; False, and nothing painted, where it would hide too much of another."""
-        number, size = _FIRST - 1 + len(self.names), max(float(size), 7.0)
-        reach, turn, angle = int(0.9 * size) + 3, np.exp(6.28j * self.rng.random()), np.linspace(-np.pi, np.pi, 72)
-        outline = np.exp(1j * angle) * _SHAPES[self.names[-1]](angle) * turn * size / 2 + complex(reach, reach)
-        left, top, stencil = int(x) - reach, int(y) - reach, Image.new("L", (2 * reach, 2 * reach))
-        ImageDraw.Draw(stencil).polygon([(z.real, z.imag) for z in outline.tolist()], fill=255)
-        under = np.asarray(self.ids.crop((left, top, left + 2 * reach, top + 2 * reach)))  # 0 outside the picture
-        counts = np.bincount(under[np.asarray(stencil) > 0], minlength=len(self.visible))
-        fresh, hidden = counts[1:].sum() - counts[number], counts * (np.arange(len(counts)) >= _FIRST)
-        hidden[number] = 0
-        if fresh < 12 or (self.visible - hidden < _MIN_VISIBLE * self.painted)[hidden > 0].any():
-            return False
-        self.visible -= hidden
-        self.visible[number] += fresh
-        self.painted[number] += fresh
-        self.ids.paste(number, (left, top), stencil)
-        soft, fall = stencil.filter(ImageFilter.GaussianBlur(0.07 * size + 0.5)), 0.1 * size * self.light
-        shadow = soft.point([int(0.65 * level) for level in range(256)])
-        self.picture.paste((0, 0, 0), (left + round(fall.real), top + round(fall.imag)), shadow)
-        surface = self._draw_surface(np.asarray(soft) / np.float32(255), turn, 2 / size)
-        self.picture.paste(surface, (left, top), stencil.filter(ImageFilter.BoxBlur(0.5)))
-        return True
-
-    def _draw_surface(self, soft: np.ndarray, turn: complex, scale: float) -> Image.Image:
-        """Colour, texture and light of the last object; ``soft`` falls from 1 in its middle to 0 outside, [H, W]."""
-        rng, name, steps = self.rng, self.names[-1], (np.arange(len(soft)) - len(soft) / 2) * scale
-        at = steps + 1j * steps[:, None]  # the place of each pixel, x + iy, 0 in the middle and 1 at the rim
-        hue = rng.normal(_NAMES.index(name) / len(_NAMES), 0.05) if rng.random() < 0.75 else rng.random()  # only a hint
-        first, second = np.array([hsv_to_rgb(hue + k, *rng.uniform((0.2, 0.4), (0.8, 0.95))) for k in (0, 0.1)])
-        own, beat = at * turn.conjugate(), rng.uniform(4, 11)
-        waves = np.sin(own.real * beat) * (np.sin(own.imag * beat) if rng.random() < 0.5 else 1.0)
-        mix = np.clip(0.4 + rng.choice([0, 2, 5]) * waves + 0.3 * _make_noise(rng, len(soft), len(soft), 4), 0, 1)
-        gleam = 0.6 * np.exp(-22 * np.abs(at + 0.4 * self.light) ** 2) * (name == "ball")
-        shade = 0.3 + 0.75 * soft - 0.22 * (at * self.light.conjugate()).real + gleam
-        return _to_image((first + (second - first) * mix[..., None]) * shade[..., None])
-
-    def add_grain(self) -> Image.Image:
-        """The picture with noise in every pixel, so that its file weighs what a photo weighs."""
-        (width, height), rng = self.ids.size, self.rng
-        # a small picture is noisy at every pixel; a large one has been smoothed by its camera
-        most = max(2, round(rng.uniform(9, 17) * min(1.0, 1e6 / (width * height)) ** 0.25))
-        grain = rng.integers(-most, most, (2, height, width, 1), np.int8, endpoint=True).sum(0, dtype=np.int16)
-        return _to_image((np.asarray(self.picture) + grain) / np.float32(255))
+    side, light, spot = (width * height) ** 0.5, np.exp(6.28j * rng.random()), rng.random(2)  # the way light falls
+    picture, ids = _paint_ground(rng, width, height), Image.new("I", (width, height), 1)
+    kinds = rng.integers(len(_SHAPES), size=_FIRST + crowd + objects).tolist()
+    pixels = np.zeros((2, len(kinds)), np.int64)  # of each object: painted, and visible now
+    for number in [_FIRST] * (24 * crowd) + [*range(_FIRST + crowd, len(kinds))]:
+        single = number >= _FIRST + crowd  # 8 to 35 % of the picture's side, less if there are more than ten
+        size = side * (0.08 * (0.35 / 0.08) ** rng.random() * min(1.0, (10 / objects) ** 0.5) if single else 0.045)
+        for k in range(200):  # where there is no room: elsewhere, and a little smaller
+            spot = (rng.random(2) if single and rng.random() < 0.5 else rng.normal(spot, 0.1)).clip(0.03, 0.97)
+            axis = max(size * 0.97**k, 7.0) / 2 * np.exp(6.28j * rng.random())  # from its middle to its rim
+            reach = int(1.8 * abs(axis)) + 3
+            outline = _OUTLINES[kinds[number]] * axis + complex(reach, reach)
+            stencil = Image.new("L", (2 * reach, 2 * reach))
+            ImageDraw.Draw(stencil).polygon(outline.view(float).tolist(), fill=255)
+            left, top = (int(at) - reach for at in spot * (width, height))
+            under = np.asarray(ids.crop((left, top, left + 2 * reach, top + 2 * reach)))  # 0 outside the picture
+            hidden = np.bincount(under[np.asarray(stencil) > 0], minlength=len(kinds))
+            if hidden[1:].sum() >= 12 and (pixels[1] - hidden >= 0.4 * pixels[0])[_FIRST:].all():
+                pixels[1] -= hidden
+                pixels[:, number] += hidden[1:].sum()
+                ids.paste(number, (left, top), stencil)
+                soft, fall = stencil.filter(ImageFilter.GaussianBlur(0.08 * reach + 0.5)), 0.11 * reach * light
+                shadow = left + round(fall.real), top + round(fall.imag)
+                picture.paste((0, 0, 0), shadow, soft.point(lambda level: 0.65 * level))
+                surface = _draw_surface(rng, kinds[number], soft, axis, light)
+                picture.paste(surface, (left, top), stencil.filter(ImageFilter.BoxBlur(0.5)))
+                break
+    # a small picture is noisy at every pixel; a large one has been smoothed by its camera
+    most = max(2, round(rng.uniform(9, 17) * min(1.0, 1e6 / (width * height)) ** 0.25))
+    grain = rng.integers(-most, most, (2, height, width, 1), np.int8, endpoint=True).sum(0, dtype=np.int16)
+    return _to_image((np.asarray(picture) + grain) / np.float32(255)), np.asarray(ids), kinds
 
 
-def _paint_ground(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+def _draw_surface(rng: Generator, kind: int, soft: Image.Image, axis: complex, light: complex) -> Image.Image:
+    """Colour, texture and light of an object; ``soft`` falls from 255 in its middle to 0 outside."""
+    steps = (np.arange(soft.width) - soft.width / 2) / abs(axis)
+    at = steps + 1j * steps[:, None]  # of each pixel, x + iy, 0 in the middle and 1 at the rim
+    hue = rng.normal(kind / len(_SHAPES), 0.05) if rng.random() < 0.75 else rng.random()  # only a hint
+    first, second = np.array([hsv_to_rgb(hue + k, *rng.uniform((0.2, 0.4), (0.8, 0.95))) for k in (0, 0.1)])
+    waves = np.sin((at / axis).real * abs(axis) * rng.uniform(4, 11)) * rng.choice([0, 2, 5])
+    mix = np.clip(0.4 + waves + 0.3 * _make_noise(rng, soft.width, soft.width, 4), 0, 1)[..., None]
+    shade = 0.3 + np.asarray(soft) / np.float32(340) - 0.22 * (at / light).real
+    return _to_image((first + (second - first) * mix) * shade[..., None])
+
+
+def _paint_ground(rng: Generator, width: int, height: int) -> Image.Image:
     """Smooth spots of two colours with straws and twigs, a little out of focus."""
-    w, h = round(width / 1.7), round(height / 1.7)
-    tone, hue, side = np.clip(0.6 + 0.2 * _make_noise(rng, h, w, 8), 0.2, 1)[..., None], rng.random(), (w * h) ** 0.5
+    w, h, hue = round(width / 1.7), round(height / 1.7), rng.random()
+    tone = np.clip(0.6 + 0.2 * _make_noise(rng, h, w, 8), 0.2, 1)[..., None]
     dark, light = np.array([hsv_to_rgb(hue, rng.uniform(0.3, 0.6), 0.4), hsv_to_rgb(hue + 0.08, 0.25, 0.95)])
     picture = _to_image((dark + (light - dark) * tone) * tone)
     for _ in range(rng.integers(40, 200)):
-        bends = rng.random(2) * (w, h) + np.cumsum(rng.normal(0, 0.02 * side, (3, 2)), axis=0)
+        bends = rng.random(2) * (w, h) + np.cumsum(rng.normal(0, 0.02 * (w * h) ** 0.5, (3, 2)), axis=0)
         ink = tuple((255 * rng.uniform(0.4, 1.4) * dark).astype(int).tolist())
-        ImageDraw.Draw(picture).line(bends.ravel().tolist(), fill=ink, width=max(1, round(side / 300)))
-    return picture.resize((width, height), Image.Resampling.BICUBIC)
+        ImageDraw.Draw(picture).line(bends.ravel().tolist(), fill=ink, width=max(1, w // 300))
+    return picture.resize((width, height))
 
 
-def _make_noise(rng: np.random.Generator, height: int, width: int, octaves: int) -> np.ndarray:
+def _make_noise(rng: Generator, height: int, width: int, octaves: int) -> np.ndarray:
     """Smooth noise of about -1 to 1, float32 [H, W]: the sum of grids that grow finer."""
-    noise = Image.new("F", (2, 2))
-    for octave in range(octaves):
-        side = 2 + 2**octave
-        grid = 0.8**octave * rng.uniform(-1, 1, (side, side)).astype(np.float32)
-        noise = Image.fromarray(grid + np.asarray(noise.resize((side, side), Image.Resampling.BILINEAR)))
-    return np.asarray(noise.resize((width, height), Image.Resampling.BICUBIC))
+    grids = [0.8**k * rng.uniform(-1, 1, (2 + 2**k, 2 + 2**k)).astype(np.float32) for k in range(octaves)]
+    return np.sum([np.asarray(Image.fromarray(grid).resize((width, height))) for grid in grids], axis=0)
 
 
 def _to_image(colours: np.ndarray) -> Image.Image:

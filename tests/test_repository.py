@@ -95,7 +95,7 @@ def test_modules_import_from_lower_floors_only():
 )
 def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
     package = tmp_path / "colab_utils"
-    for name in ("data/coco", "shards/copy", "shards/write", "loading/loader", "show/plots"):
+    for name in ("data/coco", "shards/copy", "shards/write", "loading/loader", "show/charts"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / f"{name}.py").touch()
     (package / "shards" / "write.py").write_text("import colab_utils.shards.copy")
@@ -257,7 +257,7 @@ def test_a_slug_that_is_none_is_refused(badges, tmp_path, slug):
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        (["demo"], "-m colab_utils demo --output runs/demo"),
+        (["demo"], "-m tools.run_notebooks --output runs/demo"),
         (["demo", "IMAGES=my photos", "ANNOTATIONS=a.json"], '--images "my photos" --annotations "a.json"'),
         (["test"], "-m pytest"),
         (["setup", "-B"], "pip install -r requirements.txt -e '.[dev]'"),

@@ -104,40 +104,23 @@ class Source:
 
 
 class _LoaderWorkers(Source):
-    """Our own loader: its dispatcher knows who does what."""
+    """Our own loader: it knows who does what."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader)
         self.restarts = loader.workers > 0 and loader.backend != "threads"
-        self._prefetcher: Any = None
-        self._pids: list[int] = []
-        self._plan: Any = None
-
-    def start(self) -> Any:
-        self._plan, self._prefetcher = None, self.loader._start()
-        self._pids = [process.pid for process in getattr(self._prefetcher._crew, "_processes", ())]
-        return super().start()
 
     def list_jobs(self) -> list[BlamedWorker]:
-        jobs = sorted(self._prefetcher._pending.values()) if self._prefetcher else []
-        self._plan = self._plan or self.loader._order.plan()
-        whose = [(job.member, self._pids[job.member]) if self._pids else (None, os.getpid()) for job in jobs]
-        batches = [tuple(self._plan[job.number][job.part][1]) for job in jobs]
-        return [
-            BlamedWorker(worker, pid, job.number, batch)
-            for (worker, pid), job, batch in zip(whose, jobs, batches, strict=True)
-        ]
+        dead = self.loader.find_dead()
+        jobs = dead.jobs if dead else self.loader.list_jobs()
+        return [BlamedWorker(job.worker, job.pid, job.number, job.indices) for job in jobs]
 
     def find_dead(self) -> tuple[BlamedWorker, str] | None:
-        dead = getattr(getattr(self._prefetcher, "_crew", None), "dead", None)
-        return dead and (self.find_job(dead[0], self._pids[dead[0]]), dead[1])
+        dead = self.loader.find_dead()
+        return dead and (self.find_job(dead.worker, dead.pid), dead.ending)
 
     def restart(self, skipped: int | None) -> None:
-        self.loader.close()
-        state = self.loader.state_dict()
-        if skipped is not None:
-            state["ahead"] = [*state.get("ahead", ()), skipped]
-        self.loader.load_state_dict(state)
+        self.loader.restart(skip=skipped)
 
 
 class _Indices:
@@ -497,7 +480,7 @@ class _Pass:
         verdict: Verdict
         if ending:
             verdict, seen = "dead", Activity(call=ending, sample=board.find_sample(pid, suspect.batch))
-            cure = str(explain_death(ending)).partition("; ")[2]
+            cure = str(explain_death(ending)).partition("). ")[2]
         else:
             here = pid == os.getpid()
             seen = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -29,6 +30,7 @@ __all__ = [
     "PackedSample",
     "PackedSamples",
     "Target",
+    "blame_sample",
     "collate_packed",
     "decode_image",
     "join_tables",
@@ -142,9 +144,20 @@ def join_tables(samples: Sequence[PackedSample]) -> dict[str, NDArray[Any]]:
 class BadSampleError(Exception):
     """Inside the loader: which sample of a batch cannot be loaded, and the error that says why."""
 
-    def __init__(self, error: ColabUtilsError, place: int) -> None:
+    def __init__(self, error: Exception, place: int) -> None:
         super().__init__(error, place)
         self.error, self.place = error, place
+
+
+@contextmanager
+def blame_sample(place: int) -> Iterator[None]:
+    """Raise whatever goes wrong with this sample as BadSampleError, but not a lost Drive or too little memory."""
+    try:
+        yield
+    except (DriveLostError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadSampleError(error, place) from None
 
 
 def decode_image(data: bytes | bytearray) -> Tensor:
@@ -340,12 +353,8 @@ def write_batch(
     rows = zip(indices, sizes, counts, strict=True)
     for place, (index, (height, width), count) in enumerate(rows):
         pixels = views["pixels"][pixel : pixel + 3 * height * width].reshape(height, width, 3)
-        try:
+        with blame_sample(place):
             source.read_into(index, pixels, views["bits"][offsets[first] : offsets[first + count]])
-        except DriveLostError:
-            raise
-        except ColabUtilsError as error:
-            raise BadSampleError(error, place) from None
         if flips is not None and flips[place]:
             for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):  # they stay in the cache
                 part.copy_(part.flip(1))

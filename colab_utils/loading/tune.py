@@ -221,9 +221,9 @@ def _measure_rate(
     source: Fetcher, order: BatchSampler, kind: Backend, workers: int, prefetch: int, most_s: float
 ) -> float:
     """Images per second that a pool delivers, as fast as they are taken."""
-    dispatcher = Prefetcher(source, kind, workers, prefetch)
+    prefetcher = Prefetcher(source, kind, workers, prefetch)
     try:
-        loaded = dispatcher.run(_repeat(order), seed=(0,), in_order=True, tolerant=True)
+        loaded = prefetcher.run(_repeat(order), seed=(0,), skips_bad=True)
         for _ in islice(loaded, workers * prefetch + 1):  # the start of the workers, and the first touch of their slots
             pass
         images, started = 0, perf_counter()
@@ -233,14 +233,14 @@ def _measure_rate(
                 break
         return images / (perf_counter() - started)
     finally:
-        dispatcher.close()
+        prefetcher.close()
 
 
 def _repeat(order: BatchSampler) -> Iterator[tuple[int, Any]]:
     plan = order.plan()
     number = 0
     while True:
-        yield number, plan[number % len(plan)]
+        yield number, [i for _, part in plan[number % len(plan)] for i in part]
         number += 1
 
 
@@ -267,7 +267,7 @@ def _measure_batch(source: Fetcher, order: BatchSampler, batch_size: int, most: 
     the first of them waited for its files.
     """
     batches: list[int] = []
-    few = [[i for _, indices in parts for i in indices] for _, parts in islice(_repeat(order), 4)]
+    few = [indices for _, indices in islice(_repeat(order), 4)]
     if source.sizes is not None:
         few.append(np.argsort(source.sizes.prod(1, dtype=np.int64))[-batch_size:].tolist())
 
@@ -295,7 +295,7 @@ def _measure_batch(source: Fetcher, order: BatchSampler, batch_size: int, most: 
 
 def _describe_case(source: Fetcher, batch_size: int, backend: Backend | None) -> str:
     machine = describe_machine()
-    dataset = source.fingerprint or f"{len(source)} of {type(source.dataset).__qualname__}"
+    dataset = f"{len(source)} of {type(source.dataset).__qualname__}"
     parts = (
         machine.cpu, machine.cores, machine.ram_bytes, machine.gpu, machine.torch, dataset,
         source.writes_itself, source.is_decoded, source.dense, batch_size, backend,

@@ -1,8 +1,9 @@
 """The flat arrays of a shard: what a loader needs to know without parsing any JSON.
 
-``shard-000000.arrays`` holds numpy arrays saved one after another (``numpy.save``): a head in JSON, the arrays of
-:class:`ShardArrays`, and last the bits of all masks, which are mapped and not read. They hold what torchvision's
-references train on: crowds and boxes without area are left out (both stay in the tar's JSON).
+``shard-000000.arrays`` holds a head in JSON after eight bytes that say how long it is, then the arrays of
+:class:`ShardArrays` one after another (``numpy.save``), and last the bits of all masks, which are mapped and not read.
+They hold what torchvision's references train on: crowds and boxes without area are left out (both stay in the tar's
+JSON).
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from colab_utils.shards.format import hash_bytes
 
 __all__ = ["ArraysBuilder", "ShardArrays", "check_bytes", "convert_boxes", "dump_arrays", "load_arrays", "read_head",
            "rebuild_arrays"]  # fmt: skip
-
-_CHECKSUM = "tables_xxh3_64"  # in the head: of all arrays but the bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,16 +136,15 @@ def convert_boxes(
 
 
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
-    """The content of an arrays file; ``head`` is kept as JSON in front, with a checksum of all but the bits."""
-    tables, file = io.BytesIO(), io.BytesIO()
-    *names, bits = [field.name for field in fields(arrays)]
+    """The content of an arrays file; ``head`` is kept as JSON in front, with sizes and a checksum of the tables."""
+    *names, bits = (field.name for field in fields(arrays))
+    file = io.BytesIO()
     for name in names:
-        np.save(tables, getattr(arrays, name), allow_pickle=False)
-    head = {**head, _CHECKSUM: hash_bytes(tables.getvalue())}
-    np.save(file, np.frombuffer(json.dumps(head).encode(), np.uint8), allow_pickle=False)
-    file.write(tables.getbuffer())
-    np.save(file, getattr(arrays, bits), allow_pickle=False)
-    return file.getvalue()
+        np.save(file, getattr(arrays, name), allow_pickle=False)
+    tables, last = file.getvalue(), getattr(arrays, bits).tobytes()
+    sizes = {"tables_bytes": len(tables), "bits_bytes": len(last), "tables_xxh3_64": hash_bytes(tables)}
+    text = json.dumps(head | sizes).encode()
+    return b"".join((len(text).to_bytes(8, "little"), text, tables, last))
 
 
 def read_head(path: Path) -> dict[str, Any]:
@@ -166,20 +164,22 @@ def load_arrays(path: Path) -> ShardArrays:
         ColabUtilsError: if the file is damaged.
     """
     with _explain_damage(path), open(path, "rb") as file:
-        head, start = _read_head(file), file.tell()
-        *names, bits = [field.name for field in fields(ShardArrays)]
-        values = {name: _read_array(file) for name in names}
-        end = file.tell()
-        file.seek(start)
-        if hash_bytes(file.read(end - start)) != head.get(_CHECKSUM):
+        head = _read_head(file)
+        tables = _read(file, head["tables_bytes"])
+        if hash_bytes(tables) != head["tables_xxh3_64"]:
             raise ValueError("another checksum")
-        shape, dtype = _read_header(file)
-        offset = file.tell()
-        if dtype != np.uint8 or (os.fstat(file.fileno()).st_size - offset,) != shape:
+        *names, bits = (field.name for field in fields(ShardArrays))
+        values, place = dict[str, Any](), 0
+        for name in names:
+            skip, shape, dtype = read_npy_header(tables[place : place + 256])
+            values[name] = np.frombuffer(tables, dtype, math.prod(shape), place + skip).reshape(shape)
+            place += skip + values[name].nbytes
+        offset, size = file.tell(), head["bits_bytes"]
+        if os.fstat(file.fileno()).st_size != offset + size:
             raise ValueError("cut short")
         try:
             # numpy cannot map nothing
-            values[bits] = np.memmap(path, np.uint8, "r", offset, shape) if shape[0] else np.zeros(0, np.uint8)
+            values[bits] = np.memmap(path, np.uint8, "r", offset, (size,)) if size else np.zeros(0, np.uint8)
         except OSError as error:
             if error.errno != errno.ENODEV:  # a mount whose files cannot be mapped
                 raise
@@ -218,32 +218,21 @@ def rebuild_arrays(tar_path: Path) -> ShardArrays:
 
 
 def _read_head(file: BinaryIO) -> dict[str, Any]:
-    head = json.loads(_read_array(file).tobytes())
-    if not isinstance(head, dict):
-        raise ValueError("no head")
-    return head
+    return dict(json.loads(_read(file, int.from_bytes(file.read(8), "little"))))
 
 
-def _read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    start = file.read(10)
-    _, shape, dtype = read_npy_header(start + file.read(int.from_bytes(start[8:], "little")))
-    return shape, dtype
-
-
-def _read_array(file: BinaryIO) -> NDArray[Any]:
-    """One array that ``numpy.save`` wrote; a damaged header never makes it allocate more than the file holds."""
-    shape, dtype = _read_header(file)
-    size = math.prod(shape) * dtype.itemsize
-    if size < 0 or size > os.fstat(file.fileno()).st_size or dtype.hasobject:
-        raise ValueError("cut short")
-    return np.frombuffer(file.read(size), dtype).reshape(shape).copy()
+def _read(file: BinaryIO, size: int) -> bytearray:
+    """So many bytes: a damaged size never takes more memory than the file holds."""
+    content = bytearray(min(size, os.fstat(file.fileno()).st_size))
+    del content[file.readinto(content) :]  # type: ignore[attr-defined]
+    return content
 
 
 @contextmanager
 def _explain_damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ColabUtilsError(
             f"expected arrays in {path}, found a damaged file ({error}). Run verify on the shards."
         ) from None

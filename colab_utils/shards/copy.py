@@ -23,8 +23,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, show_progress
 from colab_utils.shards.format import (
     INDEX_NAME,
-    PIECE_BYTES,
-    UNFINISHED_NAME,
+    WRITER_NAME,
     ShardIndex,
     ShardInfo,
     explain_write,
@@ -39,6 +38,7 @@ from colab_utils.shards.format import (
 __all__ = ["COPY_STREAMS", "CopyReport", "Copying", "check_space", "copy_shards", "read_target"]
 
 COPY_STREAMS = 4  # files at the same time
+PIECE_BYTES = 1 << 20  # of a file, between two looks at whether to stop
 _DISK_MARGIN = 1.02
 
 
@@ -222,10 +222,8 @@ def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | N
     """The index in the target, if there is one; it must be of the same shards, and no folder that they come from."""
     if os.path.realpath(source) == os.path.realpath(target):
         raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
-    if (target / UNFINISHED_NAME).exists():
-        raise ColabUtilsError(
-            f"expected a folder to copy into, found an unfinished preprocess in {target}: name another folder"
-        )
+    if (target / WRITER_NAME).exists():
+        raise ColabUtilsError(f"expected a folder to copy into, found a preprocess in {target}: name another folder")
     if not (target / INDEX_NAME).exists():
         return None
     previous = read_index(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -12,12 +13,12 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import time
 from typing import Any
 
-from colab_utils.drive import DriveFile, Retries, guard_drive
+from colab_utils.drive import Retries, guard_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 
@@ -25,12 +26,11 @@ __all__ = ["ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "read_index
 
 FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 1
-INDEX_NAME, UNFINISHED_NAME, WRITER_NAME = "index.json", "unfinished.json", "writer.json"
+INDEX_NAME, WRITER_NAME = "index.json", "writer.json"
 BLOCK_BYTES = 512  # of a tar
-PIECE_BYTES = 1 << 20  # of a file that is read from its start to its end
 
 _TAR_NAME, _ARRAYS_NAME = re.compile(r"shard-\d+\.tar"), re.compile(r"shard-\d+\.arrays")
-_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|unfinished\.json)\.(\d+)\.part")
+_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json)\.(\d+)\.part")
 _TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
 
@@ -113,11 +113,9 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     try:
         raw = json.loads(retries.run(read) if retries else read())
     except FileNotFoundError:
-        cure = (
-            "preprocess was interrupted here: run the same command again, it continues where it stopped."
-            if (folder / UNFINISHED_NAME).exists()
-            else "Run preprocess (or copy) into this folder, or name another one."
-        )
+        cure = "Run preprocess (or copy) into this folder, or name another one."
+        if any(folder.glob("shard-*.arrays")):
+            cure = "It was interrupted here: run the same command again, it continues where it stopped."
         raise ColabUtilsError(f"expected {INDEX_NAME} in {folder}, found none. {cure}") from None
     except OSError as error:
         raise ColabUtilsError(
@@ -135,34 +133,29 @@ def _parse_index(raw: Any, path: Path) -> ShardIndex:
         raise ColabUtilsError(
             f"expected an index of {FORMAT_NAME} in {path}, found something else. Name another folder."
         )
-    version = raw.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+    if raw.get("format_version") != FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, found version {version}. "
-            "Update colab_utils."
+            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, found version "
+            f"{raw.get('format_version')}. Update colab_utils."
         )
     try:
-        index = ShardIndex(
-            fingerprint=raw["fingerprint"],
-            recipe=dict(raw["recipe"]),
-            categories=tuple(raw["categories"]),
-            shards=tuple(ShardInfo(**shard) for shard in raw["shards"]),
-            skipped=tuple(SkippedImage(**image) for image in raw["skipped"]),
-            partial=raw["partial"],
-        )
-        for category in index.categories:
+        known = {field.name: raw[field.name] for field in fields(ShardIndex)}
+        for category in known["categories"]:
             if not (isinstance(category["id"], int) and isinstance(category["name"], str)):
                 raise ValueError(f"a category {category}")
-        for shard in index.shards:  # a name of another kind could lead out of the folder, or to a file of the user
+        shards = tuple(ShardInfo(**shard) for shard in raw["shards"])
+        for shard in shards:  # a name of another kind could lead out of the folder, or to a file of the user
             if not (_TAR_NAME.fullmatch(shard.name) and _ARRAYS_NAME.fullmatch(shard.arrays_name)):
                 raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
             if min(shard.images, shard.annotations, shard.bytes, shard.arrays_bytes) < 0:
                 raise ValueError(f"a negative number in {shard.name}")
+        skipped = tuple(SkippedImage(**image) for image in raw["skipped"])
+        known |= {"recipe": dict(raw["recipe"]), "categories": tuple(raw["categories"])}
+        return ShardIndex(**known | {"shards": shards, "skipped": skipped})
     except (KeyError, TypeError, ValueError) as error:
         raise ColabUtilsError(
             f"expected a complete index in {path}, found one that lacks or adds {error}. Copy the file again."
         ) from None
-    return index
 
 
 def write_index(folder: Path, index: ShardIndex) -> None:
@@ -219,12 +212,8 @@ def hash_file(path: str | Path) -> str:
     """XXH3-64 of a file, in hexadecimal."""
     import xxhash
 
-    state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
-    with DriveFile(path) as file:
-        while count := file.readinto(piece, offset):
-            state.update(piece[:count])
-            offset += count
-    return state.hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -333,10 +322,16 @@ def _remove_dead_lock(path: Path) -> None:
     import fcntl
 
     with suppress(FileNotFoundError), open(path) as file:
-        lock, silent_s, here = _read_lock(path), time() - path.stat().st_mtime, _find_host()
-        if _is_running(lock["pid"], lock["time"]) if lock["host"] == here else silent_s < _SILENT_S:
-            where = "this machine" if lock["host"] == here else f"machine {lock['host'].partition(' ')[0]}"
-            writer = f"process {lock['pid']} on {where}" if lock["host"] else "another process"
+        text, silent_s = file.read(), time() - path.stat().st_mtime
+        try:
+            lock = json.loads(text)
+            host, pid, since = str(lock["host"]), int(lock["pid"]), float(lock["time"])
+        except (ValueError, KeyError, TypeError):  # made a moment ago
+            host, pid, since = "", 0, 0.0
+        here = host == _find_host()
+        if _is_running(pid, since) if here else silent_s < _SILENT_S:
+            where = "this machine" if here else f"machine {host.partition(' ')[0]}"
+            writer = f"process {pid} on {where}" if host else "another process"
             raise ColabUtilsError(
                 f"expected no other writer in {path.parent}, found {writer} at work there. Let "
                 "it end, or stop it and run the same command: it continues after the finished shards. (A writer on "
@@ -344,17 +339,8 @@ def _remove_dead_lock(path: Path) -> None:
             )
         with suppress(OSError):  # not every Drive has flock
             fcntl.flock(file, fcntl.LOCK_EX)  # of several processes that found it dead, one removes it
-        if _read_lock(path) == lock:
+        if path.read_text() == text:
             path.unlink()
-
-
-def _read_lock(path: Path) -> dict[str, Any]:
-    """The writer's host, pid and start; a lock that was made a moment ago may have none."""
-    try:
-        lock = json.loads(path.read_bytes())
-        return {"host": str(lock["host"]), "pid": int(lock["pid"]), "time": float(lock["time"])}
-    except (ValueError, KeyError, TypeError):
-        return {"host": "", "pid": 0, "time": 0.0}
 
 
 def _find_host() -> str:

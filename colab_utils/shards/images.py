@@ -21,7 +21,7 @@ __all__ = ["Storage", "StoredImage", "dump_record", "fit_size", "make_record", "
 
 Storage = Literal["keep", "shrink", "pixels"]
 """How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw pixels."""
-JPEG_QUALITY = 95
+_JPEG_QUALITY = 95
 _KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
 _ORIENTATION = 0x0112
 _PNG_DEPTH = 24  # the byte of a PNG that holds its bits per channel
@@ -72,7 +72,6 @@ def store_image(
     min_size: int,
     max_size: int,
     storage: Storage = "shrink",
-    jpeg_quality: int = JPEG_QUALITY,
 ) -> StoredImage:
     """Decode an image once to be sure that it is complete, then keep its bytes, shrink it, or store its pixels.
 
@@ -85,7 +84,6 @@ def store_image(
         min_size: shorter side that training needs, in pixels.
         max_size: longer side that training needs, in pixels.
         storage: "shrink"; "keep" shrinks nothing; "pixels" shrinks, then stores uint8 [H, W, 3] as ``.npy``.
-        jpeg_quality: of an image that is shrunk to JPEG, 1 to 100.
 
     Raises:
         ColabUtilsError: if the data is not a complete image, or its size is not what the annotations say.
@@ -115,7 +113,7 @@ def store_image(
         rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
         if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
             extension = "jpg"
-    return StoredImage(extension, _encode(rgb, extension, jpeg_quality), *stored, *original)
+    return StoredImage(extension, _encode(rgb, extension), *stored, *original)
 
 
 def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage) -> dict[str, Any]:
@@ -187,14 +185,14 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _encode(image: Image.Image, extension: str, jpeg_quality: int) -> bytes:
+def _encode(image: Image.Image, extension: str) -> bytes:
     file = io.BytesIO()
     if extension == "npy":  # as np.save does, with fewer copies
         header = {"descr": "|u1", "fortran_order": False, "shape": (image.height, image.width, 3)}
         np.lib.format.write_array_header_1_0(file, header)
         return file.getvalue() + image.tobytes()
     if extension == "jpg":
-        image.save(file, "JPEG", quality=jpeg_quality)
+        image.save(file, "JPEG", quality=_JPEG_QUALITY)
     else:
         image.save(file, "PNG", compress_level=1)
     return file.getvalue()

@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, find_free_memory, fork_pool, format_bytes, format_seconds
 from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.format import SkippedImage, find_free_space
-from colab_utils.shards.images import JPEG_QUALITY, Storage, plan_size
+from colab_utils.shards.images import Storage, plan_size
 from colab_utils.shards.write import (
     READ_STREAMS,
     check_settings,
@@ -32,7 +32,7 @@ from colab_utils.shards.write import (
 __all__ = ["ShardPlan", "StorageOption", "plan_shards"]
 
 _STORAGES: tuple[Storage, ...] = ("keep", "shrink", "pixels")
-_TRIED_IMAGES = 32
+_TRIED_IMAGES, _BATCH_SIZE = 32, 4
 _BUSY_CORES = 0.9  # a training process takes so much to launch kernels
 
 
@@ -107,11 +107,9 @@ def plan_shards(
     *,
     shards: str | Path | None = None,
     storage: Storage | Literal["auto"] = "auto",
-    jpeg_quality: int = JPEG_QUALITY,
     min_size: int = 800,
     max_size: int = 1333,
     step_ms: float | None = None,
-    batch_size: int = 4,
     workers: int | Literal["auto"] = "auto",
 ) -> ShardPlan:
     """Try each storage on a few images, and pick one for `write_shards`; nothing is written.
@@ -124,11 +122,9 @@ def plan_shards(
         annotations: COCO instance JSON.
         shards: the folder to write to: its disk must have room, and shards that were begun there are continued.
         storage: "auto" picks; any other is taken.
-        jpeg_quality: of shrunk images, 1 to 100.
         min_size: the shorter side that training needs, in pixels.
         max_size: the longer side that training needs, in pixels.
-        step_ms: what a training step takes for one batch, in milliseconds.
-        batch_size: images in that batch.
+        step_ms: what a training step takes for a batch of 4, in milliseconds.
         workers: processes that will write; "auto" is one for each core.
 
     Raises:
@@ -144,9 +140,13 @@ def plan_shards(
         ('keep', 'no image is larger than training needs, every file keeps its bytes')
     """
     processes = count_cores() if workers == "auto" else workers
-    recipe = {"jpeg_quality": jpeg_quality, "min_size": min_size, "max_size": max_size}
-    check_settings(**recipe, storage="keep" if storage == "auto" else storage, workers=processes)
-    check_settings(storage="keep", batch_size=batch_size, step_ms=1 if step_ms is None else step_ms)
+    recipe = {"min_size": min_size, "max_size": max_size}
+    check_settings(
+        **recipe,
+        storage="keep" if storage == "auto" else storage,
+        workers=processes,
+        step_ms=1 if step_ms is None else step_ms,
+    )
     begun = find_recipe(shards) if shards is not None and storage == "auto" else None
     dataset = open_dataset(images, annotations)
     tried = _try_images(dataset, Path(images), recipe, processes)
@@ -158,7 +158,7 @@ def plan_shards(
     elif storage != "auto":
         picked, reason = storage, "you asked for it"
     else:
-        need = None if step_ms is None else batch_size * 1000 / step_ms
+        need = None if step_ms is None else _BATCH_SIZE * 1000 / step_ms
         picked, reason = _pick(options, _count_larger(dataset, min_size, max_size), len(dataset), need)
     return ShardPlan(
         picked=options[_STORAGES.index(picked)],

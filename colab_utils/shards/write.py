@@ -5,12 +5,11 @@ A run that is interrupted leaves only finished shards; the same call continues a
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ from colab_utils.shards.format import (
     BLOCK_BYTES,
     FORMAT_VERSION,
     INDEX_NAME,
-    UNFINISHED_NAME,
     WRITER_NAME,
     ShardIndex,
     ShardInfo,
@@ -43,14 +41,13 @@ from colab_utils.shards.format import (
     split_member,
     write_index,
 )  # fmt: skip
-from colab_utils.shards.images import JPEG_QUALITY, Storage, dump_record, make_record, store_image
+from colab_utils.shards.images import Storage, dump_record, make_record, store_image
 
 __all__ = ["READ_STREAMS", "Sample", "ShardReport", "find_recipe", "read_image", "try_sample", "write_shards"]
 
 READ_STREAMS = 4  # files that a process reads at the same time
 _MEASURED_IMAGES = 16  # from which the images of a shard are worked out
-_RANGES = {"max_bad": (0, 1), "shard_mb": (0, 1024), "jpeg_quality": (1, 100), "step_ms": (0, 10**6)}
-_INTEGERS = ("workers", "jpeg_quality", "batch_size")
+_RANGES = {"max_bad": (0, 1), "shard_mb": (1e-9, 1024), "step_ms": (1e-9, 10**6)}
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,6 @@ def write_shards(
     min_size: int = 800,
     max_size: int = 1333,
     storage: Storage = "shrink",
-    jpeg_quality: int = JPEG_QUALITY,
     workers: int | Literal["auto"] = "auto",
     executor: Executor | None = None,
     max_bad: float = 0.01,
@@ -141,7 +137,6 @@ def write_shards(
         max_size: the longer side that training needs, in pixels (torchvision's ``max_size``).
         storage: "shrink" as above; "keep" shrinks nothing; "pixels" shrinks, then stores raw pixels (``KEY.npy``,
             uint8 [H, W, 3]), which cost no decoding and many times the space.
-        jpeg_quality: of images that are shrunk to JPEG, 1 to 100.
         workers: processes, each with a shard in memory; "auto" is one for each core. Each reads four files at a time,
             ahead of the image that it works on.
         executor: any ``concurrent.futures`` executor (a cluster's, say) to use in place of processes here.
@@ -163,21 +158,21 @@ def write_shards(
     started, images, folder, retries = perf_counter(), Path(images), Path(shards), Retries()
     processes = count_cores() if workers == "auto" else workers
     recipe: dict[str, Any] = {
-        "min_size": min_size, "max_size": max_size, "jpeg_quality": jpeg_quality, "shard_mb": shard_mb,
+        "storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb,
     }  # fmt: skip
-    check_settings(**recipe, storage=storage, workers=processes, max_bad=max_bad)
-    recipe |= {"shard_mb": float(shard_mb), "storage": storage}
+    check_settings(**recipe, workers=processes, max_bad=max_bad)
     results, call = list[ShardResult](), partial(_call, retries, folder)
     dataset = open_dataset(images, annotations, retries)
-    index = call(_find_index, folder, dataset, recipe)
-    if index is None or not call(_is_finished, folder, images, dataset, index):
+    index = call(_find_finished, folder, images, dataset, recipe)
+    if index is None:
         with hold_folder(folder, retries):
             recipe = call(_begin_folder, folder, images, dataset, recipe)
             jobs = _plan_jobs(dataset, images.absolute(), folder.absolute(), recipe)
             with explain_write(folder):
                 results = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
             index = _make_index(dataset, recipe, results)
-            call(_finish_folder, folder, index)
+            remove_leftovers(folder)
+            call(write_index, folder, index)
     return ShardReport(
         images=index.images,
         skipped=index.skipped,
@@ -197,9 +192,8 @@ def check_settings(*, storage: str, **numbers: Any) -> None:
         )
     for name, value in numbers.items():
         lower, upper = _RANGES.get(name, (1, 2**16))
-        right = isinstance(value, int if name in _INTEGERS else int | float) and lower <= value <= upper
-        if not right or (name in ("shard_mb", "step_ms") and not value):
-            raise ColabUtilsError(f"expected {name} between {lower} and {upper}, found {value!r}: choose another")
+        if not (isinstance(value, int if name == "workers" else int | float) and lower <= value <= upper):
+            raise ColabUtilsError(f"expected {name} between {lower:g} and {upper:g}, found {value!r}: choose another")
 
 
 def open_dataset(images: str | Path, annotations: str | Path, retries: Retries | None = None) -> CocoDataset:
@@ -243,15 +237,8 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         >>> find_recipe("no/such/folder") is None
         True
     """
-
-    def find(folder: Path) -> dict[str, Any] | None:
-        if (folder / INDEX_NAME).exists():
-            return read_index(folder).recipe
-        mark = _find_mark(folder)
-        return mark["recipe"] if mark else None
-
-    recipe: dict[str, Any] | None = _call(Retries(), Path(folder), find, Path(folder))
-    return recipe
+    run = _call(Retries(), Path(folder), _find_run, Path(folder))
+    return run[1] if run else None
 
 
 def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
@@ -278,7 +265,7 @@ def try_sample(
         DriveLostError: if Drive went away, which tells nothing about the image.
     """
     image, size = dataset.image(i), tuple(dataset.sizes[i].tolist())
-    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage", "jpeg_quality")}
+    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage")}
     try:
         stored = store_image(read(), size, **settings)
         record = make_record(image, dataset.annotations(i), stored)
@@ -299,26 +286,43 @@ def _call(retries: Retries, folder: Path, work: Callable[..., Any], *arguments: 
     return retries.run(run)
 
 
-def _find_index(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
-    """The index of a folder of the same data and settings; None where there is none."""
-    if not (folder / INDEX_NAME).exists():
+def _find_run(folder: Path) -> tuple[str, dict[str, Any]] | None:
+    """Fingerprint and recipe of the shards in a folder, finished or not; None if there are none."""
+    if (folder / INDEX_NAME).exists():
+        index = read_index(folder)
+        return index.fingerprint, index.recipe
+    for path in sorted(folder.glob("shard-*.arrays")):  # each shard knows its run
+        with suppress(ColabUtilsError, KeyError, TypeError):
+            head = read_head(path)
+            return head["fingerprint"], dict(head["recipe"])
+    if any(folder.glob("shard-*.tar")):
+        raise ColabUtilsError(f"expected an empty folder, found shards without an index in {folder}. Name another one.")
+    return None
+
+
+def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any] | None:
+    """The recipe of the shards in a folder, which must be of this data and these settings; None if there are none."""
+    run = _find_run(folder)
+    if run is None:
         return None
-    index = read_index(folder)
-    if index.fingerprint != dataset.fingerprint or not index.recipe.items() >= recipe.items():
-        what = "shards made with other settings" if index.fingerprint == dataset.fingerprint else "another dataset"
+    fingerprint, found = run
+    if fingerprint != dataset.fingerprint or not found.items() >= recipe.items():
+        what = "shards made with other settings" if fingerprint == dataset.fingerprint else "another dataset"
         raise ColabUtilsError(
             f"expected an empty folder or the same shards, found {what} in {folder}. Name another one."
         )
-    return index
+    return found
 
 
-def _is_finished(folder: Path, images: Path, dataset: CocoDataset, index: ShardIndex) -> bool:
-    """Whether nothing is to be done: no file is lost or cut short, no bad image was repaired, no writer is left."""
-    if index.partial or any((folder / name).exists() for name in (UNFINISHED_NAME, WRITER_NAME)):
-        return False
-    if not all(has_size(folder / name, size) for name, size, _ in index.files()):
-        return False
-    return not _has_repaired(images, dataset, index, index.recipe)
+def _find_finished(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
+    """The index where nothing is to be done: no file is lost, no bad image was repaired, and no writer is left."""
+    if _check_run(folder, dataset, recipe) is None or not (folder / INDEX_NAME).exists():
+        return None
+    index = read_index(folder)
+    complete = all(has_size(folder / name, size) for name, size, _ in index.files())
+    if index.partial or not complete or (folder / WRITER_NAME).exists():
+        return None
+    return None if _has_repaired(images, dataset, index, index.recipe) else index
 
 
 def _has_repaired(images: Path, dataset: CocoDataset, index: ShardIndex | ShardResult, recipe: dict[str, Any]) -> bool:
@@ -332,19 +336,10 @@ def _has_repaired(images: Path, dataset: CocoDataset, index: ShardIndex | ShardR
 def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any]:
     """Mark the folder as unfinished; returns the recipe with the number of images in a shard.
 
-    Looks for an index again: another writer may have finished since, with other data.
+    Looks for shards again: another writer may have finished since, with other data.
     """
-    index = _find_index(folder, dataset, recipe)
-    if index is not None:
-        recipe = index.recipe
-    elif (mark := _find_mark(folder)) is not None:
-        recipe = {**recipe, "images_per_shard": mark["recipe"].get("images_per_shard")}
-        if mark != _make_mark(dataset.fingerprint, recipe):
-            raise ColabUtilsError(
-                f"expected an empty folder, found an unfinished run of other data or settings in {folder}. "
-                "Name another folder, or finish that run with its own settings."
-            )
-    else:
+    found = _check_run(folder, dataset, recipe)
+    if found is None:
         mean = _measure_images(images, dataset, recipe)
         needed, free = mean * len(dataset), find_free_space(folder)
         if needed > free:
@@ -352,36 +347,10 @@ def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict
                 f"expected about {format_bytes(needed)} of free space for {len(dataset):,} images in {folder}, found "
                 f"{format_bytes(free)}. Free some, name another folder, or store smaller images (--min-size)."
             )
-        recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
+        found = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
     remove_leftovers(folder)
-    write_file(folder / UNFINISHED_NAME, json.dumps(_make_mark(dataset.fingerprint, recipe)).encode())
     (folder / INDEX_NAME).unlink(missing_ok=True)
-    return recipe
-
-
-def _make_mark(fingerprint: str, recipe: dict[str, Any]) -> dict[str, Any]:
-    """What an unfinished folder and each of its shards say about the run that made them."""
-    return {"format_version": FORMAT_VERSION, "fingerprint": fingerprint, "recipe": recipe}
-
-
-def _find_mark(folder: Path) -> dict[str, Any] | None:
-    """Which run left its shards in this folder, as `_make_mark` gives it; None if there are none."""
-    path, shard = folder / UNFINISHED_NAME, min(folder.glob("shard-*.tar"), default=None)
-    try:
-        if path.exists():
-            mark = json.loads(path.read_bytes())
-        elif shard is not None:  # the index was lost: each shard knows its run
-            mark = read_head(shard.with_suffix(".arrays"))
-        else:
-            return None
-        return {name: mark[name] for name in _make_mark("", {})} | {"recipe": dict(mark["recipe"])}
-    except DriveLostError:
-        raise
-    except (ValueError, KeyError, TypeError, FileNotFoundError, ColabUtilsError):
-        raise ColabUtilsError(
-            f"expected an empty folder, found shards without an index, or the mark of something else, in {folder}. "
-            "Name another folder."
-        ) from None
+    return found
 
 
 def _measure_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> float:
@@ -419,19 +388,14 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
     """
     total = sum(len(job.dataset) for job in jobs)
     allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
-    with show_progress("preprocess", total=total, unit="image") as bar:
+    with show_progress("preprocess", total=total, unit="image") as bar, explain_ended_worker():
         if executor is not None:
-            with explain_ended_worker():
-                return _collect([executor.submit(_work, job) for job in jobs], total, allowed, bar)
-        count = min(processes, len(jobs))
-        context = multiprocessing.get_context("fork" if count > 1 else None)
+            return _collect([executor.submit(_write_shard, job) for job in jobs], total, allowed, bar)
+        context = multiprocessing.get_context("fork")
         shared = context.Value("q", 0), context.Event()
-        pool = fork_pool(count, _start_worker, *shared) if count > 1 else ThreadPoolExecutor(1)
-        work = _work if count > 1 else partial(_write_shard, shared=shared)
-        with pool:
+        with fork_pool(min(processes, len(jobs)), _start_worker, *shared) as pool:
             try:
-                with explain_ended_worker():
-                    return _collect([pool.submit(work, job) for job in jobs], total, allowed, bar, shared[0])
+                return _collect([pool.submit(_write_shard, job) for job in jobs], total, allowed, bar, shared[0])
             except BaseException:
                 shared[1].set()  # each worker gives up at its next image
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -455,12 +419,11 @@ def _collect(
     futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any = None
 ) -> list[ShardResult]:
     """The results of all jobs; ``done`` counts images where the workers share memory with this process."""
-    pending, finished = set(futures), set[Future[ShardResult]]()
+    pending = set(futures)
     try:
         while pending:
-            now, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-            finished |= now
-            results = [future.result() for future in finished]
+            pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).not_done
+            results = [future.result() for future in futures if future not in pending]
             bad = [image for result in results for image in result.skipped]
             count = sum(result.info.images + len(result.skipped) for result in results) if done is None else done.value
             bar.set_postfix_str(describe_retries(sum(result.retries for result in results)), refresh=False)
@@ -475,10 +438,10 @@ def _collect(
     finally:
         for future in pending:
             future.cancel()
-    return [future.result() for future in futures]
+    return results
 
 
-_shared: tuple[Any, Any] = None, None  # in a worker process
+_shared: tuple[Any, Any] = None, None  # in a worker process of our own
 
 
 def _start_worker(done: Any, stop: Any) -> None:
@@ -486,39 +449,34 @@ def _start_worker(done: Any, stop: Any) -> None:
     _shared = done, stop
 
 
-def _work(job: ShardJob) -> ShardResult:
-    """Write one shard in a worker process, or in a process of the user's executor, where nothing is shared."""
-    return _write_shard(job, _shared)
+def _count(images: int) -> None:
+    """Tell the parent of images that are done; give up where it says so."""
+    done, stop = _shared
+    if stop is not None and stop.is_set():
+        raise ColabUtilsError("stopped")
+    if done is not None:
+        with done.get_lock():
+            done.value += images
 
 
-def _write_shard(job: ShardJob, shared: tuple[Any, Any]) -> ShardResult:
-    """Write one shard, or find it finished: the tar first, then the arrays, whose head holds the tar's checksum.
+def _write_shard(job: ShardJob) -> ShardResult:
+    """Write one shard, or find it finished: the arrays first, whose head holds the tar's checksum, then the tar.
 
-    A shard whose images are all bad has no files. ``shared`` with all workers are the number of images that are done,
-    and an event: once it is set, the worker gives up at its next image, and Drive is not tried again.
+    A shard whose images are all bad has no files.
 
     Raises:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
-    done, stop = shared
-
-    def count(images: int) -> None:
-        if stop is not None and stop.is_set():
-            raise ColabUtilsError("stopped")
-        if done is not None:
-            with done.get_lock():
-                done.value += images
-
     tar_path, arrays_path = job.folder / f"{job.name}.tar", job.folder / f"{job.name}.arrays"
-    retries = Retries(stop)
+    retries = Retries(_shared[1])
     found = retries.run(partial(_find_shard, job, tar_path, arrays_path))
     if found is not None:
-        count(len(job.dataset))
+        _count(len(job.dataset))
         return found
-    tar, arrays, head = _build_shard(job, count, retries)
-    if head["images"]:
-        for path, parts in ((tar_path, tar), (arrays_path, [arrays])):
+    tar, arrays, head = _build_shard(job, retries)
+    if head["images"]:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
+        for path, parts in ((arrays_path, [arrays]), (tar_path, tar)):
             _call(retries, job.folder, write_file, path, *parts)
     return _make_result(head, arrays, retries.count)
 
@@ -541,15 +499,13 @@ def _find_shard(job: ShardJob, tar_path: Path, arrays_path: Path) -> ShardResult
     return None if _has_repaired(job.images, job.dataset, result, job.recipe) else result
 
 
-def _build_shard(
-    job: ShardJob, count: Callable[[int], None], retries: Retries
-) -> tuple[list[bytes], bytes, dict[str, Any]]:
+def _build_shard(job: ShardJob, retries: Retries) -> tuple[list[bytes], bytes, dict[str, Any]]:
     """The parts of a tar, its arrays, and their head, in memory."""
     tar, size, builder, annotations = list[bytes](), 0, ArraysBuilder(), 0
     skipped: list[SkippedImage] = []
     with closing(_read_ahead(job, retries)) as files:
         for i, reading in enumerate(files):
-            count(1)
+            _count(1)
             sample = try_sample(reading.result, job.dataset, i, job.recipe)
             if isinstance(sample, SkippedImage):
                 skipped.append(sample)
@@ -562,7 +518,10 @@ def _build_shard(
             builder.add(sample.record, sample.data, *spans)
             annotations += len(sample.record["annotations"])
     tar.append(bytes(2 * BLOCK_BYTES))
-    head = _make_mark(job.dataset.fingerprint, job.recipe) | {
+    head = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": job.dataset.fingerprint,
+        "recipe": job.recipe,
         "name": f"{job.name}.tar",
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
@@ -605,9 +564,3 @@ def _make_index(dataset: CocoDataset, recipe: dict[str, Any], results: list[Shar
         shards=tuple(result.info for result in results if result.info.images),
         skipped=tuple(image for result in results for image in result.skipped),
     )
-
-
-def _finish_folder(folder: Path, index: ShardIndex) -> None:
-    remove_leftovers(folder)
-    write_index(folder, index)
-    (folder / UNFINISHED_NAME).unlink(missing_ok=True)

@@ -111,12 +111,10 @@ def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
         tune_workers(many, batch_size=4, remember=False)
 
 
-def test_few_batches_and_whole_shards_are_not_tuned(tiny_shards, monkeypatch):
+def test_few_batches_are_not_tuned(tiny_shards, monkeypatch):
     monkeypatch.setattr(loader_module, "tune_workers", None)
     few = make_loader(ShardDataset(tiny_shards), batch_size=4)
     assert (few.tuning, few.backend, few.prefetch) == (None, "processes", 2)
-    whole = Subset(ShardDataset(tiny_shards, whole_shards=True), [i % 12 for i in range(320)])
-    assert make_loader(whole, batch_size=4).tuning is None
     assert make_loader(Small(), batch_size=1, workers=2, prefetch=3).prefetch == 3
 
 

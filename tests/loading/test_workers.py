@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import tarfile
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,7 @@ from torchvision.transforms import v2
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import buffers as slots
-from colab_utils.loading import workers
+from colab_utils.loading import buffers, workers
 from colab_utils.loading.buffers import SharedBuffer, SharedBufferPool
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -34,7 +32,7 @@ from colab_utils.shards.format import ShardInfo, hash_file, read_index, split_me
 
 from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, list_ids, spoil_image
 
-HAND_OFFS = [("threads", 0), ("threads", 2), ("loader_process", 2), ("processes", 2)]
+BACKENDS = [("threads", 0), ("threads", 2), ("loader_process", 2), ("processes", 2)]
 
 
 @pytest.fixture
@@ -47,8 +45,8 @@ def make(request):
     return build
 
 
-@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
-def test_every_hand_off_delivers_the_same(tiny_shards, make, backend, count):
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
+def test_every_backend_delivers_the_same(tiny_shards, make, backend, count):
     dataset = ShardDataset(tiny_shards)
     place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
     expected = list_ids(make(dataset, batch_size=5, workers=0, deliver="packed", seed=4))
@@ -61,47 +59,47 @@ def test_every_hand_off_delivers_the_same(tiny_shards, make, backend, count):
     assert seen == expected
 
 
-@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
 def test_batches_that_are_kept_stay_as_they_were(tiny_shards, make, backend, count):
     dataset = ShardDataset(tiny_shards)
     place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
     loader = make(dataset, batch_size=1, workers=count, backend=backend, deliver="packed")
     for _ in range(2):
-        kept = list(loader)  # more than there are slots
+        kept = list(loader)  # more than there are buffers
         for batch in kept:
             assert_equal_batches(dataset, place, batch.to_images("cpu"), batch.to_targets("cpu"))
 
 
 def test_memory_is_used_again():
-    ring = SharedBufferPool(1, 2)
-    numbers = [ring.take() for _ in range(3)]
+    pool = SharedBufferPool(1, 2)
+    numbers = [pool.take() for _ in range(3)]
     for number in numbers:
-        ring.slots[number].reserve(100)[:] = number
-    first, second, third = (ring.lend(number, 100) for number in numbers)
+        pool.buffers[number].reserve(100)[:] = number
+    first, second, third = (pool.lend(number, 100) for number in numbers)
     assert [part.unique().tolist() for part in (first, second, third)] == [[number] for number in numbers]
-    assert ring.take() == numbers[2]  # the third was copied out, because two are lent
+    assert pool.take() == numbers[2]  # the third was copied out, because two are lent
     part = first[10:20]
     del first
     gc.collect()
     with pytest.raises(IndexError):
-        ring.take()  # a piece of it is still in use
+        pool.take()  # a piece of it is still in use
     del part
-    assert ring.take() == numbers[0]
+    assert pool.take() == numbers[0]
     assert second.unique().tolist() == [numbers[1]]
 
 
-def test_a_slot_grows_and_what_was_lent_keeps_its_content():
-    slot = SharedBuffer()
-    small = slot.reserve(10)
+def test_a_buffer_grows_and_what_was_lent_keeps_its_content():
+    buffer = SharedBuffer()
+    small = buffer.reserve(10)
     small[:] = 7
-    large = slot.reserve(5 << 20)
+    large = buffer.reserve(5 << 20)
     assert small.tolist() == [7] * 10
     assert large[:10].tolist() == [7] * 10
     assert large.size == 5 << 20
 
 
 def test_a_batch_larger_than_memory_is_refused(make, monkeypatch):
-    monkeypatch.setattr(slots, "find_free_memory", lambda: 1000)
+    monkeypatch.setattr(buffers, "find_free_memory", lambda: 1000)
     for count in (0, 2):
         with pytest.raises(ColabUtilsError, match=r"shared memory for a batch.*1.0 kB free.*smaller batch"):
             list(make(Numbers(20), batch_size=4, workers=count))
@@ -111,7 +109,7 @@ def test_workers_that_cannot_start_are_said_and_done_without(make, monkeypatch):
     def refuse(*_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(workers, "_Processes", refuse)
+    monkeypatch.setattr(workers.WorkerPool, "__init__", refuse)
     loader = make(Numbers(6), batch_size=2, workers=2, shuffle=False, deliver="packed")
     with pytest.warns(ColabUtilsWarning, match=r"2 worker processes, found that they cannot be started.*in this proc"):
         assert flatten(list_ids(loader)) == list(range(6))
@@ -155,7 +153,7 @@ def act_with_two_bad(index):
         raise ColabUtilsError(f"expected a whole image, found half of {index}.jpg")
 
 
-@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
 def test_bad_samples_are_left_out_named_and_counted(make, backend, count):
     options = {"batch_size": 2, "workers": count, "backend": backend, "deliver": "packed", "shuffle": False}
     loader = make(Numbers(12, act_with_two_bad), max_bad=3, **options)
@@ -184,40 +182,14 @@ def test_a_batch_of_bad_samples_alone_is_passed_over(make, count):
         assert list_ids(loader) == [[0, 1], [4, 5]]
 
 
-@pytest.mark.parametrize("whole_shards", [False, True])
-def test_a_broken_image_in_a_shard_is_left_out_and_named(tiny_shards, tmp_path, make, whole_shards):
+def test_a_broken_image_in_a_shard_is_left_out_and_named(tiny_shards, tmp_path, make):
     folder = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
     name = spoil_image(folder, 3)
-    dataset = ShardDataset(folder, whole_shards=whole_shards)
+    dataset = ShardDataset(folder)
     loader = make(dataset, batch_size=5, workers=2, deliver="packed", max_bad=1)
     with pytest.warns(ColabUtilsWarning, match=name):
         got = flatten(list_ids(loader))
     assert sorted([*got, int(dataset.image_ids[3])]) == sorted(dataset.image_ids.tolist())
-
-
-# order
-
-
-def test_batches_out_of_order_are_the_same_batches_and_their_state_is_exact(make):
-    def act(index):
-        if index == 0:
-            time.sleep(0.5)  # the first batch is slow
-
-    options = {"batch_size": 2, "workers": 2, "deliver": "packed", "shuffle": False, "in_order": False}
-    loader = make(Numbers(20, act), **options)
-    order = []
-    for batch in loader:
-        order.append(batch.image_ids.tolist())
-        if len(order) == 2:
-            state = loader.state_dict()
-    assert order[0] != [0, 1]
-    assert sorted(order) == [[i, i + 1] for i in range(0, 20, 2)]
-    assert state["batch"] == 0
-    assert len(state["ahead"]) == 2
-    again = make(Numbers(20), **options)
-    again.load_state_dict(state)
-    assert sorted(order[:2] + list_ids(again)) == sorted(order)
-    assert again.epoch == 1
 
 
 # subsets, subclasses, raw pixels
@@ -275,10 +247,9 @@ def raw_shards(tiny_shards, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
-@pytest.mark.parametrize("whole_shards", [False, True])
-def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, backend, count, whole_shards):
-    compressed, raw = ShardDataset(tiny_shards), ShardDataset(raw_shards, whole_shards=whole_shards)
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
+def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, backend, count):
+    compressed, raw = ShardDataset(tiny_shards), ShardDataset(raw_shards)
     assert raw.is_decoded
     assert not compressed.is_decoded
     assert torch.equal(raw[2][0], compressed[2][0])
@@ -332,7 +303,7 @@ def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
     options = {"batch_size": 5, "shuffle": False, "workers": workers, "image_dtype": torch.uint8}
     plain = [pair for batch in make(dataset, **options) for pair in zip(*batch, strict=True)]
     some = [make(dataset, transforms=v2.RandomHorizontalFlip(0.5), seed=seed, **options) for seed in (1, 1, 2)]
-    assert all(loader.transforms is None for loader in some)
+    assert all(loader.settings.transforms is None for loader in some)
     found = [[pair for batch in loader for pair in zip(*batch, strict=True)] for loader in some]
     chosen = []
     for samples in found:

@@ -23,7 +23,7 @@ from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import (
     INDEX_NAME,
-    UNFINISHED_NAME,
+    WRITER_NAME,
     ShardIndex,
     ShardInfo,
     hash_file,
@@ -31,7 +31,7 @@ from colab_utils.shards.format import (
     write_index,
 )
 
-RECIPE = {"min_size": 800, "max_size": 1333, "jpeg_quality": 95, "images_per_shard": 2}
+RECIPE = {"min_size": 800, "max_size": 1333, "images_per_shard": 2}
 
 
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
@@ -306,10 +306,10 @@ def test_other_shards_in_the_target_are_left_alone(source, tmp_path):
     assert INDEX_NAME not in names(other)
 
 
-def test_an_unfinished_preprocess_in_the_target_is_left_alone(source, tmp_path):
+def test_a_preprocess_in_the_target_is_left_alone(source, tmp_path):
     (tmp_path / "ssd").mkdir()
-    (tmp_path / "ssd" / UNFINISHED_NAME).write_text("{}")
-    with pytest.raises(ColabUtilsError, match=r"unfinished preprocess"):
+    (tmp_path / "ssd" / WRITER_NAME).write_text("{}")
+    with pytest.raises(ColabUtilsError, match=r"found a preprocess in"):
         copy_shards(source, tmp_path / "ssd")
 
 

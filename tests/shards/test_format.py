@@ -96,7 +96,7 @@ def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
         read_index(tmp_path / "no")
     with pytest.raises(ColabUtilsError, match="Run preprocess"):
         read_index(tmp_path)
-    (tmp_path / "unfinished.json").touch()
+    (tmp_path / "shard-000003.arrays").touch()
     with pytest.raises(ColabUtilsError, match="it continues where it stopped"):
         read_index(tmp_path)
     (tmp_path / "index.json").mkdir()
@@ -146,7 +146,7 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
     dead, alive = process.pid, os.getppid()
-    gone = [f".shard-000001.tar.{dead}.part", f".index.json.{dead}.part", f".unfinished.json.{dead}.part"]
+    gone = [f".shard-000001.tar.{dead}.part", f".index.json.{dead}.part"]
     kept = [
         f".shard-000001.arrays.{alive}.part",
         f".my-notes.{dead}.part",
@@ -183,10 +183,9 @@ def test_members_make_a_plain_tar():
     assert len(blob) == (1 + 2) * 512 + (1 + 1) * 512 + 1024
 
 
-def test_checksums_of_bytes_and_files_agree(tmp_path, monkeypatch):
-    monkeypatch.setattr("colab_utils.shards.format.PIECE_BYTES", 7)
-    (tmp_path / "a").write_bytes(b"abc" * 1000)
-    assert hash_file(tmp_path / "a") == hash_bytes(b"abc" * 1000)
+def test_checksums_of_bytes_and_files_agree(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc" * 100_000)  # more than is read at once
+    assert hash_file(tmp_path / "a") == hash_bytes(b"abc" * 100_000)
 
 
 # the lock of a folder's one writer

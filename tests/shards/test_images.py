@@ -202,25 +202,10 @@ def test_raw_pixels_are_those_of_the_stored_image(name, data, kept, min_size):
     assert np.lib.format.read_magic(io.BytesIO(stored.data)) == (1, 0)
     pixels = np.load(io.BytesIO(stored.data), allow_pickle=False)
     assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (np.uint8, (height, width, 3), True)
-    other = store_image(data, (48, 64), min_size=min_size, max_size=1333, jpeg_quality=100)
+    other = store_image(data, (48, 64), min_size=min_size, max_size=1333)
     expected = np.array(Image.open(io.BytesIO(other.data)).convert("RGB"))
     lossy = other.extension == "jpg" and min_size == 24  # encoded after it was shrunk
-    assert np.abs(pixels.astype(int) - expected).mean() <= (2 if lossy else 0)
-
-
-def test_jpeg_quality_is_that_of_shrunk_images_alone():
-    data = save(RGB, "JPEG", quality=75)
-    sizes = [
-        len(store_image(data, (48, 64), min_size=24, max_size=100, jpeg_quality=quality).data)
-        for quality in (10, 90, 95)
-    ]
-    assert sizes == sorted(set(sizes))
-    assert store_image(data, (48, 64), **SIZES, jpeg_quality=10).data == data
-    default = store_image(data, (48, 64), min_size=24, max_size=100)
-    assert len(default.data) == sizes[2]
-    png = save(RGB, "PNG")
-    stored = [store_image(png, (48, 64), min_size=24, max_size=100, jpeg_quality=quality) for quality in (10, 95)]
-    assert stored[0] == stored[1]
+    assert np.abs(pixels.astype(int) - expected).mean() <= (4 if lossy else 0)
 
 
 def turn(orientation, size=(48, 64)):
