@@ -68,12 +68,7 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Stag
 
 
 def _choose_indices(dataset: CocoFolder | ShardDataset) -> list[int]:
-    generator = np.random.default_rng(0)
-    if isinstance(dataset, ShardDataset) and dataset.whole_shards:
-        # a shard is read whole on the first touch: only a run through one tells what an image costs
-        shard = dataset.shard_of[generator.integers(len(dataset))]
-        return np.flatnonzero(dataset.shard_of == shard).tolist()
-    return generator.permutation(len(dataset))[:64].tolist()
+    return np.random.default_rng(0).permutation(len(dataset))[:64].tolist()
 
 
 def time_dataset_stages(

@@ -185,8 +185,9 @@ class CocoFolder(_CocoSamples):
 
     Each sample is read, decoded, and its polygons become dense masks, as in torchvision's ``references/detection``
     (``CocoDetection`` with ``ConvertCocoPolysToMask``). Only the annotations are kept in flat arrays, where Drive
-    fails it is read again after growing waits, and no file outside the folder is opened. ``num_classes``, ``class_names``, ``category_ids``, ``image_ids`` and
-    ``fingerprint`` are as in ``ShardDataset``; the images are in the order of the file.
+    fails it is read again after growing waits, and no file outside the folder is opened. ``num_classes``,
+    ``class_names``, ``category_ids``, ``image_ids`` and ``fingerprint`` are as in ``ShardDataset``; the images are in
+    the order of the file.
 
     Args:
         images: the image folder.
@@ -261,7 +262,13 @@ class CocoFolder(_CocoSamples):
         Raises:
             ColabUtilsError: if it lies outside the image folder.
         """
-        return resolve_image(self.folder, self.coco.file_name(self._check(index)))
+        path = resolve_image(self.folder, self.coco.file_name(self._check(index)))
+        if not (real := path.resolve()).is_relative_to(self.folder.resolve()):
+            raise ColabUtilsError(
+                f"expected an image below {self.folder}, found the link {path} to {real}, which is not opened. Copy "
+                "the image there, or name the folder that holds it."
+            )
+        return path
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
@@ -493,6 +500,6 @@ class ShardDataset(_CocoSamples):
 
     def _explain_damage(self, index: int, found: str) -> ColabUtilsError:
         return ColabUtilsError(
-            f"expected a whole image and record in {self.find_path(index)}, found image {self.image_ids[index]} damaged "
-            f"({found}). Run verify on the shards, and copy or preprocess again what it names."
+            f"expected a whole image and record in {self.find_path(index)}, found image {self.image_ids[index]} "
+            f"damaged ({found}). Run verify on the shards, and copy or preprocess again what it names."
         )

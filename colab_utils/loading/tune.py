@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter, sleep, thread_time
@@ -237,11 +237,7 @@ def _measure_rate(
 
 
 def _repeat(order: BatchSampler) -> Iterator[tuple[int, Any]]:
-    plan = order.plan()
-    number = 0
-    while True:
-        yield number, [i for _, part in plan[number % len(plan)] for i in part]
-        number += 1
+    yield from enumerate(cycle(order))
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def test_verify_measures_shards_of_a_sample(tiny_dataset, plain):
 
 
 def test_shards_on_a_slow_drive(tiny_shards):
-    loader = make_loader(ShardDataset(tiny_shards, profile=SLOW, whole_shards=False), batch_size=2, workers=0)
+    loader = make_loader(ShardDataset(tiny_shards, profile=SLOW), batch_size=2, workers=0)
     found = diagnose(loader, _sleep_step(0.002), seconds=2, verify=True)
     fixes = _by_name(found.fixes)
     assert "packed masks" not in fixes  # they are packed already
