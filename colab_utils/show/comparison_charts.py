@@ -149,7 +149,7 @@ def plot_epochs(comparison: Comparison | Mapping[str, Any]) -> Figure:
 def _read_rows(
     comparison: Comparison | Mapping[str, Any], key: str, *, fair: bool = False
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The comparison as ``comparison.json`` has it, and its strategies with ``key``; if ``fair``, the comparable ones."""
+    """The comparison as ``comparison.json`` has it, and its strategies with ``key``, ``fair``: the comparable ones."""
     content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
     timed = [row for row in content["strategies"] if row[key] not in (None, (), [])]
     rows = {row["name"]: row for row in timed if row["comparable"] or not fair}

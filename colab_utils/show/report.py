@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
 __all__ = [
-    "check_receipt_folder", "describe_comparison", "describe_null_results", "tabulate_comparison", "tabulate_forecasts",
-    "write_receipt",
+    "check_receipt_folder", "describe_comparison", "describe_null_results", "tabulate_comparison", "write_receipt",
 ]  # fmt: skip
 
 _TITLE = "Receipt: ways of loading, side by side"
@@ -47,9 +46,6 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
             parts += [f"<h2>{heading}</h2>", embed_figure(plot(content))]
         except ColabUtilsError:
             continue  # nothing of it was measured
-    if comparison.forecasts:
-        parts.append("<h2>What was forecast, from loose files on Drive alone</h2>")
-        parts.append(f'<div class="scroll">{tabulate_forecasts(comparison).to_html()}</div>')
     parts.append("<h2>What each name means</h2><dl>")
     for row in content["strategies"]:
         parts.append(_to_html("dt", f"{name_strategy(row['name'])} ({row['name']})") + _to_html("dd", row["idea"]))
@@ -123,23 +119,6 @@ def _tabulate_row(row: Mapping[str, Any]) -> dict[str, Any]:
         "read from": row["place"],
         "note": row["note"],
     }
-
-
-def tabulate_forecasts(comparison: Comparison) -> Table:
-    """What `diagnose` forecast for each fix, and what the strategy with this fix then reached.
-
-    Raises:
-        ColabUtilsError: there are no forecasts to check.
-    """
-    return make_table([
-        {
-            "fix": found.fix, "way of loading": name_strategy(found.strategy),
-            "forecast images/s": found.forecast_images_per_second or "not tried",
-            "measured images/s": found.measured_images_per_second,
-            "error": f"{found.error:+.0%}" if found.forecast_images_per_second else None,
-        }
-        for found in comparison.forecasts
-    ])  # fmt: skip
 
 
 def describe_comparison(content: Mapping[str, Any], *, brief: bool = False) -> str:
