@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -19,18 +19,10 @@ from colab_utils.loading.batch import PackedBatch, Target
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import Tuning, tune_workers
-from colab_utils.loading.workers import (
-    Backend,
-    DeadWorker,
-    Fetcher,
-    Loaded,
-    Prefetcher,
-    WorkerJob,
-    describe_workers,
-)
+from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
 
-__all__ = ["Loader", "LoaderSettings", "make_loader"]
+__all__ = ["Loader", "LoaderSettings", "find_device", "make_loader"]
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 Delivery = Literal["dense", "packed"]
@@ -157,7 +149,7 @@ def make_loader(
     on_worker = transform_on == "worker"
     rank, ranks = _find_ranks(rank, ranks)
     settings = LoaderSettings(
-        batch_size=batch_size, device=_find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
+        batch_size=batch_size, device=find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
         workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank, ranks=ranks,
         backend="processes" if backend == "auto" else backend, prefetch=2 if prefetch == "auto" else prefetch,
         transforms=None if on_worker else transforms,
@@ -262,14 +254,14 @@ class Loader:
         self._passes += 1
         this_pass = self._passes
         self._order.epoch = self.epoch
-        for loaded in self._run():
-            self._count_bad(loaded)
-            self._delivered = loaded.number + 1
-            self.total = self._totals.pop(loaded.number)
+        for number, batch, bad in self._run():
+            self._count_bad(bad)
+            self._delivered = number + 1
+            self.total = self._totals.pop(number)
             if not self.left:
                 self._end_epoch()
-            if loaded.batch is not None or self.settings.ranks > 1:
-                yield self._place(loaded.batch) if loaded.batch is not None else None
+            if batch is not None or self.settings.ranks > 1:
+                yield batch and self._place(batch)
                 if this_pass != self._passes:  # before waiting: the results of this pass went to the other one
                     raise ColabUtilsError(
                         "expected one pass over a loader at a time, found a second one. Make two loaders."
@@ -281,7 +273,7 @@ class Loader:
         self._windows = []
         self._order.go_on(())
 
-    def _run(self) -> Iterator[Loaded]:
+    def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
         self._dead = None
         try:
@@ -342,8 +334,8 @@ class Loader:
         if skip is not None:
             self._skipped.add(skip)
 
-    def _count_bad(self, loaded: Loaded) -> None:
-        for index, found in loaded.bad:
+    def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
+        for index, found in bad:
             self.bad.append((index, found))
             if len(self.bad) > self.settings.max_bad:
                 self.close()
@@ -419,7 +411,16 @@ class Loader:
             self._prefetcher = None
 
 
-def _find_device(device: torch.device | str) -> torch.device:
+def find_device(device: torch.device | str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ColabUtilsError: if there is none, or no GPU.
+
+    Example:
+        >>> find_device("cpu")
+        device(type='cpu')
+    """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
