@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -133,7 +134,7 @@ def diagnose(
 def _put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     """Put back what the measured batches and steps change: all random states, the loader's order, and these parts."""
     parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
-    owners = (getattr(loader, "sampler", None), loader)
+    owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
     orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
     states: list[tuple[Callable[[Any], Any], Any]] = [
         (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
@@ -171,8 +172,8 @@ class _CachedBatches:
 
     def find_contention(self, now: BatchTimes, cached: BatchTimes) -> float:
         """How many times as long the step takes beside the loader, on these batches."""
-        took_s = np.mean([now.step_s[number] for number in self.kept])
-        return float(max(1.0, took_s / max(float(np.mean(cached.step_s)), 1e-9)))
+        took_s = fmean(now.step_s[number] for number in self.kept)
+        return max(1.0, took_s / max(fmean(cached.step_s), 1e-9))
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:

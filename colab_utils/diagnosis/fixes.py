@@ -118,9 +118,9 @@ class Situation:
             return None
         own, wall_s = self.step, sum(self.cached.step_s)
         if not isinstance(own, EmulatedStep):
-            # with a GPU, a thread of its own launches the backward pass
-            busy = max(self.cached.step_cpu_s, self.cached.cpu_s) / wall_s
-            own = EmulatedStep(1000 * wall_s / len(self.cached.step_s), min(max(busy, _LEAST_BUSY), 1.0))
+            # on a GPU, a thread of its own launches the backward pass
+            cpu_s = self.cached.cpu_s if torch.cuda.is_initialized() else self.cached.step_cpu_s
+            own = EmulatedStep(1000 * wall_s / len(self.cached.step_s), min(max(cpu_s / wall_s, _LEAST_BUSY), 1.0))
         return EmulatedStep(own.step_ms / faster, own.busy)
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:

@@ -44,7 +44,8 @@ class StageTimes:
 
 def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> StageTimes:
     """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many ``images``."""
-    dataset, plain = getattr(loader, "dataset", None), isinstance(loader, DataLoader)
+    dataset: Any = getattr(loader, "dataset", None)
+    plain = isinstance(loader, DataLoader)
     stages, reads, indices, samples = dict[str, Stage](), tuple[Stage, ...](), list[int](), list[Any]()
     if hasattr(dataset, "__len__"):
         indices = np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()

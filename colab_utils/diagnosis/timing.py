@@ -250,7 +250,7 @@ def _count_images(batch: Any) -> int:
     if isinstance(batch, list) and not _is_pair(batch) and batch and _is_sample(batch[0]):
         return len(batch)
     columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    return next((len(column) for column in columns if hasattr(column, "__len__") and getattr(column, "ndim", 1)), 1)
+    return next((len(column) for column in columns if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0), 1)
 
 
 def _is_sample(value: Any) -> bool:
