@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import plan_batches
@@ -81,6 +81,8 @@ def make_loader(
     deliver: Delivery = "dense",
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
+    sampler: Sampler[int] | None = None,
+    drop_last: bool = False,
     seed: int = 0,
     prefetch: int = PREFETCH,
     group_by_aspect_ratio: bool = True,
@@ -109,6 +111,9 @@ def make_loader(
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
             normalises itself.
         shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
+        sampler: gives the indices of each epoch instead, as in torch's ``DataLoader``, such as a
+            ``WeightedRandomSampler``; it has a length, and draws from ``seed`` unless it has a generator of its own.
+        drop_last: leave out the last batch of an epoch where it is not full.
         seed: of the order, and of all random numbers in your dataset and in ``transforms`` on the worker: the same
             samples with any backend and any number of workers.
         prefetch: batches that each worker prepares ahead.
@@ -121,7 +126,8 @@ def make_loader(
         max_bad: images in all that may fail to load, with whatever exception, and are left out, each with a warning;
             one more is an error.
         rank: of this process, where several train together: it gets its share of the images of each batch, or None in
-            place of a batch that has none for it. Taken from ``torch.distributed`` where that is initialised.
+            place of a batch that has none for it. Taken from ``torch.distributed`` where that is initialised and there
+            is no ``sampler``.
         ranks: how many processes those are.
 
     Raises:
@@ -147,20 +153,22 @@ def make_loader(
     if transform_on not in ("device", "worker"):
         raise ColabUtilsError(f"expected transform_on as one of device, worker, found {transform_on!r}")
     on_worker = transform_on == "worker"
-    rank, ranks = _find_ranks(rank, ranks)
+    if sampler is None and rank is None and ranks is None:
+        rank, ranks = _find_ranks()
     settings = LoaderSettings(
         batch_size=batch_size, device=find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
-        workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank, ranks=ranks,
+        workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank or 0,
         backend="processes" if backend == "auto" else backend, prefetch=prefetch,
-        transforms=None if on_worker else transforms,
+        transforms=None if on_worker else transforms, ranks=1 if ranks is None else ranks,
     )  # fmt: skip
     fetcher, settings = _make_fetcher(dataset, settings, transforms if on_worker else None)
     order = BatchSampler(
-        len(fetcher), settings.batch_size, settings.seed if shuffle else None,
+        len(fetcher), settings.batch_size, settings.seed if shuffle else None, sampler=sampler, drop_last=drop_last,
         sizes=fetcher.sizes if group_by_aspect_ratio else None,
     )  # fmt: skip
-    tuning = None
-    is_here = fetcher.arrival is None or fetcher.arrival.is_complete
+    is_here, tuning = fetcher.arrival is None or fetcher.arrival.is_complete, None
+    if sampler is not None and not is_here:
+        raise ColabUtilsError("expected no sampler while shards arrive, found one. Wait until all are here.")
     if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * settings.batch_size:
         only = None if backend == "auto" else settings.backend
         tuning = tune_workers(fetcher, batch_size=settings.batch_size, backend=only)
@@ -178,12 +186,12 @@ def _check_dataset(dataset: Any) -> None:
         raise ColabUtilsError("expected a dataset with images, found an empty one")
 
 
-def _find_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
+def _find_ranks() -> tuple[int, int]:
     """Which of how many processes this is."""
     distributed = torch.distributed
-    if rank is None and ranks is None and distributed.is_available() and distributed.is_initialized():
+    if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    return rank or 0, 1 if ranks is None else ranks
+    return 0, 1
 
 
 def _make_fetcher(
@@ -372,7 +380,7 @@ class Loader:
         here = self._describe_order()
         there = {key: state.get(key, value) for key, value in here.items()}
         size, count, skipped = there["batch_size"], state["batch"], set(state.get("skipped", ()))
-        resized = size != self.batch_size and not state.get("joined")
+        resized = size != self.batch_size and not state.get("joined") and self._order.sampler is None
         if there != (here | {"batch_size": size} if resized else here):
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
         self.epoch = self._order.epoch = state["epoch"]

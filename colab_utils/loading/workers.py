@@ -12,7 +12,6 @@ import mmap
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import shutil
 import signal
@@ -22,7 +21,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from errno import ENOMEM
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -50,6 +49,7 @@ from colab_utils.loading.batch import (
     write_batch,
 )
 from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.sampler import seed_random
 from colab_utils.loading.transforms import Transforms, apply_transforms
 from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork, require_linux
 
@@ -110,7 +110,7 @@ class Fetcher:
             rows = indices if self._rows is None else self._rows[list(indices)].tolist()
             return write_batch(self._base, rows, reserve, dense=self.dense, flips=flips)
         samples = []
-        with _seed_random(seed) if self.may_draw else nullcontext():
+        with seed_random(seed) if self.may_draw else nullcontext():
             for place, index in enumerate(indices):
                 with blame_sample(place):
                     samples.append(self._read_sample(index))
@@ -135,22 +135,6 @@ def _writes_itself(kind: type) -> bool:
     """Whether a dataset can write itself, and no subclass gives other samples."""
     owners = [next((c for c in kind.__mro__ if name in vars(c)), None) for name in ("read_into", "__getitem__")]
     return owners[0] is not None and owners[0] is owners[1]
-
-
-@contextmanager
-def _seed_random(seed: Sequence[int]) -> Iterator[None]:
-    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this process's as they were."""
-    entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(entropy[0])
-    np.random.seed(entropy[1] % 2**32)
-    torch.default_generator.manual_seed(entropy[2])
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
 
 
 class SharedBuffer:
