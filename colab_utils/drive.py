@@ -22,6 +22,7 @@ __all__ = [
     "DriveProfile",
     "Retries",
     "describe_retries",
+    "drop_cached",
     "get_profile",
     "guard_drive",
     "is_on_drive",
@@ -219,6 +220,13 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
     if profile is not None:
         _wait(profile.open_s + len(content) / profile.bytes_per_s, started)
     return content
+
+
+def drop_cached(path: Path) -> None:
+    """Drop what Linux keeps of a file in memory; elsewhere, and for what is no file, do nothing."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class DriveFile:
