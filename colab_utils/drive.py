@@ -16,17 +16,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
 
 __all__ = [
-    "DRIVE_PROFILES",
-    "DriveFile",
-    "DriveLostError",
-    "DriveProfile",
-    "Retries",
-    "describe_retries",
-    "get_profile",
-    "guard_drive",
-    "is_on_drive",
-    "read_file",
-]
+    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "describe_retries", "get_profile",
+    "guard_drive", "is_on_drive", "read_file",
+]  # fmt: skip
 
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
 _Result = TypeVar("_Result")
@@ -48,13 +40,6 @@ class DriveProfile:
     """Bytes a second from there on."""
     source: str
     """Where the two figures come from."""
-
-    def __post_init__(self) -> None:
-        if not (self.open_s >= 0 and self.bytes_per_s > 0):
-            raise ColabUtilsError(
-                f"expected open_s >= 0 and bytes_per_s > 0 in Drive profile {self.name!r}, found "
-                f"open_s={self.open_s} and bytes_per_s={self.bytes_per_s}: correct the profile"
-            )
 
     def __str__(self) -> str:
         return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
@@ -90,8 +75,7 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
     if name is None or isinstance(name, DriveProfile):
         return name
     if name not in DRIVE_PROFILES and name != "none":
-        names = ", ".join([*DRIVE_PROFILES, "none"])
-        raise ColabUtilsError(f"expected a Drive profile, one of {names}; found {name!r}: choose one of them")
+        raise ColabUtilsError(f"expected a Drive profile, one of {', '.join(DRIVE_PROFILES)}, none; found {name!r}")
     return DRIVE_PROFILES.get(name)
 
 
@@ -133,10 +117,11 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         if error.errno != errno.ENOTCONN and not refused:
             raise
         why = " or refuses (its quota, or too many files in one folder)" if refused else ""
+        cure = (
+            "remount it with drive.mount('/content/drive', force_remount=True), or restart the session; then run again"
+        )
         raise DriveLostError(
-            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): "
-            "remount it with drive.mount('/content/drive', force_remount=True) from google.colab, "
-            "or restart the session, then run this again"
+            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): {cure}"
         ) from error
 
 
@@ -156,7 +141,6 @@ class Retries:
 
     def __init__(self, stop: Any = None) -> None:
         self.count, self.failing, self.stop = 0, False, stop or threading.Event()
-        self._lock = threading.Lock()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """What ``call`` returns.
@@ -172,8 +156,7 @@ class Retries:
                 self.failing, wait_s = True, next(waits, None)
                 if wait_s is None or self.stop.is_set():
                     raise
-                with self._lock:
-                    self.count += 1
+                self.count += 1
                 self.stop.wait(wait_s)
             else:
                 self.failing = False
@@ -216,8 +199,7 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
             return file.read()
 
     content = retries.run(read) if retries else read()
-    if profile is not None:
-        _wait(profile.open_s + len(content) / profile.bytes_per_s, started)
+    _wait(profile, True, len(content), started)
     return content
 
 
@@ -242,7 +224,7 @@ class DriveFile:
         retries.run(self._open) if retries else self._open()
         self.size = os.fstat(self._descriptors[-1]).st_size
         self._next: int | None = None  # where a contiguous read would start
-        self._late_s = 0.0 if profile is None else _wait(profile.open_s, started)
+        _wait(profile, True, 0, started)
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -267,9 +249,7 @@ class DriveFile:
                     got += count
 
         self.retries.run(fill) if self.retries else fill()
-        if self.profile is not None:
-            jump_s = 0.0 if self._next in (None, offset) else self.profile.open_s
-            self._late_s = _wait(jump_s + got / self.profile.bytes_per_s - self._late_s, started)
+        _wait(self.profile, self._next not in (None, offset), got, started)
         self._next = offset + got
         return got
 
@@ -293,12 +273,9 @@ class DriveFile:
         self.close()  # os.open has no owner that would do it
 
 
-def _wait(asked_s: float, started: float) -> float:
-    """Sleep until ``asked_s`` after ``started``; returns how many seconds too late that ended, which the next wait
-    leaves out.
-    """
-    rest_s = asked_s - (perf_counter() - started)
-    if rest_s <= 0:
-        return 0.0
-    sleep(rest_s)
-    return max(0.0, perf_counter() - started - asked_s)
+def _wait(profile: DriveProfile | None, opens: bool, count: int, started: float) -> None:
+    """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``."""
+    if profile is not None:
+        rest_s = opens * profile.open_s + count / profile.bytes_per_s - (perf_counter() - started)
+        if rest_s > 0:
+            sleep(rest_s)

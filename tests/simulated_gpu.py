@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.training.fake_gpu import FakeGpu
+from benchmarks.memory import CountedMemory
 
-__all__ = ["GpuTensor", "SimulatedGpu"]
+__all__ = ["FakeGpu", "GpuTensor", "SimulatedGpu"]
 
 DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
 CROSSING = {"to", "copy_", "type", "cuda", "cpu"}
@@ -32,6 +32,19 @@ READING = {
 FROM_NUMBERS = {"tensor", "as_tensor", "new_tensor"}
 PLAIN = {"_parse_to", "_has_compatible_shallow_copy_type"}
 INDICES = (torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+class FakeGpu(CountedMemory):
+    """A gauge of `colab_utils.training.memory`. ``with`` it, everything that torch makes counts."""
+
+    def measure_limit(self) -> int:
+        return self.limit
+
+    def measure_peak(self, call) -> int:
+        self.reset_peak()
+        with self:
+            call()
+        return self.peak
 
 
 class GpuTensor(Tensor):

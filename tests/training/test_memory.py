@@ -20,8 +20,8 @@ from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
 from colab_utils.training.settings import TrainingPlan
 from colab_utils.training.step import TrainingStep, free_memory
 from colab_utils.training.train import train
+from tests.simulated_gpu import FakeGpu
 from tests.tiny_model import TINY_MODEL
-from tests.training.fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.usefixtures("one_thread", "few_objects")
 GENEROUS = 4_000_000_000
