@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_receipt_folder(options.report)
         found = compare(
-            options.images, options.annotations, folder=options.report / "work", forecast_s=0,
+            options.images, options.annotations, folder=options.report / "work",
             strategies=[PEERS.get(name, name) for name in names], drive_profile=options.drive_profile,
             step_ms=options.step_ms, batch_size=options.batch_size, batches=options.batches, repeats=options.repeats,
             timeline_s=options.seconds,

@@ -33,15 +33,12 @@ BATCH_SIZES = {"photos_12mp": 2}  # a dense batch of 4 photos is half a GB, and 
 
 
 class Endless(Sampler[int]):
-    """Every image in an order by chance, again and again, and the same from the start in each pass: no epoch ends while
-    it is timed, and a few heavy images weigh the same before and after a fix.
+    """Every image in a random order, again and again, and the same from the start in each pass: no epoch ends while it
+    is timed, and a few heavy images weigh the same before and after a fix.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
-
-    def __len__(self) -> int:
-        return 1_000_000
 
     def __iter__(self) -> Iterator[int]:
         chance = random.Random(0)
@@ -60,7 +57,7 @@ class Case:
 
 
 def list_cases(count: int, *, seed: int = 0) -> list[Case]:
-    """So many cases in an order by chance; each dataset with each profile comes once before one comes again.
+    """So many cases in a random order; each dataset with each profile comes once before one comes again.
 
     Example:
         >>> len({(case.data, case.profile) for case in list_cases(16)})
@@ -89,13 +86,13 @@ def run_case(case: Case, images: Path, annotations: Path, *, seconds: float) -> 
     again = time_batches(loader, EmulatedStep(case.step_ms), batches=500, max_s=0.4 * seconds) if found.fixes else None
     return [
         {
-            **asdict(case), "fix": fix.name, "now": found.images_per_second, "headspace": found.headspace,
+            **asdict(case), "fix": fix.id, "now": found.images_per_second, "headspace": found.headspace,
             "again": again.images_per_second if again else None,
             "forecast": fix.forecast_images_per_second, "measured": fix.measured_images_per_second,
             "error": fix.forecast_images_per_second / fix.measured_images_per_second - 1,
         }
         for fix in found.fixes
-        if fix.measured_images_per_second
+        if fix.forecast_images_per_second and fix.measured_images_per_second
     ]  # fmt: skip
 
 

@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _finish(report: Any, command: str, target: str) -> int:
     """Print the report, write its JSON, and name what is wrong in it."""
-    text = _to_json({"command": command, **dataclasses.asdict(report)})
+    content = {"command": command, **dataclasses.asdict(report)}
+    if "stages" in content:  # the older name stays in the JSON
+        content["layers"] = content.pop("stages")
+    text = _to_json(content)
     if target == "-":
         _print(text)
     else:
@@ -181,9 +184,7 @@ def _compare(report: str, strategies: str = "", seconds: float = 30, **options: 
 
     check_receipt_folder(report)
     names = [name.strip() for name in strategies.split(",")] if strategies else None
-    found = colab_utils.compare(
-        **options, folder=Path(report) / "work", strategies=names, timeline_s=seconds, forecast_s=min(20.0, seconds)
-    )
+    found = colab_utils.compare(**options, folder=Path(report) / "work", strategies=names, timeline_s=seconds)
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
     return found
 

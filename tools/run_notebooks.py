@@ -193,8 +193,6 @@ def _run_notebook(name: str, notebook: Any, output: Path, work: Path, *, on_cell
 
     root = str(Path(__file__).resolve().parent.parent)
     search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
-    # Threads of a CPU training that spin while they wait make it several times slower on a busy machine.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": search}
     running: list[Any] = []
     client = NotebookClient(
         notebook,
@@ -208,7 +206,7 @@ def _run_notebook(name: str, notebook: Any, output: Path, work: Path, *, on_cell
     failure: Exception | None = None
     try:
         with open(work / "kernel.log", "ab") as log:  # what the kernel says beside the notebook
-            client.execute(env=environment, stdout=log, stderr=log)
+            client.execute(env={**os.environ, "PYTHONPATH": search}, stdout=log, stderr=log)
     except (CellExecutionError, CellControlSignal, DeadKernelError, RuntimeError, TimeoutError) as error:
         failure = error
     run = NotebookRun(name, output / f"{name}.ipynb", output / f"{name}.html", perf_counter() - started)

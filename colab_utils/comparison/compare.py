@@ -14,27 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
 
 from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData
-from colab_utils.comparison.strategies import PillowFolder, Setting, Strategy, choose_strategies, deliver, end_workers
-from colab_utils.diagnosis.diagnose import diagnose
+from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies
 from colab_utils.diagnosis.resources import measure_memory
 from colab_utils.diagnosis.stages import drop_cached
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, describe_error, time_batches
 from colab_utils.drive import DriveProfile, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import Machine, describe_machine, quiet_fork, show_progress
+from colab_utils.runtime import Machine, describe_machine, show_progress
 
-__all__ = ["CheckedForecast", "Comparison", "StrategyTiming", "compare", "find_pay_back"]
+__all__ = ["Comparison", "StrategyTiming", "compare", "find_pay_back"]
 
 _MAX_RUN_S = 30.0  # for one repeat of one strategy
 _BASELINES = ("dataloader", "sequential")  # what the others are compared with: the first that was timed
 _HELPS = 1.1  # times as fast as the baseline
-_STRATEGY_OF_FIX = {
-    "local_files": "dataloader_on_ssd", "shards": "shards_on_ssd", "packed_masks": "packed", "in_memory": "in_memory",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,25 +99,6 @@ class StrategyTiming:
 
 
 @dataclass(frozen=True)
-class CheckedForecast:
-    """What `diagnose` forecast for a fix, from the baseline alone, and what the strategy with that fix reached."""
-
-    fix: str
-    """Its name."""
-    strategy: str
-    """The strategy with that fix."""
-    forecast_images_per_second: float
-    """What `diagnose` forecast."""
-    measured_images_per_second: float
-    """What the strategy reached."""
-
-    @property
-    def error(self) -> float:
-        """Forecast / measured - 1."""
-        return self.forecast_images_per_second / self.measured_images_per_second - 1
-
-
-@dataclass(frozen=True)
 class Comparison:
     """What `compare` found; its fields are the keys of the command's JSON."""
 
@@ -150,8 +126,6 @@ class Comparison:
     """The strategy that the others are compared with."""
     no_help: tuple[str, ...] = ()
     """The strategies that are less than 1.1 times as fast as the baseline."""
-    forecasts: tuple[CheckedForecast, ...] = ()
-    """What `diagnose` forecast, and what was measured."""
 
     def __str__(self) -> str:
         head = f"{self.dataset['images']} images of {self.dataset['name']}, step {self.step}, {self.machine}"
@@ -163,7 +137,7 @@ def compare(
     strategies: Sequence[str | Strategy] | None = None, drive_profile: str | DriveProfile | None = "typical",
     step: Callable[..., Any] | None = None, step_ms: float = 100.0, batch_size: int = 4, batches: int = 24,
     repeats: int = 3, workers: int = 2, max_images: int = 240, min_size: int = 800, max_size: int = 1333,
-    timeline_s: float = 30.0, forecast_s: float = 20.0,
+    timeline_s: float = 30.0,
 ) -> Comparison:  # fmt: skip
     """Time every strategy on the same images with the same step, after checking that their samples are equal.
 
@@ -190,8 +164,6 @@ def compare(
         min_size: the shorter side that training needs, pixels: larger images are stored smaller.
         max_size: the longer side that training needs, pixels.
         timeline_s: seconds that each strategy runs cold.
-        forecast_s: seconds for `diagnose`, whose forecasts for the baseline are shown with what was measured; 0 makes
-            no forecasts.
 
     Raises:
         ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
@@ -207,8 +179,6 @@ def compare(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     setting = Setting(prepared, profile, batch_size, workers, device)
     step = EmulatedStep(step_ms) if step is None else step
-    names = [strategy.name for strategy in chosen]
-    fixes = _forecast_fixes(setting, step, seconds=forecast_s) if forecast_s and _BASELINES[0] in names else []
     runner = _Runner(setting, step, batches=batches, timeline_s=timeline_s)
     rows, note = _run_in_turns(runner, chosen, repeats=repeats)
     timings = _compare_with_baseline([_summarise(row, setting) for row in rows])
@@ -229,36 +199,11 @@ def compare(
         note=f"{note} {_describe_bad(prepared)}".strip(),
         baseline=baseline.name,
         no_help=_list_no_help(timings, baseline),
-        forecasts=_check_forecasts(fixes, timings),
     )  # fmt: skip
 
 
 def _describe_bad(prepared: PreparedData) -> str:
     return f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
-
-
-def _forecast_fixes(setting: Setting, step: Any, *, seconds: float) -> list[Any]:
-    """The fixes that `diagnose` finds for a plain ``DataLoader`` over the files on Drive."""
-    dataset = PillowFolder(setting.prepared.images, setting.prepared.annotations, profile=setting.profile)
-
-    def scale_and_step(images: Any, targets: Any) -> None:
-        step(*deliver(zip(images, targets, strict=True), setting.device))
-
-    with quiet_fork():
-        loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=setting.batch_size, shuffle=True, num_workers=setting.workers, collate_fn=_collate,
-            persistent_workers=setting.workers > 0,
-        )  # fmt: skip
-    try:
-        return list(diagnose(loader, scale_and_step, seconds=seconds).fixes)
-    except ColabUtilsError:
-        return []  # the row of the baseline tells why
-    finally:
-        end_workers(loader)
-
-
-def _collate(samples: list[Any]) -> tuple[Any, ...]:
-    return tuple(zip(*samples, strict=True))
 
 
 @dataclass
@@ -436,14 +381,3 @@ def find_pay_back(timing: StrategyTiming, base: StrategyTiming) -> float | None:
 def _list_no_help(timings: Sequence[StrategyTiming], baseline: StrategyTiming) -> tuple[str, ...]:
     others = [timing for timing in timings if timing.comparable and timing.name != baseline.name]
     return tuple(timing.name for timing in others if timing.ratio is not None and timing.ratio < _HELPS)
-
-
-def _check_forecasts(fixes: Sequence[Any], timings: Sequence[StrategyTiming]) -> tuple[CheckedForecast, ...]:
-    """The forecasts of the fixes whose strategy was timed, with what it reached."""
-    rates = {timing.name: timing.images_per_second for timing in timings if timing.comparable}
-    found = []
-    for fix in fixes:
-        strategy, forecast = _STRATEGY_OF_FIX.get(fix.id, ""), fix.forecast_images_per_second
-        if forecast and (rate := rates.get(strategy)):
-            found.append(CheckedForecast(fix.name, strategy, forecast, rate))
-    return tuple(found)

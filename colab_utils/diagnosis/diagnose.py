@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -14,90 +17,95 @@ from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.drive_doctor import DriveHealth, examine_drive
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
-from colab_utils.diagnosis.resources import Resources, summarise_samples, watch_resources
-from colab_utils.diagnosis.stages import time_stages
+from colab_utils.diagnosis.resources import Resources, summarise_readings, watch_resources
+from colab_utils.diagnosis.stages import find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, describe_error, make_stage, time_batches
 from colab_utils.diagnosis.watchdog import watch
 from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
+from colab_utils.runtime import find_free_memory
 
 __all__ = ["Diagnosis", "Fix", "Stage", "diagnose"]
 
+_WARMUP = 4  # batches
 _CACHED_BATCHES = 4
-
-
-_SAMPLED = 16  # images that the fixes are forecast on
-
-
+_CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
+_SAMPLED, _VERIFIED = 16, 64  # images that the fixes for the data are forecast on, and measured on
 _SHOWN_FIXES = 3
-
-
 _TIMEOUT_S = 60.0  # for a batch
-
-
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found; its fields are the keys of the command's JSON.
-
-    ``headspace`` is images per second on cached batches divided by those now; ``stall_share`` is wait / (wait + step),
-    0 to 1; *collate and hand-off* is what the other ``stages`` leave of a `Loader`'s time; ``fixes`` are empty where
-    the loader is fine; ``confidence`` begins with high, medium or low; ``step`` is "real", "none" or "emulated ...".
-    ``reads`` tells *cold* and *warm* reads apart, for a `CocoFolder` or a `ShardDataset`; ``resources`` is what the
-    loader used while it ran; ``drive`` is what `examine_drive` found, where the dataset lies on Google Drive.
-    """
+    """What `diagnose` found; its fields are the keys of the command's JSON, where ``stages`` is called ``layers``."""
 
     verdict: str
+    """A few sentences with their numbers."""
     headspace: float
+    """Images per second on cached batches divided by those now."""
     images_per_second: float
+    """Now."""
     stall_share: float
+    """Wait / (wait + step), 0 to 1."""
     stages: tuple[Stage, ...]
+    """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*; *collate and hand-off* is what
+    the others leave of a `Loader`'s time."""
     fixes: tuple[Fix, ...]
+    """What would help, forecast by trials; empty where the loader is fine."""
     confidence: str
+    """It begins with high, medium or low."""
     batches: int
+    """How many were timed."""
     step: str
+    """real, none, or emulated ..."""
     reads: tuple[Stage, ...] = ()
+    """*cold* and *warm* reads of a `CocoFolder` or a `ShardDataset`."""
     resources: Resources | None = None
+    """What the loader used while it ran."""
     drive: DriveHealth | None = None
+    """What `examine_drive` found, where the dataset lies on Google Drive."""
 
     def __str__(self) -> str:
-        reads = (f"  of reading, {stage}" for stage in self.reads)
-        used = str(self.resources).splitlines() if self.resources else []
+        reads = (f"of reading, {stage}" for stage in self.reads)
         best = sorted(self.fixes, key=lambda fix: -fix.images_per_second)[:_SHOWN_FIXES]
-        more = [f"  ({len(self.fixes) - len(best)} more that win less)"] if len(self.fixes) > len(best) else []
-        parts = (*(f"  {stage}" for stage in self.stages), *reads, *(f"  {fix}" for fix in best), *more)
-        drive = [f"  {line}" for line in str(self.drive).splitlines()] if self.drive else []
-        return "\n".join([self.verdict, *parts, *(f"  {line}" for line in used), *drive])
+        more = [f"({len(self.fixes) - len(best)} more that win less)"] if len(self.fixes) > len(best) else []
+        others = [line for part in (self.resources, self.drive) if part for line in str(part).splitlines()]
+        lines = (*map(str, self.stages), *reads, *map(str, best), *more, *others)
+        return "\n".join([self.verdict, *(f"  {line}" for line in lines)])
 
 
 def diagnose(
     loader: Iterable[Any], step: Callable[..., Any] | None = None, *, seconds: float = 20, verify: bool = False,
-    min_size: int = 800, max_size: int = 1333,
+    min_size: int = 800, max_size: int = 1333, restore: Sequence[Any] = (),
 ) -> Diagnosis:  # fmt: skip
     """Find what training waits for, how much could be won at most, and what would win it.
 
-    It times your loader with your step, then the step on batches kept in memory: less than 1.1 times as fast, and your
-    loader is fine. It times the loader alone and each stage alone: *read*, *decode* and *masks* of a `CocoFolder` or a
-    `ShardDataset`, *sample* and *transform* of any other map-style dataset, and what happens to whole batches. Where
-    there is something to win, it forecasts what each fix would bring: by short trials, on a sample of the images where
-    the fix changes these, beside a stand-in that takes as long and as much of a core as your step, so that your weights
-    stay as they are. Method: headspace analysis (facebookresearch/spdl, optimization guide); `forecast_rate` simulates
-    how many workers are worth a trial. A `Loader`'s order is put back to where it stood.
+    It times your loader with your step, then the step on copies of a few batches in memory: less than 1.1 times as
+    fast, and your loader is fine. It times the loader alone and each stage alone: *read*, *decode* and *masks* of a
+    `CocoFolder` or a `ShardDataset`, *sample* and *transform* of any other map-style dataset, and what happens to whole
+    batches. Where there is something to win, it tries each fix for a few seconds, on a sample of the images where the
+    fix changes these, beside an emulated step that takes as long and as much of a core as yours. Method: headspace
+    analysis (facebookresearch/spdl, optimization guide).
+
+    **Your step really trains.** It runs on the loader's batches, then many times on the few copies. Pass
+    ``restore=(model, optimizer)``, and both are put back to where they stood. The states of all random generators
+    (Python, numpy, torch, CUDA) and the order of a `Loader` are put back in any case.
 
     Args:
         loader: a ``DataLoader``, a `Loader`, or anything iterable again and again over batches.
         step: your training step, called as ``step(images, targets)``, or an `EmulatedStep`; None times the loader
             alone, and a copy of each batch in memory: then ``headspace`` says nothing about training.
-        seconds: about how long to measure; each forecast, where there is something to win, takes 0.15 of it (up to
-            three times that with a slow loader), and ``verify`` 0.4 of it for each fix. Without ``verify``, what can be
-            simulated is not tried any more after four times these seconds: the default takes three minutes at most.
+        seconds: about how long to measure. Each fix, where there is something to win, takes 0.15 of it (up to three
+            times that with a slow loader), and ``verify`` 0.4 of it more. Without ``verify``, no fix is tried any more
+            after six times these seconds.
         verify: also measure the fixes for longer with your own step, those for the data on a sample of the images.
         min_size: the shorter side that training needs, pixels.
         max_size: the longer side that training needs, pixels.
+        restore: what your step changes: a model, its optimizer, a scheduler; anything with ``state_dict`` and
+            ``load_state_dict``.
 
     Raises:
         ColabUtilsError: the loader yields nothing, raises, gives no batch for a minute (the message says which worker
@@ -110,29 +118,70 @@ def diagnose(
         >>> found.step, [stage.name for stage in found.stages]
         ('emulated 5 ms', ['wait', 'step'])
     """
-    if isinstance(loader, Iterator):
-        raise ColabUtilsError("expected a loader that starts again, found an iterator: pass the DataLoader itself")
+    if isinstance(loader, Iterator | str) or not hasattr(loader, "__iter__"):
+        found = "an iterator" if isinstance(loader, Iterator) else repr(loader)
+        raise ColabUtilsError(f"expected a loader that starts again, found {found}: pass the DataLoader itself")
     if not seconds > 0:
         raise ColabUtilsError(f"expected seconds over 0, found {seconds!r}")
-    state = loader.state_dict() if isinstance(loader, Loader) else {}
+    for part in restore:
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} in it")
+    with _put_back(loader, restore):
+        return _diagnose(loader, step, seconds, verify, {"min_size": min_size, "max_size": max_size})
+
+
+@contextmanager
+def _put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
+    """Put back what the measured batches and steps change: all random states, the loader's order, and these parts."""
+    parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
+    owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
+    orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
+    states: list[tuple[Callable[[Any], Any], Any]] = [
+        (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
+        (torch.random.set_rng_state, torch.random.get_rng_state()),
+        *((order.set_state, order.get_state()) for order in orders),
+        *((part.load_state_dict, copy.deepcopy(part.state_dict())) for part in parts),
+    ]  # fmt: skip
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     try:
-        with torch.random.fork_rng(devices=[]):  # measuring changes no training run
-            return _diagnose(loader, step, seconds, verify, {"min_size": min_size, "max_size": max_size})
+        yield
     finally:
-        if isinstance(loader, Loader):
-            loader.load_state_dict(state)
+        for put, state in states:
+            put(state)
+
+
+class _CachedBatches:
+    """Copies of a few of the timed batches, spread over the run, as far as the memory allows."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    def note(self, number: int, batch: Any) -> None:
+        """Copy batches 1, 2, 4, 8, ... and keep the last four: early ones come while the step still warms up."""
+        if (number + 1) & number:
+            return
+        room = _CACHED_SHARE * find_free_memory()
+        tensors = list(find_tensors(batch))
+        if tensors and tensors[0].is_cuda:
+            room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]
+        most = min(_CACHED_BATCHES, max(1, int(room / max(1, sum(tensor.nbytes for tensor in tensors)))))
+        while len(self.kept) >= most:
+            del self.kept[min(self.kept)]
+        self.kept[number] = copy.deepcopy(batch)  # a loader may use its memory again
+
+    def find_contention(self, now: BatchTimes, cached: BatchTimes) -> float:
+        """How many times as long the step takes beside the loader, on these batches."""
+        took_s = fmean(now.step_s[number] for number in self.kept)
+        return max(1.0, took_s / max(fmean(cached.step_s), 1e-9))
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:
-    began_s = perf_counter()
-    kept: list[Any] = []
-    count = 0
+    began_s, batches, count = perf_counter(), _CachedBatches(), 0
 
-    def keep_batch(*batch: Any) -> None:
+    def count_and_step(*batch: Any) -> None:
         nonlocal count
         count += 1
-        if len(kept) < _CACHED_BATCHES:  # while it warms up; copied, for a loader may use the memory again
-            kept.append(copy.deepcopy(batch if len(batch) > 1 else batch[0]))
         try:
             _ = step is None or step(*batch)
         except Exception as error:
@@ -141,36 +190,38 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
 
     watched = watch(loader, timeout_s=_TIMEOUT_S, on_stall="raise")
     with watch_resources(lambda: count) as used:
-        now = time_batches(watched, keep_batch, batches=500, warmup=_CACHED_BATCHES, max_s=0.4 * seconds)
+        now = time_batches(
+            watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, note=batches.note
+        )  # fmt: skip
+    kept = [*batches.kept.values()]
     # without a step: the least that any step does, which is to touch every byte of the batch once
     replay = step or (lambda *batch: copy.deepcopy(batch))
     cached = time_batches(kept, replay, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
+    slower = batches.find_contention(now, cached) if step else 1.0
+    ceiling = slower * now.images / sum(now.step_s) if step else cached.images_per_second
     alone = now if step is None else time_batches(watched, batches=500, max_s=0.15 * seconds)
     size = round(now.images / len(now.wait_s))
-    parts = time_stages(loader, kept[0], images=size, seconds=0.25 * seconds)
+    times = time_stages(loader, kept[-1], images=size, seconds=0.25 * seconds)
+    batches.kept.clear()
     kept.clear()
-    workers = count_workers(loader)
-    headspace, fixes = cached.images_per_second / now.images_per_second, []
-    if isinstance(loader, Loader | DataLoader) and (step is None or headspace >= _FINE_HEADSPACE):
-        indices = parts.indices[:_SAMPLED]
-        situation = Situation(
-            loader, step, now, cached, alone, parts.sample, indices, workers, seconds, verify, began_s
-        )  # fmt: skip
+    fixes = []
+    if isinstance(loader, Loader | DataLoader) and (step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second):
+        indices = times.indices[: _VERIFIED if verify else _SAMPLED]
+        situation = Situation(loader, step, now, cached, alone, times.sample, indices, seconds, verify, began_s)
         fixes = find_fixes(situation, **sizes)
-    images = now.images / len(now.wait_s)
-    stages = [*parts.sample.values(), *parts.batch]
-    if isinstance(loader, Loader) and parts.sample:
-        stages.append(_estimate_handoff(alone, parts.sample, max(1, workers)))
-    stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / images, now.wait_cpu_s / now.images * 1000))
+    stages = [*times.sample.values(), *times.batch]
+    if isinstance(loader, Loader) and times.sample:
+        stages.append(_estimate_handoff(alone, times.sample, max(1, count_workers(loader))))
+    stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
-        stages.append(make_stage("step", np.array(now.step_s) * 1000 / images, now.step_cpu_s / now.images * 1000))
+        stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
-    confidence = _describe_confidence(now)
-    resources = summarise_samples(used)
-    verdict = " ".join((describe_verdict(now, cached, stages, fixes, name, confidence), *resources.dangers))
+    confidence, resources = _describe_confidence(now), summarise_readings(used)
+    verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
     return Diagnosis(
-        verdict, headspace, now.images_per_second, now.wait_share, tuple(stages), tuple(fixes), confidence,
-        len(now.wait_s), name, parts.reads, resources, _ask_doctor(loader, 0.25 * seconds),
+        " ".join((verdict, *resources.dangers)), ceiling / now.images_per_second, now.images_per_second, now.wait_share,
+        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, times.reads, resources,
+        _ask_doctor(loader, 0.25 * seconds),
     )  # fmt: skip
 
 
@@ -182,14 +233,19 @@ def _ask_doctor(loader: Any, seconds: float) -> DriveHealth | None:
 
 
 def describe_verdict(
-    now: BatchTimes, cached: BatchTimes, stages: Sequence[Stage], fixes: Sequence[Fix], step: str, confidence: str
-) -> str:
-    """The verdict: a few short sentences with their numbers, and how sure it is."""
+    now: BatchTimes, ceiling: float, slower: float, stages: Sequence[Stage], fixes: Sequence[Fix], step: str,
+    confidence: str,
+) -> str:  # fmt: skip
+    """The verdict: a few short sentences with their numbers, and how sure it is.
+
+    ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step takes ``slower`` times
+    as long.
+    """
     sure = f"({confidence.partition(':')[0]} confidence, {len(now.wait_s)} batches)"
-    rate, ceiling = now.images_per_second, cached.images_per_second
+    rate = now.images_per_second
     loading = [stage for stage in stages if stage.name not in ("wait", "step")]
-    largest = max(loading, key=lambda stage: stage.median_ms, default=None)
-    part = f" In loading, the largest stage is {largest.name}: {largest.median_ms:.1f} ms an image." if largest else ""
+    largest = max(loading, key=lambda stage: stage.mean_ms, default=None)
+    part = f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image." if largest else ""
     if step == "none":
         start = f"The loader alone gives {rate:.1f} images/s {sure}.{part}"
         return f"{start} Without a step nothing says whether training waits for it: pass your step, or an EmulatedStep."
@@ -199,25 +255,21 @@ def describe_verdict(
     )
     if ceiling / rate < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."
-    rates_with = {fix.name: fix.images_per_second for fix in fixes if fix.name != "a step twice as fast"}
-    best = max(rates_with, key=lambda fix: rates_with[fix], default="")
-    tried = "measured" if any(fix.measured_images_per_second for fix in fixes) else "forecast"
-    gains = best and rates_with[best] > 1.05 * rate
-    cure = f" Best fix: {best}, {rates_with[best]:.1f} images/s ({tried})." if gains else ""
+    best = max((fix for fix in fixes if fix.id != "faster_step"), key=lambda fix: fix.images_per_second, default=None)
+    cure = ""
+    if best and best.images_per_second > 1.05 * rate:
+        tried = "measured" if best.measured_images_per_second else "forecast"
+        cure = f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({tried})."
     # loading that takes the cores which the step itself needs is no waiting, and costs the same
-    slower = sum(now.step_s) / now.images / max(sum(cached.step_s) / cached.images, 1e-9)
     crowd = f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long." * (slower > 1.2)
     return f"Training waits {now.wait_share:.0%} of its time: {rates}.{crowd}{part}{cure}"
 
 
-def _estimate_handoff(alone: BatchTimes, parts: dict[str, Stage], lanes: int) -> Stage:
+def _estimate_handoff(alone: BatchTimes, stages: dict[str, Stage], workers: int) -> Stage:
     """What is left of a worker's time for one image: collate, the way between processes, and waiting for a core."""
-    # batches of several workers arrive in bursts: a round of one batch from each is one unit of work
-    rounds = [sum(alone.wait_s[i : i + lanes]) for i in range(0, len(alone.wait_s) - lanes + 1, lanes)]
-    images = alone.images / len(alone.wait_s)
-    wall_ms = np.array(rounds or [sum(alone.wait_s)]) * 1000 / images - sum(times.mean_ms for times in parts.values())
-    cpu_ms = alone.cpu_ms_per_image - sum(times.cpu_ms for times in parts.values())
-    return make_stage("collate and hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
+    wall_ms = workers * 1000 / alone.images_per_second - sum(stage.mean_ms for stage in stages.values())
+    cpu_ms = alone.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages.values())
+    return make_stage("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
 
 
 def _describe_confidence(now: BatchTimes) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from colab_utils.diagnosis.fixes import draw_times
 from colab_utils.errors import ColabUtilsError
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def simulate(
     _check({"workers": (workers, 0), "prefetch": (prefetch, 1)}, times)
     lanes = max(1, workers)  # without workers the training process itself loads, one batch at a time
     share = prefetch if workers else 1
-    loading = draw_times(load_s, load_cv, seed, stream=0)
-    training = draw_times(step_s, step_cv, seed, stream=1)
+    loading = _draw_times(load_s, load_cv, seed, stream=0)
+    training = _draw_times(step_s, step_cv, seed, stream=1)
     free_s = [0.0] * lanes  # when each worker has finished all it was asked for
     asked = [0] * lanes  # batches asked of each worker and not yet taken by the step
     loads: list[list[tuple[int, float, float]]] = [[] for _ in range(lanes)]
@@ -262,6 +262,14 @@ def read_times(diagnosis: Diagnosis, batch_size: int) -> MeasuredTimes:
         load_s=batch_size * load_s, load_cv=load_spread_s / load_s / math.sqrt(batch_size),
         step_s=batch_size * mean_s["step"], step_cv=spread_s["step"] / max(mean_s["step"], _ROUNDING_S),
     )  # fmt: skip
+
+
+def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator[float]:
+    """Endless lognormal times with this mean and coefficient of variation."""
+    variance = math.log1p(cv * cv)  # of the logarithm
+    generator = np.random.default_rng([seed, stream])
+    while True:
+        yield from (mean_s * generator.lognormal(-variance / 2, math.sqrt(variance), 256)).tolist()
 
 
 def _check(counts: dict[str, tuple[int, int]], times: dict[str, float]) -> None:

@@ -17,58 +17,63 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from itertools import count
 from operator import index as as_int
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, monotonic_ns, sleep
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from colab_utils.loading.workers import describe_exit
 
-__all__ = ["Activity", "Board", "read_ending", "read_progress"]
+__all__ = ["Activity", "WorkerMonitor", "read_ending", "read_progress"]
 
-_ROWS, _CELLS = 128, 8  # workers remembered; numbers that each notes: its pid, and the sample of each of its threads
+_ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
 _SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 4  # nothing that is known uses it
 _METHODS = ("__getitem__", "read_packed", "read_into")
-_JOBS = {"fetch.py fetch", "workers.py _do_job"}  # of a worker; what is inside of them is the batch at work
-_STARTS = {*_JOBS, "process.py _bootstrap", "threading.py _bootstrap", "watchdog.py _fetch"}
+_JOBS = {"stacks.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
+_ENDS = {"workers.py _do_job", "process.py run", "threading.py run", "watchdog.py _fetch"}  # of what a stack shows
+_IDLE = {"queues.py get", "connection.py recv"}  # a worker that waits for work
 _NUMBERS = (
     "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 futex 202 getdents64 217 "
     "clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 preadv 295 preadv2 327 statx 332"
 )  # of system calls: asm/unistd_64.h of x86_64
 _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
-_forking = threading.local()  # .board: whose workers this thread forks now
+_forking = threading.local()  # .monitor: whose workers this thread forks now
 
 
 class Activity(NamedTuple):
-    """What a process does: ``stack`` innermost line first; ``call`` and ``path`` are "" where they cannot be told."""
+    """What a process does."""
 
     stack: tuple[str, ...] = ()
+    """Python lines, innermost first; none where they cannot be seen."""
     call: str = ""
+    """The system call that it is in."""
     path: str = ""
+    """The file of that call."""
     sample: int | None = None
     idle: bool = False
-    """Its stack is known, and it is at no batch."""
+    """Whether it waits for work."""
 
 
-class Board:
+class WorkerMonitor:
     """What forked workers note where this process can see it, and the way to ask for their stacks.
 
     In a worker, and only there, the methods of the dataset's class that give a sample are wrapped.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._picks: list[Any] = []
-        while hasattr(dataset, "dataset"):  # a Subset's own
-            self._picks.append(getattr(dataset, "indices", None))
+        self._subsets: list[Any] = []
+        while hasattr(dataset, "dataset"):
+            self._subsets.append(getattr(dataset, "indices", None))
             dataset = dataset.dataset
         self.dataset = dataset
-        self._cells = memoryview(mmap.mmap(-1, 8 * _ROWS * _CELLS)).cast("q")
+        # a row for each worker: its pid; for each of its threads the sample, and since when it is at it
+        columns = 1 + 2 * _THREADS
+        self._notes = np.frombuffer(mmap.mmap(-1, 8 * _ROWS * columns), np.int64).reshape(_ROWS, columns)
         self._file = os.memfd_create("colab_utils") if hasattr(os, "memfd_create") else -1
-        self._row = -1
-        self._place, self._places = threading.local(), count()
 
     def __del__(self) -> None:
         if self._file >= 0:
@@ -77,59 +82,59 @@ class Board:
     @contextmanager
     def follow(self) -> Iterator[None]:
         """Whatever this thread forks in this block are workers."""
-        before, _forking.board = getattr(_forking, "board", None), self
+        before, _forking.monitor = getattr(_forking, "monitor", None), self
         try:
             yield
         finally:
-            _forking.board = before
+            _forking.monitor = before
 
     def enter(self) -> None:
         """In a worker: be seen from now on."""
-        row, kind = self._row * _CELLS, type(self.dataset)
-        for cell in range(row, row + _CELLS):
-            self._cells[cell] = -1
-        self._cells[row] = os.getpid()
+        row, kind = self._notes[os.getpid() % _ROWS], type(self.dataset)
+        row[:] = -1
         faulthandler.register(_SIGNAL, file=self._file)
+        row[0] = os.getpid()
         for name in _METHODS:
             if hasattr(kind, name):
                 setattr(kind, name, self._wrap(getattr(kind, name), row))
 
-    def _wrap(self, method: Callable[..., Any], row: int) -> Callable[..., Any]:
+    def _wrap(self, method: Callable[..., Any], row: Any) -> Callable[..., Any]:
         @wraps(method)
         def noted(me: Any, index: Any, *rest: Any) -> Any:
             if me is not self.dataset:
                 return method(me, index, *rest)
-            if not hasattr(self._place, "cell"):
-                self._place.cell = row + 1 + next(self._places) % (_CELLS - 1)
-            cell, before = self._place.cell, self._cells[self._place.cell]
-            self._cells[cell] = _find_number(index)
+            note = row[1 + 2 * (threading.get_native_id() % _THREADS) :][:2]
+            before, note[:] = note.tolist(), (_find_number(index), monotonic_ns())
             try:
                 return method(me, index, *rest)
             finally:
-                self._cells[cell] = before
+                note[:] = before
 
         return noted
 
     def resolve(self, index: Any) -> Any:
         """The sample that an index of a ``Subset`` stands for."""
-        for indices in self._picks:
+        for indices in self._subsets:
             index = index if indices is None else indices[index]
         return index
 
-    def list_samples(self) -> dict[int, list[int]]:
-        """The samples that each worker is at, by its pid."""
-        rows = [self._cells[start : start + _CELLS].tolist() for start in range(0, _ROWS * _CELLS, _CELLS)]
-        return {row[0]: [sample for sample in row[1:] if sample >= 0] for row in rows if row[0] > 0}
+    def list_samples(self) -> dict[int, list[tuple[int, int]]]:
+        """By the pid of each worker: since when (ns) it is at which samples, the first begun in front."""
+        return {
+            pid: sorted((since, sample) for sample, since in zip(notes[::2], notes[1::2], strict=True) if sample >= 0)
+            for pid, *notes in sorted(self._notes.tolist())
+            if pid > 0
+        }
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""
-        for row in range(0, _ROWS * _CELLS, _CELLS):
-            if self._cells[row] > 0 and read_ending(self._cells[row]):
-                self._cells[row] = 0
+        for row in self._notes:
+            if row[0] > 0 and read_ending(int(row[0])):
+                row[0] = 0
 
     def find_sample(self, pid: int, batch: tuple[Any, ...]) -> int | None:
         """The sample that a worker is at; where its threads are at several, one of this batch."""
-        at, asked = self.list_samples().get(pid, []), {self.resolve(index) for index in batch}
+        at, asked = [sample for _, sample in self.list_samples().get(pid, ())], {self.resolve(i) for i in batch}
         return next((sample for sample in at if sample in asked), at[0] if at else None)
 
     def inspect_worker(self, pid: int, batch: tuple[Any, ...] = ()) -> Activity:
@@ -141,8 +146,9 @@ class Board:
             calls = sorted(
                 calls[1:], key=lambda call: (not call[1].startswith("/"), call[0] in ("futex", "poll", "read"))
             )
-        sample = self.find_sample(pid, batch)
-        return Activity(_cut((busy or stacks or [[]])[-1]), *calls[0], sample, idle=bool(stacks) and not busy)
+        stack = (busy or stacks or [[]])[-1]
+        idle = any(_name(line) in _IDLE for line in stack) if stacks else calls[0][0] == "poll"
+        return Activity(_cut(stack), *calls[0], self.find_sample(pid, batch), idle=idle and not busy)
 
     def find_thread(self, ident: int) -> tuple[int, int]:
         """The thread of this process that is at a sample, if that is not the one given; and Linux's number for it."""
@@ -184,25 +190,25 @@ class Board:
         return [[f"{file}:{line} {name}" for file, line, name in found] for found in lines]
 
 
-def read_progress(pid: int, task: int) -> tuple[int, int]:
-    """How far a worker, or a thread of this process, has come: CPU in ticks of 10 ms, bytes read."""
-    base = f"/proc/{pid}/task/{task}" if pid == os.getpid() else f"/proc/{pid}"
+def read_progress(pid: int, task: int = 0) -> tuple[int, int]:
+    """How far a worker, or a thread (``task``) of this process, has come: CPU in ticks of 10 ms, bytes read."""
+    base = f"/proc/{pid}/task/{task}" if task else f"/proc/{pid}"
     cpu, read = _read(f"{base}/stat").rpartition(")")[2].split(), _read(f"{base}/io").split()
     return sum(map(int, cpu[11:13])), int(read[1]) if read else 0
 
 
 def read_ending(pid: int) -> str:
-    """How a process ended, in words; "" while it lives.
+    """How a child process ended, in words; "" while a process lives.
 
     Example:
         >>> read_ending(os.getpid())
         ''
     """
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    if not fields:
-        return "no reason given" if os.path.isdir("/proc/self") else ""
-    code = int(fields[49])
-    return describe_exit(os.waitstatus_to_exitcode(code & 0xFF7F)) if fields[0] in "ZX" else ""  # 0x80: a core dump
+    with suppress(ChildProcessError):  # asked for by somebody else already, or of another parent
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        code = ended.si_status if ended and ended.si_code == os.CLD_EXITED else -ended.si_status if ended else None
+        return "" if code is None else describe_exit(code)
+    return "" if os.path.exists(f"/proc/{pid}") else "no reason given"
 
 
 def _read_call(pid: int, task: int) -> tuple[str, str]:
@@ -217,14 +223,14 @@ def _read_call(pid: int, task: int) -> tuple[str, str]:
                 memory.seek(int(words[2], 16))
                 path = os.fsdecode((memory.read(4096) or b"").partition(b"\0")[0])
             return name, os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
-        if "read" in name or "recv" in name or name in ("fstat", "getdents64"):
+        if "read" in name or name in ("fstat", "getdents64"):
             return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
     return name, ""
 
 
 def _cut(stack: list[str]) -> tuple[str, ...]:
     """The lines inside of what started the job, the worker, or the watch."""
-    end = next((i for i, line in enumerate(stack) if _name(line) in _STARTS), len(stack))
+    end = next((i for i, line in enumerate(stack) if _name(line) in _ENDS), len(stack))
     return tuple(line for line in stack[:end] if _name(line) != "stacks.py noted")
 
 
@@ -247,17 +253,12 @@ def _read(path: str) -> str:
         return ""
 
 
-def _prepare_fork() -> None:
-    if board := getattr(_forking, "board", None):
-        board._row = (board._row + 1) % _ROWS
-
-
 def _enter_child() -> None:
-    if board := getattr(_forking, "board", None):
-        _forking.board = None
+    if monitor := getattr(_forking, "monitor", None):
+        _forking.monitor = None
         with suppress(Exception):  # a worker that cannot be seen still works
-            board.enter()
+            monitor.enter()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_prepare_fork, after_in_child=_enter_child)
+    os.register_at_fork(after_in_child=_enter_child)

@@ -1,14 +1,14 @@
-"""The parts of loading, each timed alone: read, decode, masks, transform, collate, hand-off, pin, transfer."""
+"""The stages of loading, each timed alone: read, decode, masks, transform, collate, hand-off, pin, transfer."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, repeat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
+from itertools import repeat
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,86 +17,64 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from colab_utils.data.masks import unpack_masks
-from colab_utils.diagnosis.timing import Stage, make_stage, measure_tree_cpu, time_calls
-from colab_utils.loading.batch import pack_target
+from colab_utils.diagnosis.timing import Stage, make_stage, time_batches, time_calls
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
-from colab_utils.runtime import quiet_fork
 
-__all__ = [
-    "StageTimes",
-    "drop_cached",
-    "time_batch_parts",
-    "time_dataset_stages",
-    "time_reads",
-    "time_samples",
-    "time_stages",
-]
+__all__ = ["StageTimes", "drop_cached", "find_tensors", "time_dataset_stages", "time_stages"]
 
+_IMAGES = 64  # that are timed at most
 _HANDED_BATCHES = 40
-
-
 _TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of torchvision's datasets
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Layers of an image's way to a sample, by name; of a whole batch; *cold* and *warm* reads; and the ``indices`` of
-    the images that were timed. Empty where a loader does not let itself be taken apart.
-    """
+    """The stages of a loader; empty where it does not let itself be taken apart."""
 
     sample: dict[str, Stage]
+    """Of an image's way to a sample, by name."""
     batch: tuple[Stage, ...]
+    """Of a whole batch."""
     reads: tuple[Stage, ...]
+    """*cold* and *warm* reads."""
     indices: tuple[int, ...]
+    """Of the images that were timed."""
 
 
 def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> StageTimes:
     """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many ``images``."""
     dataset: Any = getattr(loader, "dataset", None)
-    packs, indices, parts, reads = isinstance(loader, Loader), list[int](), list[Stage](), tuple[Stage, ...]()
+    plain = isinstance(loader, DataLoader)
+    stages, reads, indices, samples = dict[str, Stage](), tuple[Stage, ...](), list[int](), list[Any]()
+    if hasattr(dataset, "__len__"):
+        indices = np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
     if isinstance(dataset, CocoFolder | ShardDataset):
-        indices, dense = _choose_indices(dataset), not (packs and isinstance(dataset, ShardDataset))
-        parts = [*time_dataset_stages(dataset, indices, dense=dense, packs=packs, seconds=0.4 * seconds).values()]
-        reads = time_reads(dataset, indices, seconds=0.2 * seconds)
-    elif isinstance(loader, DataLoader) and loader.batch_sampler and not isinstance(dataset, IterableDataset):
-        indices = np.random.default_rng(0).permutation(len(dataset))[:64].tolist()
-        parts = time_samples(dataset, indices, seconds=0.4 * seconds)
-    samples = [dataset[index] for index in indices[:images]] if isinstance(loader, DataLoader) else []
-    of_batch = time_batch_parts(loader, batch, samples, images=images, seconds=0.4 * seconds)
-    return StageTimes({stage.name: stage for stage in parts}, tuple(of_batch), reads, tuple(indices))
+        stages = time_dataset_stages(dataset, indices, dense=not isinstance(loader, Loader), seconds=0.4 * seconds)
+        reads = time_reads(dataset, indices[: stages["read"].calls], seconds=0.2 * seconds)
+    elif plain and loader.batch_sampler is not None and not isinstance(dataset, IterableDataset):
+        with suppress(Exception):  # somebody's dataset may load in workers only
+            dataset = copy.copy(dataset)  # a file that it opens now is not open in the workers of the training
+            stages = time_samples(dataset, indices, seconds=0.4 * seconds)
+    if plain and stages:
+        samples = [dataset[index] for index in indices[:images]]
+    of_batch = time_batch_stages(loader, batch, samples, images=images, seconds=0.4 * seconds)
+    return StageTimes(stages, tuple(of_batch), reads, tuple(indices) if stages else ())
 
 
-def _choose_indices(dataset: CocoFolder | ShardDataset) -> list[int]:
-    generator = np.random.default_rng(0)
-    if isinstance(dataset, ShardDataset) and dataset.whole_shards:
-        # a shard is read whole on the first touch: only a run through one tells what an image costs
-        shard = dataset.shard_of[generator.integers(len(dataset))]
-        return np.flatnonzero(dataset.shard_of == shard).tolist()
-    return generator.permutation(len(dataset))[:64].tolist()
+def time_dataset_stages(dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float) -> dict[str, Stage]:
+    """Time each stage of loading an image alone, in about ``seconds``: ``read``, ``decode`` and ``masks``.
 
-
-def time_dataset_stages(
-    dataset: Any, indices: Sequence[int], *, dense: bool, packs: bool, seconds: float
-) -> dict[str, Stage]:
-    """Time each stage of loading an image alone: ``read``, ``decode``, and ``masks`` as a worker sends them.
-
-    Takes a `ShardDataset` or a `CocoFolder`, and about ``seconds`` in all, which may not suffice for all ``indices``.
-    ``dense`` says whether samples hold dense masks, ``packs`` whether the worker packs those.
+    Takes a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold dense masks.
     """
     blobs: list[bytes] = []
 
     def load_masks(index: int) -> None:
         masks = dataset.read_masks(index)
         if dense and isinstance(dataset, ShardDataset):
-            masks = unpack_masks(masks, *dataset.sizes[index].tolist())
-        if dense and packs:
-            count, height, width = masks.shape
-            empty = torch.zeros(count)
-            target = {"boxes": torch.zeros(count, 4), "labels": empty, "area": empty, "iscrowd": empty, "image_id": 0}
-            pack_target(torch.zeros(3, height, width, dtype=torch.uint8), {**target, "masks": torch.from_numpy(masks)})
+            unpack_masks(masks, *dataset.sizes[index].tolist())
 
-    # no warm-up: it would put the first file, or a whole shard, into memory
+    # no warm-up: it would put the first file into memory
     read = time_calls("read", lambda index: blobs.append(dataset.read(index)), indices, max_s=seconds / 2)
     dataset.decode(blobs[0])
     load_masks(indices[0])
@@ -106,7 +84,7 @@ def time_dataset_stages(
 
 
 def time_reads(dataset: Any, indices: Sequence[int], *, seconds: float) -> tuple[Stage, Stage]:
-    """Time reading the same images ``cold`` and ``warm``: with what Linux keeps of the files dropped, then once more.
+    """Time reading the same images ``cold`` and ``warm``: with what Linux keeps of their files dropped, then once more.
 
     Drive's own cache on its disk cannot be dropped: on Drive, cold is cold for files that were never read here.
     """
@@ -119,15 +97,11 @@ def time_reads(dataset: Any, indices: Sequence[int], *, seconds: float) -> tuple
 def drop_cached(path: Path) -> None:
     """Drop what Linux keeps of a file in memory; elsewhere, and for what is no file, do nothing."""
     if hasattr(os, "posix_fadvise"):
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except OSError:
-            return  # reading it will say what is wrong
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
+        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> list[Stage]:
+def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dict[str, Stage]:
     """Time anybody's map-style dataset: ``sample``, and ``transform`` where it has torchvision's attributes for it.
 
     The second is the difference to a shallow copy of the dataset without transforms.
@@ -135,95 +109,80 @@ def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> lis
     whole = time_calls("sample", dataset.__getitem__, indices, max_s=seconds / 2)
     set_ones = [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]
     if not set_ones:
-        return [whole]
+        return {"sample": whole}
     bare = copy.copy(dataset)
     try:
         for name in set_ones:
             setattr(bare, name, None)
         without = time_calls("sample", bare.__getitem__, indices[: whole.calls], max_s=seconds / 2)
     except Exception:  # it cannot do without its transforms
-        return [whole]
-    wall_ms = max(whole.mean_ms - without.mean_ms, 0.0)
-    return [without, make_stage("transform", [wall_ms] * without.calls, max(whole.cpu_ms - without.cpu_ms, 0.0))]
+        return {"sample": whole}
+    wall_ms, cpu_ms = max(whole.mean_ms - without.mean_ms, 0.0), max(whole.cpu_ms - without.cpu_ms, 0.0)
+    return {"sample": without, "transform": make_stage("transform", [wall_ms] * without.calls, cpu_ms)}
 
 
-def time_batch_parts(loader: Any, batch: Any, samples: Sequence[Any], *, images: int, seconds: float) -> list[Stage]:
+def time_batch_stages(loader: Any, batch: Any, samples: Sequence[Any], *, images: int, seconds: float) -> list[Stage]:
     """Time what happens to a whole batch: ``collate`` (of ``samples``), ``hand-off`` where a ``DataLoader`` has
     workers, and, with a GPU, ``pin`` and ``transfer`` of a ``batch`` that lies on the CPU.
     """
-    stages, each_s = [], seconds / 4
-    if isinstance(loader, DataLoader) and loader.collate_fn is not None and len(samples) == images:
-        collate = time_calls("collate", loader.collate_fn, repeat(samples, 50), max_s=each_s, images=images)
-        stages.append(collate)
-    if not _is_on_cpu(batch):
+    plain, stages, max_s = isinstance(loader, DataLoader), list[Stage](), seconds / 4
+    if plain and loader.collate_fn is not None and len(samples) == images:
+        stages.append(time_calls("collate", loader.collate_fn, repeat(samples, 50), max_s=max_s, images=images))
+    tensors = list(find_tensors(batch))
+    if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
         return stages
-    if isinstance(loader, DataLoader) and loader.num_workers:
-        stages.append(_time_hand_off(batch, images=images, seconds=each_s))
+    if plain and loader.num_workers:
+        stages.append(_time_handoff(batch, images=images, seconds=max_s))
     if torch.cuda.is_available():
-        pinned = isinstance(loader, DataLoader) and loader.pin_memory
-        if pinned:
-            stages.append(time_calls("pin", _pin, repeat(batch, 50), max_s=each_s, images=images))
-            batch = _pin(batch)
-        stages.append(time_calls("transfer", _transfer, repeat(batch, 50), max_s=each_s, images=images))
+        if plain and loader.pin_memory:
+            stages.append(time_calls("pin", _pin, repeat(tensors, 50), max_s=max_s, images=images))
+            tensors = _pin(tensors)
+        stages.append(time_calls("transfer", _transfer, repeat(tensors, 50), max_s=max_s, images=images))
     return stages
 
 
-def _pin(batch: Any) -> Any:
-    return _map_tensors(batch, lambda tensor: tensor.pin_memory())
+def _pin(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.pin_memory() for tensor in tensors]
 
 
-def _transfer(batch: Any) -> None:
+def _transfer(tensors: list[Tensor]) -> None:
     torch.cuda.synchronize()
-    _map_tensors(batch, lambda tensor: tensor.to("cuda", non_blocking=True))
+    _ = [tensor.to("cuda", non_blocking=True) for tensor in tensors]
     torch.cuda.synchronize()  # a copy is only queued when the call returns
 
 
 class _Same(IterableDataset[Any]):
-    """One batch again and again, copied each time: shared memory that was handed over once is not handed over anew."""
+    """One batch for ever, copied each time: shared memory that was handed over once is not handed over anew."""
 
-    def __init__(self, batch: Any, count: int) -> None:
-        self.batch, self.count = batch, count
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
 
     def __iter__(self) -> Iterator[Any]:
-        return (copy.deepcopy(self.batch) for _ in range(self.count))
+        while True:
+            yield copy.deepcopy(self.batch)
 
 
-def _time_hand_off(batch: Any, *, images: int, seconds: float) -> Stage:
+def _time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
     """A batch that lies ready, through one worker and torch's own queue; the copy that it needs is taken off."""
     copying = time_calls("copy", copy.deepcopy, repeat(batch, 8), max_s=seconds / 4, images=images)
-    source = DataLoader(_Same(batch, _HANDED_BATCHES + 2), batch_size=None, num_workers=1)
-    wall_ms, cpu_began_s = [], 0.0
-    with quiet_fork():
-        batches = iter(source)
-    try:
-        began_s = asked_s = perf_counter()
-        for number, _ in enumerate(islice(batches, _HANDED_BATCHES + 2)):
-            got_s = perf_counter()
-            if number < 2:  # the worker starts
-                began_s, cpu_began_s = got_s, measure_tree_cpu()
-            else:
-                wall_ms.append((got_s - asked_s) * 1000 / images - copying.mean_ms)
-            if wall_ms and got_s - began_s > seconds:
-                break
-            asked_s = got_s
-        cpu_ms = (measure_tree_cpu() - cpu_began_s) * 1000 / len(wall_ms) / images - copying.cpu_ms
-    finally:
-        getattr(batches, "_shutdown_workers", int)()
-    return make_stage("hand-off", [max(ms, 0.0) for ms in wall_ms], max(cpu_ms, 0.0))
+    through = DataLoader(_Same(batch), batch_size=None, num_workers=1)
+    times = time_batches(through, batches=_HANDED_BATCHES, max_s=seconds)
+    wall_ms = np.array(times.wait_s) * 1000 / images - copying.mean_ms
+    cpu_ms = times.cpu_s * 1000 / len(wall_ms) / images - copying.cpu_ms
+    return make_stage("hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
 
 
-def _is_on_cpu(batch: Any) -> bool:
-    found: list[bool] = []
-    _map_tensors(batch, lambda tensor: found.append(tensor.device.type == "cpu"))
-    return bool(found) and all(found)
+def find_tensors(batch: Any) -> Iterator[Tensor]:
+    """Every tensor in lists, tuples, dicts and dataclasses.
 
-
-def _map_tensors(batch: Any, call: Callable[[Tensor], Any]) -> Any:
-    """Call for every tensor in lists, tuples and dicts; what it gives, in the same shape."""
+    Example:
+        >>> [tensor.nbytes for tensor in find_tensors(({"image": torch.zeros(2)}, [torch.zeros(3)], 4))]
+        [8, 12]
+    """
     if isinstance(batch, Tensor):
-        return call(batch)
-    if isinstance(batch, dict):
-        return {key: _map_tensors(value, call) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [_map_tensors(value, call) for value in batch]
-    return batch
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from find_tensors([*batch.values()])
+    elif isinstance(batch, list | tuple) or is_dataclass(batch):
+        for value in vars(batch).values() if is_dataclass(batch) else batch:
+            yield from find_tensors(value)

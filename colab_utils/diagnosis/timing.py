@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import Any
@@ -22,19 +23,20 @@ _ROUNDS = 3  # of a batch from each worker
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """What `time_batches` measured: seconds of waiting and of the step, one a batch, and the ``images`` in all.
-
-    ``first_batch_s`` is the wait for the very first batch, workers' start included. CPU seconds: ``cpu_s`` of this
-    process and its children; ``step_cpu_s`` and ``wait_cpu_s`` of the calling thread in steps and while it waited.
-    """
+    """What `time_batches` measured."""
 
     wait_s: tuple[float, ...]
+    """Seconds of waiting for each batch."""
     step_s: tuple[float, ...]
+    """Seconds of its step."""
     images: int
+    """In all batches."""
     first_batch_s: float
+    """The wait for the very first batch, workers' start included."""
     cpu_s: float
+    """CPU seconds of this process and its children."""
     step_cpu_s: float
-    wait_cpu_s: float
+    """CPU seconds of the calling thread in steps."""
 
     @property
     def batch_s(self) -> NDArray[np.float64]:
@@ -73,16 +75,22 @@ class BatchTimes:
 
 def time_batches(
     loader: Iterable[Any], step: Callable[..., Any] | None = None, *, batches: int, warmup: int = 2, max_s: float = 60,
-    least: int = 1,
+    least: int = 1, note: Callable[[int, Any], None] | None = None,
 ) -> BatchTimes:  # fmt: skip
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step took.
 
     A loader that ends earlier is iterated again. Where this process uses CUDA, it is synchronised around each step.
+    Slow workers deliver in rounds, a batch from each: whole rounds are timed.
 
-    ``step`` is called as ``step(images, targets)`` where a batch is such a pair, else as ``step(batch)``. ``warmup``
-    batches come first, untimed, or fewer in ``max_s`` seconds, after which it stops with the batches there are. Slow
-    workers deliver in bursts, a batch from each: one such round is untimed, and three are timed, with ``least`` batches
-    in all, or as many whole rounds as three times ``max_s`` allow from the first timed batch on, one at least.
+    Args:
+        loader: anything iterable over batches.
+        step: called as ``step(images, targets)`` where a batch is such a pair, else as ``step(batch)``.
+        batches: how many to time at most.
+        warmup: batches that come first, untimed: at least a round, and fewer after ``max_s`` seconds.
+        max_s: when to stop, seconds: after three rounds and ``least`` batches; after three times ``max_s``, counted
+            from the first timed batch, with the rounds there are.
+        least: so many batches even after ``max_s``.
+        note: called with number (from 0) and batch after each timed batch, while the clocks stand.
 
     Raises:
         ColabUtilsError: the loader yields nothing, too little, or raises; the message says at which batch.
@@ -92,61 +100,68 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() and torch.cuda.is_initialized() else int
-    waits, steps = [], []
-    images, first_batch_s, wait_cpu_s, step_cpu_s, cpu_began_s = 0, 0.0, 0.0, 0.0, measure_tree_cpu()
-    source, lanes = _fetch_batches(loader), max(1, count_workers(loader))
+    waits, steps = list[float](), list[float]()
+    images, first_batch_s, step_cpu_s = 0, 0.0, 0.0
+    lanes = max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
-    began_s = timed_s = asked_s = perf_counter()
-    asked_cpu_s = thread_time()
-    for seen, batch in enumerate(source, start=1):
-        synchronize()  # what the loader queued on the device belongs to the wait
-        got_s, got_cpu_s = perf_counter(), thread_time()
-        first_batch_s = first_batch_s or got_s - asked_s
-        if step is not None:
-            step(*batch) if _is_pair(batch) else step(batch)
-            synchronize()
-        ended_s, ended_cpu_s = perf_counter(), thread_time()
-        if seen <= untimed:
-            late = ended_s - began_s > max_s and seen % lanes == 0
-            untimed = seen if late else untimed
-            if seen == untimed:
-                cpu_began_s, timed_s = measure_tree_cpu(), ended_s
-        else:
-            waits.append(got_s - asked_s)
-            steps.append(ended_s - got_s)
-            wait_cpu_s += got_cpu_s - asked_cpu_s
-            step_cpu_s += ended_cpu_s - got_cpu_s
-            images += _count_images(batch)
-            rounds, rest = divmod(len(waits), lanes)
-            enough = rounds >= _ROUNDS and len(waits) >= least and ended_s - began_s > max_s
-            if len(waits) >= batches or (not rest and (enough or ended_s - timed_s > _ROUNDS * max_s)):
-                break
-        asked_s, asked_cpu_s = perf_counter(), thread_time()
-    cpu_s = measure_tree_cpu() - cpu_began_s
-    source.close()
+    cpu_began_s = measure_tree_cpu()
+    with closing(_fetch_batches(loader)) as source:
+        began_s = timed_s = asked_s = perf_counter()
+        for seen, batch in enumerate(source, start=1):
+            _synchronize()  # what the loader queued on the device belongs to the wait
+            got_s, got_cpu_s = perf_counter(), thread_time()
+            first_batch_s = first_batch_s or got_s - asked_s
+            if step is not None:
+                step(*batch) if _is_pair(batch) else step(batch)
+                _synchronize()
+            ended_s, ended_cpu_s = perf_counter(), thread_time()
+            if seen <= untimed:
+                if ended_s - began_s > max_s and seen % lanes == 0:
+                    untimed = seen
+                if seen == untimed:
+                    cpu_began_s, timed_s = measure_tree_cpu(), ended_s
+            else:
+                waits.append(got_s - asked_s)
+                steps.append(ended_s - got_s)
+                step_cpu_s += ended_cpu_s - got_cpu_s
+                images += _count_images(batch)
+                if note is not None:
+                    note(len(waits) - 1, batch)
+                rounds, rest = divmod(len(waits), lanes)
+                enough = rounds >= _ROUNDS and len(waits) >= least and ended_s - began_s > max_s
+                late = ended_s - timed_s > _ROUNDS * max_s
+                if len(waits) >= batches or (not rest and (enough or late)):
+                    break
+            asked_s = perf_counter()
+        cpu_s = measure_tree_cpu() - cpu_began_s  # before the workers end
     if not waits:
         raise ColabUtilsError(
             f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: pass a loader that "
             "can be iterated again, such as a DataLoader, or warmup=0"
         )
-    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), first_batch_s, cpu_s, step_cpu_s, wait_cpu_s)
+    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), first_batch_s, cpu_s, step_cpu_s)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # the first step may begin to use it
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one part of loading, or of training, takes **per image**, milliseconds: wall time of ``calls``, and mean
-    CPU time.
-    """
+    """What one stage of loading, or of training, takes **per image**, milliseconds."""
 
     name: str
     median_ms: float
+    """Wall time: half of the calls take no longer."""
     p95_ms: float
+    """Wall time: 95 % of the calls take no longer."""
     cpu_ms: float
+    """Mean CPU time."""
     mean_ms: float = 0.0
-    p99_ms: float = 0.0
-    std_ms: float = 0.0
+    """Mean wall time: what decides how many images a second come through."""
     calls: int = 0
+    """How many were timed."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.median_ms:.1f} ms an image (p95 {self.p95_ms:.1f} ms, CPU {self.cpu_ms:.1f} ms)"
@@ -154,8 +169,8 @@ class Stage:
 
 def make_stage(name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Stage:
     """A stage from the wall time of each of its calls, milliseconds [calls]."""
-    median, p95, p99 = np.percentile(wall_ms, (50, 95, 99)).tolist()
-    return Stage(name, median, p95, cpu_ms, float(np.mean(wall_ms)), p99, float(np.std(wall_ms)), len(wall_ms))
+    median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
+    return Stage(name, median, p95, cpu_ms, float(np.mean(wall_ms)), len(wall_ms))
 
 
 def time_calls(
@@ -226,18 +241,20 @@ def _fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
 
 
 def _is_pair(batch: Any) -> bool:
-    return type(batch) in (tuple, list) and len(batch) == 2
+    """Whether a batch is ``(images, targets)``; a list of two dicts is two samples."""
+    return type(batch) in (tuple, list) and len(batch) == 2 and not isinstance(batch[0], Mapping)
 
 
 def _count_images(batch: Any) -> int:
-    """Images in a batch: of ``(images, targets)``, a packed batch, a dict of tensors, or a bare tensor."""
-    if isinstance(batch, Mapping):
-        batch = next(iter(batch.values()))
-    elif _is_pair(batch) and hasattr(batch[0], "__len__"):
-        batch = batch[0]
-    if isinstance(batch, torch.Tensor) and not batch.ndim:
-        return 1
-    return len(batch) if hasattr(batch, "__len__") else 1
+    """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of samples, of a tensor."""
+    if isinstance(batch, list) and not _is_pair(batch) and batch and _is_sample(batch[0]):
+        return len(batch)
+    columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    return next((len(column) for column in columns if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0), 1)
+
+
+def _is_sample(value: Any) -> bool:
+    return isinstance(value, Mapping | tuple | str) or getattr(value, "ndim", 0) == 3
 
 
 def measure_tree_cpu() -> float:

@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, suppress
-from copy import copy
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from math import inf
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple, get_args
 
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils import signal_handling
-
-from colab_utils.diagnosis.stacks import Activity, Board, read_ending, read_progress
+from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, read_ending, read_progress
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
-from colab_utils.loading.workers import describe_exit, explain_death
+from colab_utils.loading.workers import explain_death
 from colab_utils.runtime import format_bytes, quiet_fork
 
-__all__ = [
-    "END",
-    "BlamedWorker",
-    "OnStall",
-    "Source",
-    "Stall",
-    "Verdict",
-    "WatchedLoader",
-    "find_file",
-    "make_source",
-    "watch",
-]
+__all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "find_file", "watch"]
 
-END = object()
+OnStall = Literal["report", "skip", "restart", "raise"]
+Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow", "unseen"]
+
+_TICK_S, _LOOK_S = 0.1, 0.5  # between two looks at the clock; how long a worker is observed
+_PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
+_MAX_TRIES = 3  # to start the workers again, without a batch in between
+_INTERRUPT = int(getattr(signal, "SIGRTMAX", 64)) - 5  # nothing that is known uses it
+_END = object()
+
+_FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
+    "dead": ("ended ({call})", ""),
+    "read": ("is stuck in a read ({call} of {file})",
+             "Copy the data to the local disk, or leave this file out; on Drive, mount it again."),
+    "lock": ("waits for a lock",
+             "Another thread held it when the worker was forked, so it is never released: start threads after the "
+             "workers, or use multiprocessing_context='spawn'."),
+    "lost": ("is idle, but its batch never arrived", ""),
+    "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
+    "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
+    "unseen": ("cannot be seen ({call})", ""),
+}  # fmt: skip
 
 
-"""What comes after the last batch."""
-
-
-class BlamedWorker(NamedTuple):
-    """Who a batch is waited for, and which batch."""
+class _Blamed(NamedTuple):
+    """Who a batch is waited for, and which batch, as far as that is known."""
 
     worker: int | None
     pid: int
@@ -56,245 +56,43 @@ class BlamedWorker(NamedTuple):
     batch: tuple[Any, ...] = ()
 
 
-class Source:
-    """Any loader: what it forks while it is asked for batches may be at fault, else this process."""
+class _Wait(NamedTuple):
+    """Since when, and by which thread, a batch is waited for."""
 
-    restarts = False
-    keeps_workers = True
-    """From one pass to the next."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader, self.board = loader, Board(getattr(loader, "dataset", None))
-
-    def start(self) -> Any:
-        self.board.forget_ended()
-        return iter(self.loader)
-
-    def get(self, batches: Any) -> Any:
-        return next(batches, END)
-
-    def list_jobs(self) -> list[BlamedWorker]:
-        """The batches that were asked for and did not come yet, oldest first, as far as that is known."""
-        return []
-
-    def find_blamed(self) -> BlamedWorker:
-        """Who has had the oldest batch for so long; else a worker that is at a sample; else this process."""
-        at_work = (BlamedWorker(place, pid) for place, (pid, at) in enumerate(self.board.list_samples().items()) if at)
-        return next(iter(self.list_jobs()), None) or next(at_work, BlamedWorker(None, os.getpid()))
-
-    def find_dead(self) -> tuple[BlamedWorker, str] | None:
-        """A worker that ended, at which batch, and how."""
-        return None
-
-    def find_job(self, worker: int, pid: int) -> BlamedWorker:
-        """The batch that a dead worker was at; results of older ones may have been under way."""
-        jobs, at = [job for job in self.list_jobs() if job.pid == pid], self.board.list_samples().get(pid, [])
-        jobs.sort(key=lambda job: not any(self.board.resolve(index) in at for index in job.batch))
-        return jobs[0] if jobs else BlamedWorker(worker, pid)
-
-    def kill(self, pid: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-    def restart(self, skipped: int | None) -> None:
-        """Get ready to start again, without one batch."""
-
-    def end(self) -> None:
-        """A pass is over, or broken off."""
+    since_s: float
+    thread: int
 
 
-class _LoaderWorkers(Source):
-    """Our own loader: its dispatcher knows who does what."""
-
-    def __init__(self, loader: Loader) -> None:
-        super().__init__(loader)
-        self.restarts = loader.workers > 0 and loader.backend != "threads"
-        self._prefetcher: Any = None
-        self._pids: list[int] = []
-        self._plan: Any = None
-
-    def start(self) -> Any:
-        self._plan, self._prefetcher = None, self.loader._start()
-        self._pids = [process.pid for process in getattr(self._prefetcher._crew, "_processes", ())]
-        return super().start()
-
-    def list_jobs(self) -> list[BlamedWorker]:
-        jobs = sorted(self._prefetcher._pending.values()) if self._prefetcher else []
-        self._plan = self._plan or self.loader._order.plan()
-        whose = [(job.member, self._pids[job.member]) if self._pids else (None, os.getpid()) for job in jobs]
-        batches = [tuple(self._plan[job.number][job.part][1]) for job in jobs]
-        return [
-            BlamedWorker(worker, pid, job.number, batch)
-            for (worker, pid), job, batch in zip(whose, jobs, batches, strict=True)
-        ]
-
-    def find_dead(self) -> tuple[BlamedWorker, str] | None:
-        dead = getattr(getattr(self._prefetcher, "_crew", None), "dead", None)
-        return dead and (self.find_job(dead[0], self._pids[dead[0]]), dead[1])
-
-    def restart(self, skipped: int | None) -> None:
-        self.loader.close()
-        state = self.loader.state_dict()
-        if skipped is not None:
-            state["ahead"] = [*state.get("ahead", ()), skipped]
-        self.loader.load_state_dict(state)
-
-
-class _Indices:
-    """What torch asks for batches by: what is to do, and what was handed out and whose batch did not come yet."""
-
-    def __init__(self) -> None:
-        self.todo: Iterator[Any] | None = None
-        self.left: dict[int, Any] = {}
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, indices in enumerate(self.todo or ()):
-            self.left[number] = indices
-            yield indices
-
-
-class _TorchWorkers(Source):
-    """torch's DataLoader with workers: a copy whose indices are noted, so that a batch can be asked for again."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader)
-        self.restarts = not isinstance(loader.dataset, IterableDataset)
-        self.keeps_workers = loader.persistent_workers
-        self._indices, self._copy = _Indices(), copy(loader)
-        sampler = "batch_sampler" if loader._auto_collation else "sampler"
-        vars(self._copy).update({sampler: self._indices, "_iterator": None})
-        self._batches: Any = None
-
-    def start(self) -> Any:
-        self._indices.todo, self._indices.left = self._indices.todo or iter(self.loader._index_sampler), {}
-        if self._copy._iterator is not None:
-            self._batches._timeout = 0
-        self._batches = iter(self._copy)
-        if self._batches._worker_pids_set:  # or torch raises in the main thread, in the midst of your step
-            self._batches._worker_pids_set = False
-            signal_handling._remove_worker_pids(id(self._batches))
-        self._batches._timeout = self.loader.timeout or 1  # it looks at its workers each second instead
-        return self._batches
-
-    def get(self, batches: Any) -> Any:
-        while True:
-            try:
-                batch = next(batches, END)
-            except RuntimeError as error:
-                pinning = getattr(batches, "_pin_memory_thread", threading.main_thread())
-                if self.loader.timeout or not pinning.is_alive() or not str(error).startswith("DataLoader timed out"):
-                    raise
-                continue
-            for number in self._indices.left.keys() - batches._task_info.keys():
-                del self._indices.left[number]
-            return batch
-
-    def list_jobs(self) -> list[BlamedWorker]:
-        jobs = []
-        for number, (worker, *done) in sorted(dict(getattr(self._batches, "_task_info", {})).items()):
-            batch = self._indices.left.get(number)
-            batch = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
-            if not done:
-                asked = tuple(index for index in batch if index is not None)  # a stream has none
-                jobs.append(BlamedWorker(worker, self._batches._workers[worker].pid, number, asked))
-        return jobs
-
-    def find_dead(self) -> tuple[BlamedWorker, str] | None:
-        for worker, process in enumerate(getattr(self._batches, "_workers", ())):
-            if (code := process.exitcode) is not None:
-                return self.find_job(worker, process.pid), describe_exit(code)
-        return None
-
-    def restart(self, skipped: int | None) -> None:
-        left = [indices for number, indices in self._indices.left.items() if number != skipped]
-        self._indices.todo = chain(left, self._indices.todo or ())
-        self._shut_down()
-
-    def end(self) -> None:
-        self._indices.todo = None
-        if not self.keeps_workers or self.find_dead():
-            self._shut_down()
-
-    def _shut_down(self) -> None:
-        getattr(self._batches, "_shutdown_workers", int)()
-        self._batches = self._copy._iterator = None
-
-
-def make_source(loader: Any) -> Source:
-    """What fits a loader."""
-    if isinstance(loader, Loader):
-        return _LoaderWorkers(loader)
-    if isinstance(loader, DataLoader) and loader.num_workers and type(loader).__iter__ is DataLoader.__iter__:
-        return _TorchWorkers(loader)
-    return Source(loader)
-
-
-def find_file(dataset: Any, sample: Any) -> str:
-    """The file of a sample: as our datasets know it, else from a list of paths as long as the dataset."""
-    with suppress(Exception):  # whatever somebody's own dataset does
-        if isinstance(dataset, CocoFolder | ShardDataset):
-            return str(dataset.find_path(sample))
-        for values in vars(dataset).values():
-            if isinstance(values, list) and len(values) == len(dataset):
-                item = values[sample][0] if isinstance(values[sample], tuple) else values[sample]
-                if isinstance(item, str | Path) and Path(item).suffix:
-                    return str(item)
-    return ""
-
-
-OnStall = Literal["report", "skip", "restart", "raise"]
-
-
-Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
-
-
-_TICK_S = 0.25
-
-
-_PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
-
-
-_MAX_TRIES = {"report": 0, "skip": 10, "restart": 3, "raise": 0}  # without a batch in between
-
-
-_FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
-    "dead": ("ended ({call})", ""),
-    "read": ("is stuck in a read ({call} of {file})",
-             "Copy the data to the local disk, or leave this file out; on Drive, mount it again."),
-    "lock": ("waits for a lock",
-             "Held by a thread while the worker was forked, it never opens: start threads after the workers, or use "
-             "multiprocessing_context='spawn'."),
-    "lost": ("has nothing to do, and its batch got lost on the way here", ""),
-    "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
-    "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
-}  # fmt: skip
+class _StallInterrupt(BaseException):
+    """Ends the waiting of the main thread."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A batch that did not come in time, and why, as far as that can be told.
-
-    ``verdict``: "dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came), "waiting"
-    in another system call, or only "slow". ``worker`` counts from 0, None for this process; ``sample`` is the index
-    in the dataset (in the one below a ``Subset``), ``file`` what it is read from, ``batch`` the indices that were
-    asked for together, ``call`` the system call (of the dead, how they ended), ``stack`` the Python lines, innermost
-    first, ``cure`` what to do.
-    """
+    """A batch that did not come in time, and why, as far as that can be told."""
 
     verdict: Verdict
+    """"dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came), "waiting" in another
+    system call, only "slow", or "unseen"."""
     waited_s: float
     worker: int | None
+    """Counted from 0; None for this process."""
     pid: int
     sample: int | None
+    """Its index in the dataset (in the one below a ``Subset``)."""
     batch: tuple[Any, ...]
+    """The indices that were asked for together; our own loader knows them."""
     file: str
+    """What the sample is read from."""
     call: str
+    """The system call; of the dead, how they ended."""
     stack: tuple[str, ...]
+    """Python lines, innermost first."""
     cure: str
 
     def __str__(self) -> str:
         who = "this process" if self.worker is None else f"worker {self.worker} (pid {self.pid})"
-        what = _FINDINGS[self.verdict][0].format(call=self.call or "a call", file=self.file or "no known file")
+        what = _FINDINGS[self.verdict][0].format(call=self.call or "a call", file=self.file)
         where = f", at one of samples {', '.join(map(str, self.batch[:16]))}" if self.batch else ""
         if self.sample is not None:
             where = f", at sample {self.sample}" + (f" ({self.file})" if self.file and self.verdict != "read" else "")
@@ -308,20 +106,18 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
 
     The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
     which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
-    verdict changes. A worker that ends is explained as soon as its batch is asked for.
+    verdict changes. Samples and Python stacks are seen of workers that are forked while this watches.
 
     Args:
-        loader: a ``DataLoader``, a ``Loader``, or anything that can be iterated over. Workers are seen best when they
-            are forked while this watches; of others the sample and the Python stack stay unknown.
+        loader: a ``DataLoader``, a loader of `make_loader`, or anything that can be iterated over.
         timeout_s: seconds to wait for a batch before it is explained.
-        on_stall: "report" waits on, however long. "skip" starts the workers again without the batch (``skipped``
-            lists it), "restart" with it: both need worker processes and a dataset with indices, give up after 10 and
-            3 times without a batch in between, and leave workers that are only slow ten times as long. "raise" ends
-            the waiting with the explanation as an error, if need be by interrupting the main thread.
+        on_stall: "report" waits on, however long; a worker that ended is an error. "raise" ends the waiting with the
+            explanation as an error. "skip" and "restart" are for the worker processes of `make_loader` alone: they
+            start them again without the batch (``skipped`` lists it), or with it; leave workers that are only slow
+            ten times as long; and give up after three times without a batch in between.
 
     Raises:
-        ColabUtilsError: an argument that cannot be; and, while you iterate, if a worker ended and nothing else is
-            asked for, or trying again did not help.
+        ColabUtilsError: an argument that cannot be; and, while you iterate, what ``on_stall`` tells.
 
     Example:
         >>> watched = watch([1, 2, 3], timeout_s=5)
@@ -332,15 +128,15 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         raise ColabUtilsError(f"expected on_stall as one of {', '.join(get_args(OnStall))}, found {on_stall!r}")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
         raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}")
-    if not hasattr(loader, "__iter__"):
+    if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}")
-    watched = WatchedLoader(loader, timeout_s, on_stall)
-    if on_stall in ("skip", "restart") and not watched._make_source().restarts:
+    restarts = isinstance(loader, Loader) and loader.workers > 0 and loader.backend != "threads"
+    if on_stall in ("skip", "restart") and not restarts:
         raise ColabUtilsError(
-            f"expected worker processes and a dataset with indices for on_stall={on_stall!r}, found "
-            f"{type(loader).__name__} without. Use on_stall='report'."
+            f"expected worker processes of make_loader for on_stall={on_stall!r}, found {type(loader).__name__} "
+            "without. Use on_stall='report' or 'raise'."
         )
-    return watched
+    return WatchedLoader(loader, timeout_s, on_stall)
 
 
 class WatchedLoader:
@@ -355,7 +151,7 @@ class WatchedLoader:
         self._loader, self.timeout_s, self.on_stall = loader, timeout_s, on_stall
         self.stalls: list[Stall] = []
         self.skipped: list[tuple[Any, ...]] = []
-        self._source: Source | None = None  # kept where its workers outlive a pass
+        self._monitor = WorkerMonitor(getattr(loader, "dataset", None))
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -366,168 +162,236 @@ class WatchedLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self, self._make_source()).run()
-
-    def _make_source(self) -> Source:
-        source = self._source or make_source(self._loader)
-        self._source = source if source.keeps_workers else None
-        return source
+        return _Pass(self, self._loader, self._monitor).run()
 
 
 class _Pass:
     """One pass over a loader: the caller waits for the batches, a thread watches it waiting."""
 
-    def __init__(self, watched: WatchedLoader, source: Source) -> None:
-        self._watched, self._source = watched, source
+    def __init__(self, watched: WatchedLoader, loader: Any, monitor: WorkerMonitor) -> None:
+        self._watched, self._loader, self._monitor = watched, loader, monitor
+        self._ours = isinstance(loader, Loader)
+        self._batches: Any = None
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._wait: tuple[float, int] | None = None  # since when, and by which thread, a batch is waited for
-        self._given_up: tuple[BlamedWorker, Stall] | None = None
+        self._wait: _Wait | None = None
+        self._given_up: tuple[_Blamed, Stall] | None = None
+        self._can_interrupt = self._interrupted = False
 
     def run(self) -> Iterator[Any]:
+        self._monitor.forget_ended()
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
-        # a shell's background job ignores the signal that is to wake this thread
-        ignored = self._gives_up_here(threading.get_ident()) and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        if ignored:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        main = threading.current_thread() is threading.main_thread()
+        self._can_interrupt = main and self._watched.on_stall == "raise"
+        before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
         try:
-            yield from self._fetch()
+            while (batch := self._fetch()) is not _END:
+                yield batch
         finally:
-            if ignored:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._over.set()
             thread.join()
-            self._source.end()
+            if before is not None:
+                signal.signal(_INTERRUPT, before)
 
-    def _fetch(self) -> Iterator[Any]:
-        batches, tries = None, 0
-        while True:
-            wait = self._wait = (monotonic(), threading.get_ident())
+    def _fetch(self) -> Any:
+        """The next batch; after a worker ended, start again if that is asked for."""
+        for tries in range(_MAX_TRIES + 1):
+            wait = self._wait = _Wait(monotonic(), threading.get_ident())
+            cause = None
             try:
-                with nullcontext() if batches is not None else quiet_fork(), self._source.board.follow():
-                    batches = self._source.start() if batches is None else batches
-                    batch = self._source.get(batches)
-            except KeyboardInterrupt:
+                try:
+                    batch = self._ask()
+                finally:
+                    self._stop_waiting()
+                if self._given_up:  # the batch came after all, at the last moment: only its worker is lost
+                    self._given_up = self._given_up[0]._replace(number=None, batch=()), self._given_up[1]
+                return batch
+            except _StallInterrupt:
+                pass
+            except Exception as error:
+                self._given_up = self._given_up or self._explain_death(wait, error)
                 if self._given_up is None:
                     raise
-                raise ColabUtilsError(str(self._given_up[1])) from None
-            except Exception as error:
-                self._stop_waiting()
-                self._go_on(error, wait, tries)
-                batches, tries = None, tries + 1
-                continue
-            self._stop_waiting()
-            if batch is END:
-                return
-            if self._given_up is not None:  # it came after all, at the last moment: only its worker is lost
-                self._given_up = self._given_up[0]._replace(number=None, batch=()), self._given_up[1]
-            tries = 0
-            yield batch
+                cause = error
+            self._batches = None
+            self._recover(cause, last=tries == _MAX_TRIES)
+
+    def _ask(self) -> Any:
+        with self._monitor.follow():
+            if self._batches is None:
+                with quiet_fork():
+                    self._batches = iter(self._loader)
+                    return next(self._batches, _END)  # generators fork here
+            return next(self._batches, _END)
 
     def _stop_waiting(self) -> None:
         with self._lock:  # not while a worker is being given up for this very batch
             self._wait = None
+        while self._interrupted:  # the signal is on its way
+            sleep(_TICK_S)
 
-    def _go_on(self, error: Exception, wait: tuple[float, int], tries: int) -> None:
-        """After an error: get ready to start again if a worker ended and that is asked for, else raise."""
-        mode, given_up, self._given_up = self._watched.on_stall, self._given_up, None
-        if given_up is None:
-            if (dead := self._source.find_dead()) is None:
-                raise error
-            given_up = dead[0], self._explain(dead[0], wait, moved=False, ending=dead[1])
-            self._watched.stalls.append(given_up[1])
-            if tries < _MAX_TRIES[mode]:
-                self._say(given_up[1], goes_on=True)
-        suspect, stall = given_up
-        if tries >= _MAX_TRIES[mode]:
-            raise ColabUtilsError(str(stall)) from error
-        if mode == "skip" and suspect.batch:
-            self._watched.skipped.append(suspect.batch)
-        self._source.restart(suspect.number if mode == "skip" else None)
+    def _recover(self, cause: Exception | None, *, last: bool) -> None:
+        """Get our loader ready to start again, or raise."""
+        assert self._given_up is not None
+        (blamed, stall), self._given_up = self._given_up, None
+        if last or self._watched.on_stall in ("report", "raise"):
+            raise ColabUtilsError(str(stall)) from cause
+        skips = self._watched.on_stall == "skip"
+        if skips and blamed.batch:
+            self._watched.skipped.append(blamed.batch)
+        self._loader.restart(skip=blamed.number if skips else None)
 
     def _watch(self) -> None:
-        timeout_s = self._watched.timeout_s
-        last, due_s = self._wait, timeout_s
-        seen: deque[Any] = deque(maxlen=5)
-        said: set[tuple[Verdict, bool]] = set()
+        last, due_s = None, 0.0
+        told = set[str]()
         while not self._over.wait(_TICK_S):
             wait = self._wait
             if wait is not last:
-                last, due_s = wait, timeout_s
-                seen.clear()
-                said.clear()
-            if wait is None or (waited_s := monotonic() - wait[0]) < timeout_s - 5 * _TICK_S:
+                last, due_s = wait, self._watched.timeout_s
+                told.clear()
+            if wait is None or monotonic() - wait.since_s < due_s - min(_LOOK_S, due_s / 2):
                 continue
-            with suppress(AttributeError, LookupError, ValueError, OSError):  # the batch came, and what it was is gone
-                suspect = self._source.find_blamed()
-                here = suspect.pid == os.getpid()
-                ticks, read = read_progress(suspect.pid, self._source.board.find_thread(wait[1])[1] if here else 0)
-                at = self._source.board.list_samples().get(suspect.pid)
-                seen.append((waited_s, ticks, (suspect.pid, read, at)))
-                if waited_s < due_s or waited_s - seen[0][0] < 2 * _TICK_S:
-                    continue
-                due_s = waited_s + min(30, max(1, waited_s - timeout_s))
-                moved = ticks - seen[0][1] > 2 or seen[0][2] != seen[-1][2]
-                stall = self._explain(suspect, wait, moved=moved, ending=read_ending(suspect.pid))
-                goes_on = self._gives_up(stall, wait[1], here=here)
-                if (stall.verdict, goes_on) not in said:
-                    said.add((stall.verdict, goes_on))
-                    self._watched.stalls.append(stall)
-                    self._say(stall, goes_on)
-                with self._lock:
-                    if goes_on and self._wait is wait:
-                        self._given_up = suspect, stall
-                        if here:
-                            signal.pthread_kill(wait[1], signal.SIGINT)
-                        else:
-                            self._source.kill(suspect.pid)
+            try:
+                blamed, stall = self._look(wait)
+            except Exception as error:  # what is looked at may go away, and what it is may change
+                blamed = _Blamed(None, os.getpid())
+                stall = self._make_stall("unseen", wait, blamed, Activity(call=str(error)))
+            if self._wait is not wait:
+                continue
+            due_s = stall.waited_s + min(30, max(1, stall.waited_s - self._watched.timeout_s))
+            gives_up = self._gives_up(stall)
+            if stall.verdict not in told and not self._given_up:
+                told.add(stall.verdict)
+                self._report(stall, gives_up, is_error=self._watched.on_stall == "raise")
+            if gives_up:
+                self._end(wait, blamed, stall)
 
-    def _gives_up(self, stall: Stall, thread: int, *, here: bool) -> bool:
-        if self._watched.on_stall == "raise":
-            return not here or self._gives_up_here(thread)
-        if self._watched.on_stall == "report" or here:
-            return False
-        return stall.verdict != "slow" or stall.waited_s > _PATIENCE * self._watched.timeout_s
-
-    def _gives_up_here(self, thread: int) -> bool:
-        return self._watched.on_stall == "raise" and thread == threading.main_thread().ident
-
-    def _explain(self, suspect: BlamedWorker, wait: tuple[float, int], *, moved: bool, ending: str) -> Stall:
-        board, pid = self._source.board, suspect.pid
-        verdict: Verdict
+    def _look(self, wait: _Wait) -> tuple[_Blamed, Stall]:
+        """Observe for half a second who the batch is waited for."""
+        blamed = self._find_blamed()
+        ending, here = read_ending(blamed.pid), blamed.pid == os.getpid()
         if ending:
-            verdict, seen = "dead", Activity(call=ending, sample=board.find_sample(pid, suspect.batch))
-            cure = str(explain_death(ending)).partition("; ")[2]
+            return blamed, self._explain_ending(blamed, wait, ending)
+        thread, task = self._monitor.find_thread(wait.thread) if here else (0, 0)
+
+        def read_state() -> tuple[int, Any]:
+            ticks, read = read_progress(blamed.pid, task)
+            return ticks, (read, self._monitor.list_samples().get(blamed.pid))
+
+        (ticks, state), until_s = read_state(), monotonic() + _LOOK_S
+        while self._wait is wait and monotonic() < until_s:
+            sleep(_TICK_S)
+        now_ticks, now = read_state()
+        seen = (
+            self._monitor.inspect_thread(thread, task)
+            if here
+            else self._monitor.inspect_worker(blamed.pid, blamed.batch)
+        )
+        if now_ticks - ticks > 2 or now != state:
+            verdict: Verdict = "slow"
+        elif seen.idle:
+            verdict = "lost"
+        elif "futex" in seen.call and not here:  # here nothing was forked
+            verdict = "lock"
         else:
-            here = pid == os.getpid()
-            seen = (
-                board.inspect_thread(*board.find_thread(wait[1])) if here else board.inspect_worker(pid, suspect.batch)
-            )
-            verdict = _judge(seen, moved)
-            cure = _FINDINGS["waiting" if verdict == "lock" and here else verdict][1]  # here nothing was forked
+            verdict = "read" if seen.path.startswith("/") else "waiting"
+        return blamed, self._make_stall(verdict, wait, blamed, seen)
+
+    def _find_blamed(self) -> _Blamed:
+        """Who has had the oldest batch; else who has been longest at a sample, else who is not idle, of the workers."""
+        if self._ours and (jobs := self._loader.list_jobs()):
+            return _Blamed(*jobs[0][:4])
+        samples = self._monitor.list_samples()
+        places = {pid: place for place, pid in enumerate(samples)}
+        if at_work := [(at[0], pid) for pid, at in samples.items() if at]:
+            return _Blamed(places[min(at_work)[1]], min(at_work)[1])
+        if not samples and getattr(self._loader, "num_workers", 0):  # not forked while this watches
+            places = {process.pid or 0: place for place, process in enumerate(multiprocessing.active_children())}
+        alive = [pid for pid in places if not read_ending(pid)]
+        busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle] or (alive if samples else [])
+        return _Blamed(places[busy[0]], busy[0]) if busy else _Blamed(None, os.getpid())
+
+    def _explain_death(self, wait: _Wait, error: Exception) -> tuple[_Blamed, Stall] | None:
+        """The worker whose end made the loader fail, if that is why it did."""
+        if self._ours:
+            if (dead := self._loader.find_dead()) is None:
+                return None
+            at = {sample for _, sample in self._monitor.list_samples().get(dead.pid, ())}
+            # results of older batches may have been under way
+            jobs = sorted(dead.jobs, key=lambda job: not any(self._monitor.resolve(i) in at for i in job.indices))
+            blamed = _Blamed(*jobs[0][:4]) if jobs else _Blamed(dead.worker, dead.pid)
+            ending = dead.ending
+        else:
+            said = f"{error} {error.__cause__}"
+            for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
+                ending = read_ending(pid)
+                if ending and (at_work or str(pid) in said or "signal" in ending):
+                    blamed, ending = _Blamed(place, pid), ending if "signal" in ending else said
+                    break
+            else:
+                return None
+        stall = self._explain_ending(blamed, wait, ending)
+        goes_on = self._watched.on_stall in ("skip", "restart")
+        self._report(stall, goes_on, is_error=not goes_on)
+        return blamed, stall
+
+    def _explain_ending(self, blamed: _Blamed, wait: _Wait, ending: str) -> Stall:
+        death, _, cure = str(explain_death(ending)).partition("). ")
+        sample = self._monitor.find_sample(blamed.pid, blamed.batch)
+        return self._make_stall("dead", wait, blamed, Activity(call=death.rpartition("(")[2], sample=sample), cure)
+
+    def _make_stall(self, verdict: Verdict, wait: _Wait, blamed: _Blamed, seen: Activity, cure: str = "") -> Stall:
         if verdict == "lost":
             cure = f"{format_bytes(shutil.disk_usage('/dev/shm').free)} of /dev/shm are free: where it is full, use "
             cure += "fewer workers or smaller batches, or make_loader, which needs none of it."
-        file = seen.path if seen.path.startswith("/") else find_file(board.dataset, seen.sample)
+        file = seen.path if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(
-            verdict, monotonic() - wait[0], suspect.worker, pid, seen.sample, suspect.batch, file, seen.call,
-            seen.stack, cure,
+            verdict, monotonic() - wait.since_s, blamed.worker, blamed.pid, seen.sample, blamed.batch, file, seen.call,
+            seen.stack, cure or _FINDINGS[verdict][1],
         )  # fmt: skip
 
-    def _say(self, stall: Stall, goes_on: bool) -> None:
+    def _gives_up(self, stall: Stall) -> bool:
+        if self._watched.on_stall in ("report", "raise"):
+            return self._watched.on_stall == "raise"
+        slow = stall.verdict == "slow" and stall.waited_s < _PATIENCE * self._watched.timeout_s
+        return stall.worker is not None and not slow
+
+    def _end(self, wait: _Wait, blamed: _Blamed, stall: Stall) -> None:
+        """End the worker, which the loader notices; or, where that is not to be or did not help, the waiting."""
+        with self._lock:
+            if self._wait is not wait:
+                return
+            known = blamed.number is not None or blamed.pid in self._monitor.list_samples()
+            first, self._given_up = self._given_up is None, self._given_up or (blamed, stall)
+            if known and first and blamed.pid != os.getpid():
+                with suppress(ProcessLookupError):
+                    os.kill(blamed.pid, signal.SIGKILL)
+            elif self._can_interrupt:
+                self._interrupted = True
+                signal.pthread_kill(wait.thread, _INTERRUPT)
+
+    def _interrupt(self, *_: Any) -> None:
+        self._interrupted = False
+        raise _StallInterrupt
+
+    def _report(self, stall: Stall, goes_on: bool, *, is_error: bool) -> None:
+        self._watched.stalls.append(stall)
+        if is_error:
+            return
         does = {"skip": " The batch is left out.", "restart": " The workers are started again."}
-        if goes_on and self._watched.on_stall not in does:
-            return  # the error says it
         with suppress(ColabUtilsWarning):  # a filter made it an error, and here nobody could catch it
             said = f"{stall}{does[self._watched.on_stall] if goes_on else ''}"
             warnings.warn_explicit(said, ColabUtilsWarning, __file__, 0)
 
 
-def _judge(seen: Activity, moved: bool) -> Verdict:
-    if moved:
-        return "slow"
-    if seen.idle:
-        return "lost"
-    if "futex" in seen.call:
-        return "lock"
-    return "read" if seen.path or "read" in seen.call else "waiting"
+def find_file(dataset: Any, sample: Any) -> str:
+    """The file of a sample: as our datasets know it, else from a list of paths as long as the dataset."""
+    with suppress(Exception):  # whatever somebody's own dataset does
+        if hasattr(dataset, "find_path"):
+            return str(dataset.find_path(sample))
+        for values in vars(dataset).values():
+            if isinstance(values, list) and len(values) == len(dataset):
+                item = values[sample][0] if isinstance(values[sample], tuple) else values[sample]
+                if isinstance(item, str | Path) and Path(item).suffix:
+                    return str(item)
+    return ""

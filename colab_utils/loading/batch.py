@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -20,29 +21,14 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, expand_masks, send
 
-__all__ = [
-    "BadSampleError",
-    "BatchShape",
-    "BatchSource",
-    "MaskBits",
-    "PackedBatch",
-    "PackedSample",
-    "PackedSamples",
-    "Target",
-    "collate_packed",
-    "decode_image",
-    "join_tables",
-    "open_batch",
-    "pack_target",
-    "write_batch",
-]
-
+__all__ = ["BatchShape", "PackedBatch", "PackedSample", "Target", "collate_packed", "pack_target", "write_batch"]
 
 Target = dict[str, Any]
-
-
 """torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks uint8 [N, H, W],
 image_id int, area float32 [N], iscrowd int64 [N]."""
+_PARTS = ("boxes", "labels", "areas", "iscrowd")  # of objects
+_ALIGNMENT = 64
+_FLIPPED_ROWS = 64
 
 
 class PackedSample(NamedTuple):
@@ -74,34 +60,31 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
             "ToDtype(float32): the loader makes float images on the device."
         )
     try:
-        parts = {key: torch.as_tensor(target[key]) for key in ("boxes", "labels", "masks", "area", "iscrowd")}
+        parts = {key: torch.as_tensor(target[key]).numpy() for key in ("boxes", "labels", "masks", "area", "iscrowd")}
         image_id = int(target["image_id"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ColabUtilsError(
             "expected a target of torchvision's contract (boxes, labels, masks, image_id, area, iscrowd), found one "
             f"whose {error} is missing or of another kind. Add it to the dict that your dataset gives."
         ) from None
-    masks, count = parts["masks"], len(parts["labels"])
+    count, masks = len(parts["labels"]), parts["masks"]
     wanted = {"boxes": (count, 4), "area": (count,), "iscrowd": (count,), "masks": (count, *image.shape[1:])}
-    wrong = [
-        key for key, shape in wanted.items() if len(parts[key]) != count or (count and tuple(parts[key].shape) != shape)
-    ]
-    if masks.dtype not in (torch.uint8, torch.bool):
-        wrong.append("masks")
-    if wrong:
-        raise ColabUtilsError(
-            f"expected {wrong[0]} of shape {list(wanted[wrong[0]])} for {count} labels and an image of "
-            f"{list(image.shape)} (masks as uint8 or bool), found {_describe(target[wrong[0]])} in image {image_id}. "
-            "Correct the target that your dataset gives."
-        )
+    for key, shape in wanted.items():
+        fits = len(parts[key]) == count and (not count or parts[key].shape == shape)
+        if not fits or (key == "masks" and masks.dtype not in (np.uint8, np.bool_)):
+            raise ColabUtilsError(
+                f"expected {key} of shape {list(shape)} for {count} labels and an image of {list(image.shape)} (masks "
+                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}. Correct the target that your "
+                "dataset gives."
+            )
     return PackedSample(
         pixels=image.as_subclass(Tensor).numpy().transpose(1, 2, 0),
         image_id=image_id,
-        boxes=parts["boxes"].numpy().astype(np.float32).reshape(count, 4),
-        labels=parts["labels"].numpy().astype(np.int64),
-        areas=parts["area"].numpy().astype(np.float32),
-        iscrowd=parts["iscrowd"].numpy().astype(np.int64),
-        masks=_pack_dense(masks.numpy()),
+        boxes=parts["boxes"].astype(np.float32).reshape(count, 4),
+        labels=parts["labels"].astype(np.int64),
+        areas=parts["area"].astype(np.float32),
+        iscrowd=parts["iscrowd"].astype(np.int64),
+        masks=_pack_dense(masks),
     )
 
 
@@ -130,10 +113,7 @@ def join_tables(samples: Sequence[PackedSample]) -> dict[str, NDArray[Any]]:
         "sizes": np.array([sample.pixels.shape[:2] for sample in samples], np.int32),
         "image_ids": np.array([sample.image_id for sample in samples], np.int64),
         "counts": np.array([len(sample.labels) for sample in samples], np.int64),
-        **{
-            name: np.concatenate([getattr(sample, name) for sample in samples])
-            for name in ("boxes", "labels", "areas", "iscrowd")
-        },
+        **{name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _PARTS},
         "crops": np.concatenate([sample.masks.crops for sample in samples]),
         "mask_bytes": np.concatenate([np.diff(sample.masks.offsets) for sample in samples]),
     }
@@ -142,9 +122,20 @@ def join_tables(samples: Sequence[PackedSample]) -> dict[str, NDArray[Any]]:
 class BadSampleError(Exception):
     """Inside the loader: which sample of a batch cannot be loaded, and the error that says why."""
 
-    def __init__(self, error: ColabUtilsError, place: int) -> None:
+    def __init__(self, error: Exception, place: int) -> None:
         super().__init__(error, place)
         self.error, self.place = error, place
+
+
+@contextmanager
+def blame_sample(place: int) -> Iterator[None]:
+    """Raise whatever goes wrong with this sample as BadSampleError, but not a lost Drive or too little memory."""
+    try:
+        yield
+    except (DriveLostError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadSampleError(error, place) from None
 
 
 def decode_image(data: bytes | bytearray) -> Tensor:
@@ -186,6 +177,8 @@ class PackedBatch:
     dense: Tensor | None = None
     """uint8 [bytes]: all masks as they are in the targets, where a worker has expanded them; else None."""
 
+    __iter__ = None  # or Python would ask for the images by numbers
+
     def __len__(self) -> int:
         return len(self.sizes)
 
@@ -196,7 +189,7 @@ class PackedBatch:
         objects = [0, *accumulate(self.counts.tolist())]
         images, of = slice(first, end), slice(objects[first], objects[end])
         tables = {name: getattr(self, name)[images] for name in ("sizes", "image_ids", "counts")}
-        tables |= {name: getattr(self, name)[of] for name in ("boxes", "labels", "areas", "iscrowd")}
+        tables |= {name: getattr(self, name)[of] for name in _PARTS}
         masks = MaskBits(self.masks.bits, self.masks.crops[of], self.masks.offsets[of.start : of.stop + 1])
         return PackedBatch(pixels=self.pixels[pixels[first] : pixels[end]], masks=masks, dense=None, **tables)
 
@@ -219,7 +212,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with its pixels, objects and mask bits on a device."""
-        moved = {name: send(getattr(self, name), device) for name in ("pixels", "boxes", "labels", "areas", "iscrowd")}
+        moved = {name: send(getattr(self, name), device) for name in ("pixels", *_PARTS)}
         return replace(self, masks=self.masks._replace(bits=send(self.masks.bits, device)), **moved)
 
     def to_images(self, device: torch.device | str) -> list[Tensor]:
@@ -243,9 +236,7 @@ class PackedBatch:
             parts = send(self.dense, device).split([prod(shape) for shape in shapes])
             masks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         # copies: a box that you keep must not keep the whole batch
-        objects = [
-            send(part.clone(), device).split(counts) for part in (self.boxes, self.labels, self.areas, self.iscrowd)
-        ]
+        objects = [send(getattr(self, name).clone(), device).split(counts) for name in _PARTS]
         keys = ("boxes", "labels", "area", "iscrowd", "masks", "image_id")
         rows = zip(*objects, masks, self.image_ids.tolist(), strict=True)
         return [dict(zip(keys, row, strict=True)) for row in rows]
@@ -261,37 +252,25 @@ class BatchShape(NamedTuple):
     dense_bytes: int
 
     @lru_cache(maxsize=8)  # asked for more than once for each batch  # noqa: B019
-    def lay_out(self) -> tuple[dict[str, tuple[int, int, tuple[int, ...]]], int]:
-        """Name: where it starts, its bytes, its shape; and the bytes of the whole buffer."""
+    def lay_out(self) -> tuple[dict[str, tuple[slice, str, tuple[int, ...]]], int]:
+        """Where each table lies in the buffer, its type and its shape; and the bytes of the whole buffer."""
         b, t = self.images, self.objects
-        shapes: dict[str, tuple[int, ...]] = {
-            "pixels": (self.pixel_bytes,), "bits": (self.mask_bytes,), "sizes": (b, 2), "image_ids": (b,),
-            "counts": (b,), "boxes": (t, 4), "labels": (t,), "areas": (t,), "iscrowd": (t,), "crops": (t, 4),
-            "offsets": (t + 1,), "dense": (self.dense_bytes,),
+        tables: dict[str, tuple[str, tuple[int, ...]]] = {
+            "pixels": ("u1", (self.pixel_bytes,)), "bits": ("u1", (self.mask_bytes,)), "sizes": ("i4", (b, 2)),
+            "image_ids": ("i8", (b,)), "counts": ("i8", (b,)), "boxes": ("f4", (t, 4)), "labels": ("i8", (t,)),
+            "areas": ("f4", (t,)), "iscrowd": ("i8", (t,)), "crops": ("i4", (t, 4)), "offsets": ("i8", (t + 1,)),
+            "dense": ("u1", (self.dense_bytes,)),
         }  # fmt: skip
-        sizes = [prod(shape) * _DTYPES[name].itemsize for name, shape in shapes.items()]
-        starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-        parts = zip(starts[:-1], sizes, shapes.values(), strict=True)
-        return dict(zip(shapes, parts, strict=True)), starts[-1]
+        layout, end = {}, 0
+        for name, (kind, shape) in tables.items():
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = start + prod(shape) * np.dtype(kind).itemsize
+            layout[name] = slice(start, end), kind, shape
+        return layout, end
 
-
-_ALIGNMENT = 64
-
-
-_FLIPPED_ROWS = 64
-
-
-_DTYPES = {
-    name: np.dtype(kind)
-    for name, kind in {
-        "pixels": "u1", "bits": "u1", "sizes": "i4", "image_ids": "i8", "counts": "i8", "boxes": "f4", "labels": "i8",
-        "areas": "f4", "iscrowd": "i8", "crops": "i4", "offsets": "i8",
-        "dense": "u1",
-    }.items()
-}  # fmt: skip
-
-
-_TORCH = {name: torch.from_numpy(np.empty(0, dtype)).dtype for name, dtype in _DTYPES.items()}
+    def open_tables(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """The tables in a buffer, uint8 [bytes], as views of it."""
+        return {name: buffer[at].view(kind).reshape(shape) for name, (at, kind, shape) in self.lay_out()[0].items()}
 
 
 class BatchSource(Protocol):
@@ -331,39 +310,28 @@ def write_batch(
     areas = [h * w for h, w in sizes]
     dense_bytes = sum(n * area for n, area in zip(counts, areas, strict=True)) if dense else 0
     shape = BatchShape(len(sizes), len(lengths), 3 * sum(areas), int(offsets[-1]), dense_bytes)
-    layout, size = shape.lay_out()
-    buffer = reserve(size)
-    views = {name: buffer[start : start + length] for name, (start, length, _) in layout.items()}
+    views = shape.open_tables(reserve(shape.lay_out()[1]))
     for name, table in (*tables.items(), ("offsets", offsets)):
-        views[name][:] = np.ascontiguousarray(table, _DTYPES[name]).reshape(-1).view(np.uint8)
+        views[name][:] = table
     first = pixel = 0
-    rows = zip(indices, sizes, counts, strict=True)
-    for place, (index, (height, width), count) in enumerate(rows):
+    for place, (index, (height, width), count) in enumerate(zip(indices, sizes, counts, strict=True)):
         pixels = views["pixels"][pixel : pixel + 3 * height * width].reshape(height, width, 3)
-        try:
+        with blame_sample(place):
             source.read_into(index, pixels, views["bits"][offsets[first] : offsets[first + count]])
-        except DriveLostError:
-            raise
-        except ColabUtilsError as error:
-            raise BadSampleError(error, place) from None
         if flips is not None and flips[place]:
             for part in torch.from_numpy(pixels).split(_FLIPPED_ROWS):  # they stay in the cache
                 part.copy_(part.flip(1))
         pixel, first = pixel + pixels.size, first + count
     if dense_bytes:
-        masks = MaskBits(*map(torch.from_numpy, (views["bits"], tables["crops"], offsets)))
-        expand_masks(
-            masks, sizes, counts, flips=None if flips is None else flips.tolist(), out=torch.from_numpy(views["dense"])
-        )
+        bits, crops, ends, out = map(torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"]))
+        mirrored = None if flips is None else flips.tolist()
+        expand_masks(MaskBits(bits, crops, ends), sizes, counts, flips=mirrored, out=out)
     return shape
 
 
 def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
     """The batch in a buffer, uint8 [bytes]; its tensors are views of it."""
-    parts = {
-        name: buffer[start : start + length].view(_TORCH[name]).view(part)
-        for name, (start, length, part) in shape.lay_out()[0].items()
-    }
+    parts = {name: torch.from_numpy(table) for name, table in shape.open_tables(buffer.numpy()).items()}
     masks = MaskBits(*(parts.pop(name) for name in MaskBits._fields))
     dense = parts.pop("dense")
     return PackedBatch(masks=masks, dense=dense if shape.dense_bytes else None, **parts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -14,25 +15,59 @@ from torch.utils.data import Dataset
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, Target
-from colab_utils.loading.sampler import AllArrived, BatchParts, BatchSampler
+from colab_utils.loading.sampler import AllArrived, BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import Tuning, tune_workers
-from colab_utils.loading.workers import (
-    Backend,
-    Fetcher,
-    Loaded,
-    Prefetcher,
-    describe_workers,
-)
+from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
 
-__all__ = ["Loader", "make_loader"]
-
+__all__ = ["Loader", "LoaderSettings", "find_device", "make_loader"]
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
-
-
 Delivery = Literal["dense", "packed"]
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """What a :class:`Loader` does with its batches; the fields are as in :func:`make_loader`.
+
+    Raises:
+        ColabUtilsError: if one is out of range, or the device is not there.
+    """
+
+    batch_size: int
+    device: torch.device
+    workers: int
+    backend: Backend
+    prefetch: int
+    deliver: Delivery
+    image_dtype: torch.dtype
+    seed: int
+    transforms: Transforms | None
+    """On the device."""
+    max_bad: int
+    rank: int
+    ranks: int
+
+    def __post_init__(self) -> None:
+        for name, known in (("deliver", get_args(Delivery)), ("backend", get_args(Backend))):
+            if (value := getattr(self, name)) not in known:
+                raise ColabUtilsError(f"expected {name} as one of {', '.join(known)}, found {value!r}")
+        if self.image_dtype not in (torch.float32, torch.uint8):
+            raise ColabUtilsError(f"expected image_dtype as torch.float32 or torch.uint8, found {self.image_dtype!r}")
+        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
+                raise ColabUtilsError(f"expected {name} as a whole number of {lowest} or more, found {value!r}")
+            object.__setattr__(self, name, int(value))
+        if not self.rank < self.ranks:
+            raise ColabUtilsError(f"expected ranks over rank {self.rank}, found {self.ranks!r}")
+        if self.transforms is not None and self.deliver == "packed":
+            raise ColabUtilsError(
+                "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or "
+                "apply them with transform_on='worker'."
+            )
 
 
 def make_loader(
@@ -47,13 +82,12 @@ def make_loader(
     shuffle: bool = True,
     seed: int = 0,
     prefetch: int | Literal["auto"] = "auto",
-    in_order: bool = True,
     group_by_aspect_ratio: bool = True,
     transforms: Transforms | None = None,
     transform_on: Literal["device", "worker"] = "device",
     max_bad: int = 0,
-    rank: int = 0,
-    ranks: int = 1,
+    rank: int | None = None,
+    ranks: int | None = None,
 ) -> Loader:
     """Make a loader whose batches arrive ready on the device.
 
@@ -63,28 +97,30 @@ def make_loader(
         batch_size: images in a batch; the last batch of an epoch may hold fewer.
         device: where the batches are delivered.
         workers: worker processes or threads. 0 loads in this process, when a batch is asked for. "auto" tries what
-            this machine can do (``tune_workers``: under 20 s, once for a machine and dataset), never more than its
-            cores; for under 64 batches an epoch, or whole shards, it is one process a core, at most 4.
-        backend: "processes"; "loader_process" for one loader process with threads; "threads" for threads here,
-            for images that need no decoding. "auto" is what was tuned, or processes.
+            this machine can do (``tune_workers``: at most five short trials), never more than its cores; for under 64
+            batches an epoch, or shards that still arrive, it is one process a core, at most 4.
+        backend: "processes"; "loader_process" for one loader process with threads; "threads" for threads here, for
+            images that need no decoding; where your own dataset or transforms may draw random numbers, they run in
+            a loader process instead, one sample at a time: your training draws from the same generators. "auto" is
+            what was tuned, or processes.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
             normalises itself.
         shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
-        seed: of the order, and of all chance in your dataset and in ``transforms`` on the worker.
+        seed: of the order, and of all random numbers in your dataset and in ``transforms`` on the worker: the same
+            samples with any backend and any number of workers.
         prefetch: batches that each worker prepares ahead; "auto" is what was tuned, or 2.
-        in_order: False delivers each batch when it is ready, so that a slow one holds up no other; the batches are
-            the same, their order is not.
         group_by_aspect_ratio: fill shuffled batches with wide images or with tall ones, where the dataset has
             ``sizes``: less padding, as in torchvision's references.
         transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors. A
             ``v2.RandomHorizontalFlip`` alone, for dense batches on the CPU, is done where the masks are expanded.
         transform_on: "device" applies them to what is delivered dense; "worker" to each sample where it is loaded
             (they must leave images uint8).
-        max_bad: images in all that may fail to load and be left out, each with a warning; one more is an error.
+        max_bad: images in all that may fail to load, with whatever exception, and are left out, each with a warning;
+            one more is an error.
         rank: of this process, where several train together: it gets its share of the images of each batch, or None in
-            place of a batch that has none for it.
+            place of a batch that has none for it. Taken from ``torch.distributed`` where that is initialised.
         ranks: how many processes those are.
 
     Raises:
@@ -106,74 +142,64 @@ def make_loader(
         2 torch.float32 torch.Size([1, 8, 8])
         1 torch.float32 torch.Size([1, 8, 8])
     """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ColabUtilsError(f"expected a dataset with a length and indices, found {type(dataset).__name__}")
+    _check_dataset(dataset)
+    if transform_on not in ("device", "worker"):
+        raise ColabUtilsError(f"expected transform_on as one of device, worker, found {transform_on!r}")
+    on_worker = transform_on == "worker"
+    rank, ranks = _find_ranks(rank, ranks)
+    settings = LoaderSettings(
+        batch_size=batch_size, device=find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
+        workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank, ranks=ranks,
+        backend="processes" if backend == "auto" else backend, prefetch=2 if prefetch == "auto" else prefetch,
+        transforms=None if on_worker else transforms,
+    )  # fmt: skip
+    fetcher, settings = _make_fetcher(dataset, settings, transforms if on_worker else None)
+    order = BatchSampler(
+        len(fetcher), settings.batch_size, settings.seed if shuffle else None,
+        sizes=fetcher.sizes if group_by_aspect_ratio else None,
+    )  # fmt: skip
+    tuning = None
+    is_here = fetcher.arrival is None or fetcher.arrival.is_complete
+    if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * settings.batch_size:
+        only = None if backend == "auto" else settings.backend
+        tuning = tune_workers(fetcher, batch_size=settings.batch_size, backend=only)
+        best = tuning.best
+        ahead = best.prefetch if prefetch == "auto" else settings.prefetch
+        settings = replace(settings, backend=best.backend, workers=best.workers, prefetch=ahead)
+    return Loader(fetcher, order, settings, tuning)
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ColabUtilsError(
+            f"expected a dataset with a length and indices, found {type(dataset).__name__}. Open a folder of "
+            "shards by ShardDataset(folder)."
+        )
     if not len(dataset):
         raise ColabUtilsError("expected a dataset with images, found an empty one")
-    choices: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-        ("deliver", deliver, get_args(Delivery)),
-        ("backend", backend, ("auto", *get_args(Backend))),
-        ("transform_on", transform_on, ("device", "worker")),
-    )
-    for name, value, known in choices:
-        if value not in known:
-            raise ColabUtilsError(f"expected {name} as one of {', '.join(known)}, found {value!r}")
-    if image_dtype not in (torch.float32, torch.uint8):
-        raise ColabUtilsError(f"expected image_dtype as torch.float32 or torch.uint8, found {image_dtype!r}")
-    if transforms is not None and transform_on == "device" and deliver == "packed":
-        raise ColabUtilsError(
-            "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or apply "
-            "them with transform_on='worker'."
-        )
-    ahead = 2 if prefetch == "auto" else prefetch
-    count = min(4, count_cores()) if workers == "auto" else workers
-    numbers = (
-        ("batch_size", batch_size, 1), ("workers", count, 0), ("prefetch", ahead, 1), ("seed", seed, 0),
-        ("max_bad", max_bad, 0), ("rank", rank, 0), ("ranks", ranks, rank + 1),
-    )  # fmt: skip
-    for name, number, least in numbers:
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
-            raise ColabUtilsError(f"expected {name} as a whole number of {least} or more, found {number!r}")
-    on_worker = transform_on == "worker"
-    place = _find_device(device)
+
+
+def _find_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
+    """Which of how many processes this is."""
+    distributed = torch.distributed
+    if rank is None and ranks is None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return rank or 0, 1 if ranks is None else ranks
+
+
+def _make_fetcher(
+    dataset: Dataset[Any], settings: LoaderSettings, on_worker: Transforms | None
+) -> tuple[Fetcher, LoaderSettings]:
+    """What the workers do, and what is left for the training process."""
     # with no GPU to expand masks on, the workers do it: into memory that is used again
-    dense = deliver == "dense" and place.type == "cpu"
-    source = Fetcher(dataset, transforms if on_worker else None, dense=dense)
-    flip = find_flip(transforms) if dense and not source.whole_shards else None
+    dense = settings.deliver == "dense" and settings.device.type == "cpu"
+    flip = find_flip(settings.transforms) if dense else None
+    fetcher = Fetcher(dataset, on_worker, dense=dense, flip=flip or 0)
     if flip is not None:
-        source, transforms = Fetcher(dataset, dense=True, flip=flip), None
-    kind: Backend = "processes" if backend == "auto" else backend
-    tuning = None
-    here = not source.whole_shards and (source.arrival is None or source.arrival.is_complete)
-    if workers == "auto" and len(source) >= _TUNED_BATCHES * batch_size and here:
-        tuning = tune_workers(source, batch_size=int(batch_size), backend=None if backend == "auto" else backend)
-        kind, count = tuning.best.backend, tuning.best.workers
-        ahead = tuning.best.prefetch if prefetch == "auto" else prefetch
-    order = BatchSampler(
-        len(source),
-        int(batch_size),
-        int(seed) if shuffle else None,
-        sizes=source.sizes if group_by_aspect_ratio else None,
-        shard_of=source.shard_of if source.whole_shards else None,
-        streams=int(count) if kind == "processes" else 1,
-    )
-    return Loader(
-        source,
-        order,
-        batch_size=int(batch_size),
-        device=place,
-        workers=int(count),
-        backend=kind,
-        deliver=deliver,
-        image_dtype=image_dtype,
-        seed=int(seed),
-        prefetch=int(ahead),
-        in_order=in_order,
-        transforms=None if on_worker else transforms,
-        max_bad=int(max_bad),
-        tuning=tuning,
-        share=(int(rank), int(ranks)),
-    )
+        settings = replace(settings, transforms=None)
+    if fetcher.may_draw and settings.backend == "threads":
+        settings = replace(settings, backend="loader_process")
+    return fetcher, settings
 
 
 class Loader:
@@ -182,44 +208,29 @@ class Loader:
 
     Attributes:
         epoch: the epoch that the next pass runs, or that the pass under way is in.
+        settings: what it does; ``workers`` and ``backend`` are what really runs.
         tuning: how the workers were found, where they were.
         total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
     """
 
     def __init__(
-        self,
-        source: Fetcher,
-        order: BatchSampler,
-        *,
-        batch_size: int,
-        device: torch.device,
-        workers: int,
-        backend: Backend,
-        deliver: Delivery,
-        image_dtype: torch.dtype,
-        seed: int,
-        prefetch: int,
-        in_order: bool,
-        transforms: Transforms | None,
-        max_bad: int,
-        tuning: Tuning | None,
-        share: tuple[int, int],
+        self, fetcher: Fetcher, order: BatchSampler, settings: LoaderSettings, tuning: Tuning | None = None
     ) -> None:
-        self.dataset, self.batch_size, self.device = source.dataset, batch_size, device
-        self.workers, self.backend, self.deliver, self.prefetch = workers, backend, deliver, prefetch
-        self.image_dtype = image_dtype
-        self.seed, self.in_order, self.transforms, self.max_bad = seed, in_order, transforms, max_bad
-        self.epoch, self.tuning, self.total = 0, tuning, 0
+        self.dataset, self.settings, self.tuning = fetcher.dataset, settings, tuning
+        self.batch_size, self.device, self.deliver = settings.batch_size, settings.device, settings.deliver
+        self.workers, self.backend, self.prefetch = settings.workers, settings.backend, settings.prefetch
+        self.epoch = self.total = 0
         self.bad: list[tuple[int, str]] = []
-        self._source, self._order, self._share = source, order, share
+        self._fetcher, self._order = fetcher, order
         self._totals: dict[int, int] = {}
-        self._delivered: set[int] = set()
+        self._delivered, self._skipped = 0, set[int]()
         self._joined: list[tuple[int, int]] = []  # shards that arrived in this epoch, and before which batch
         self._planned = 0
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
+        self._dead: DeadWorker | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -227,28 +238,30 @@ class Loader:
     @property
     def left(self) -> int:
         """Batches of this epoch that were not delivered yet."""
-        return len(self) - len(self._delivered)
+        return len(self) - self._delivered - sum(number >= self._delivered for number in self._skipped)
 
     def __str__(self) -> str:
         way = describe_workers(self.backend, self.workers, self.prefetch)
         return f"{len(self):,} batches of {self.batch_size}, {self.deliver}, by {way}"
 
+    __repr__ = __str__
+
     def __iter__(self) -> Iterator[Any]:
-        if self._delivered and not self._resumed:  # the last pass was broken off
+        if (self._delivered or self._skipped) and not self._resumed:  # the last pass was broken off
             self._end_epoch()
         self._resumed = False
         self._totals.clear()
         self._passes += 1
         this_pass = self._passes
         self._order.epoch = self.epoch
-        for loaded in self._run():
-            self._count_bad(loaded)
-            self._delivered.add(loaded.number)
-            self.total = self._totals.pop(loaded.number)
-            if len(self._delivered) == len(self):
+        for number, batch, bad in self._run():
+            self._count_bad(bad)
+            self._delivered = number + 1
+            self.total = self._totals.pop(number)
+            if not self.left:
                 self._end_epoch()
-            if loaded.batch is not None or self._share[1] > 1:
-                yield self._place(loaded.batch) if loaded.batch is not None else None
+            if batch is not None or self.settings.ranks > 1:
+                yield batch and self._place(batch)
                 if this_pass != self._passes:  # before waiting: the results of this pass went to the other one
                     raise ColabUtilsError(
                         "expected one pass over a loader at a time, found a second one. Make two loaders."
@@ -256,30 +269,30 @@ class Loader:
 
     def _end_epoch(self) -> None:
         self.epoch += 1
-        self._delivered.clear()
+        self._delivered, self._skipped = 0, set()
         self._joined, self._planned = [], 0
         self._order.go_on(())
 
-    def _run(self) -> Iterator[Loaded]:
+    def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
+        self._dead = None
         try:
-            yield from self._start().run(
-                self._plan(), seed=(self.seed, self.epoch), in_order=self.in_order, tolerant=self.max_bad > 0
-            )
+            seed = self.settings.seed, self.epoch
+            yield from self._start().run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
         except BaseException:
+            self._dead = self._prefetcher.find_dead() if self._prefetcher else None
             self.close()
             raise
 
-    def _plan(self) -> Iterator[tuple[int, BatchParts] | None]:
+    def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
         """The batches of the epoch that were not delivered yet."""
-        arrival, delivered = self._source.arrival, set(self._delivered)
-        plan: Iterator[BatchParts | None] = iter(())
-        shard_of: Any = self._source.shard_of
+        arrival, first, skipped = self._fetcher.arrival, self._delivered, set(self._skipped)
+        shard_of: Any = self._fetcher.shard_of
         if self._joined or not (arrival is None or arrival.is_complete):
             from_where = arrival or AllArrived(np.unique(shard_of).tolist())
-            plan = self._order.plan_arriving(shard_of, from_where, self._joined, self._planned)
+            plan: Any = self._order.plan_arriving(shard_of, from_where, self._joined, self._planned)
         else:
             plan = iter(self._order.plan())
         number = 0
@@ -287,32 +300,22 @@ class Loader:
             if parts is None:
                 yield None
                 continue
+            indices = [index for _, part in parts for index in part]
             self._planned = max(self._planned, number + 1)
-            if number not in delivered:
+            if number >= first and number not in skipped:
                 if arrival is not None and arrival.window is not None:
-                    needed = {int(shard_of[index]) for _, indices in parts for index in indices}
+                    needed = {int(shard_of[index]) for index in indices}
                     while not arrival.has(needed):
                         yield None
-                self._totals[number] = sum(len(indices) for _, indices in parts)
-                yield number, self._take_share(parts)
+                self._totals[number] = len(indices)
+                yield number, indices[self.settings.rank :: self.settings.ranks]
             number += 1
-
-    def _take_share(self, parts: BatchParts) -> BatchParts:
-        """Every ``ranks``-th image of a batch."""
-        rank, ranks = self._share
-        if ranks == 1:
-            return parts
-        shares, first = [], 0
-        for stream, indices in parts:
-            shares.append((stream, indices[(rank - first) % ranks :: ranks]))
-            first += len(indices)
-        return [(stream, indices) for stream, indices in shares if indices]
 
     def _start(self) -> Prefetcher:
         if self._prefetcher is None:
             try:
-                self._prefetcher = Prefetcher(self._source, self.backend, self.workers, self.prefetch)
-            except (OSError, ValueError) as error:  # no more processes, or a system that cannot fork
+                self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
+            except OSError as error:  # no more processes
                 warnings.warn(
                     f"expected {self.workers} worker processes, found that they cannot be started ({error}): batches "
                     "are loaded in this process. Close what you do not need, or use workers=0.",
@@ -320,50 +323,63 @@ class Loader:
                     stacklevel=4,
                 )
                 self.workers, self.backend = 0, "threads"
-                self._prefetcher = Prefetcher(self._source, "threads", 0, self.prefetch)
+                self._prefetcher = Prefetcher(self._fetcher, "threads", 0, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         return self._prefetcher
 
-    def _count_bad(self, loaded: Loaded) -> None:
-        for index, error in loaded.bad:
-            self.bad.append((index, str(error)))
-            if len(self.bad) > self.max_bad:
+    def list_jobs(self) -> list[WorkerJob]:
+        """The batches that were asked for and did not come yet, oldest first; of each, its worker and since when."""
+        return self._prefetcher.list_jobs() if self._prefetcher else []
+
+    def find_dead(self) -> DeadWorker | None:
+        """The worker that ended the last pass by ending itself, and the batches that it had."""
+        return self._dead
+
+    def restart(self, *, skip: int | None = None) -> None:
+        """End the workers; the next pass goes on in this epoch where it stood, without the batch of number ``skip``."""
+        self.close()
+        self._resumed = True
+        if skip is not None:
+            self._skipped.add(skip)
+
+    def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
+        for index, found in bad:
+            self.bad.append((index, found))
+            if len(self.bad) > self.settings.max_bad:
                 self.close()
                 raise ColabUtilsError(
-                    f"expected at most {self.max_bad} bad images (max_bad), found {len(self.bad)}, the last: {error}"
+                    f"expected at most {self.settings.max_bad} bad images (max_bad), found {len(self.bad)}, the last: "
+                    f"{found}"
                 )
-            said = f"an image is left out (number {len(self.bad)} so far): {error}"
+            said = f"an image is left out (number {len(self.bad)} so far): {found}"
             warnings.warn(said, ColabUtilsWarning, stacklevel=3)
 
     def _place(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
+        """A batch as it is delivered."""
+        transforms, dtype = self.settings.transforms, self.settings.image_dtype
         if self.deliver == "packed":
             return batch.to(self.device)
-        if self.transforms is None and self.image_dtype == torch.float32:
+        if transforms is None and dtype == torch.float32:
             return batch.to_images(self.device), batch.to_targets(self.device)
-        images = batch.to(self.device).split_images()
-        if self.transforms is None:
-            return images, batch.to_targets(self.device)
-        pairs = zip(images, batch.to_targets(self.device), strict=True)
-        done = [apply_transforms(self.transforms, image, target) for image, target in pairs]
-        return [self._convert(image) for image, _ in done], [target for _, target in done]
-
-    def _convert(self, image: Tensor) -> Tensor:
-        """An image after transforms: what they left uint8 becomes float, if that is asked for."""
-        return image.float().div_(255) if image.dtype == torch.uint8 != self.image_dtype else image
+        images, targets = batch.to(self.device).split_images(), batch.to_targets(self.device)
+        if transforms is not None:
+            pairs = [apply_transforms(transforms, *pair) for pair in zip(images, targets, strict=True)]
+            images, targets = [image for image, _ in pairs], [target for _, target in pairs]
+        if dtype == torch.float32:
+            images = [image.float().div_(255) if image.dtype == torch.uint8 else image for image in images]
+        return images, targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands after the batches delivered so far: plain whole numbers; ``ahead`` lists batches
-        that were delivered before their turn (``in_order=False``); ``joined`` when shards arrived that were copied;
-        ``before`` what this epoch delivered in batches of another size.
+        """Where the order stands after the batches delivered so far: plain whole numbers; ``skipped`` lists batches
+        to leave out; ``joined`` when shards arrived that were copied; ``before`` what this epoch delivered in batches
+        of another size.
         """
-        done = next(n for n in range(len(self) + 1) if n not in self._delivered)
-        ahead = sorted(n for n in self._delivered if n > done)
-        state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": done}
+        state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": self._delivered}
         if self._joined:
             state |= {"joined": [list(one) for one in self._joined], "planned": self._planned}
         if self._order.before:
             state["before"] = [list(one) for one in self._order.before]
-        return {**state, "streams": self._order.streams, **({"ahead": ahead} if ahead else {})}
+        return state | ({"skipped": sorted(self._skipped)} if self._skipped else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch that a state was taken at; with batches of another size, with the images that the
@@ -375,23 +391,22 @@ class Loader:
         """
         here = self._describe_order()
         there = {key: state.get(key, value) for key, value in here.items()}
-        size, before = there["batch_size"], state.get("before", ())
+        size, count, skipped = there["batch_size"], state["batch"], set(state.get("skipped", ()))
         resized = size != self.batch_size and not state.get("joined")
         if there != (here | {"batch_size": size} if resized else here):
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
-        ahead = state.get("ahead", ())
         self.epoch = self._order.epoch = state["epoch"]
         self._resumed = True
-        self._order.streams = state.get("streams", self._order.streams)
-        done = [[size, state["batch"], *ahead]] if resized and (state["batch"] or ahead) else []
-        self._order.go_on([*before, *done])
-        self._delivered = set() if resized else {*range(state["batch"]), *ahead}
+        later = sorted(number for number in skipped if number >= count)
+        done = [[size, count, *later]] if resized and (count or later) else []
+        self._order.go_on([*state.get("before", ()), *done])
+        self._delivered, self._skipped = (0, set()) if resized else (count, skipped)
         self._joined = [(shard, number) for shard, number in state.get("joined", ())]
         self._planned = state.get("planned", 0)
 
     def _describe_order(self) -> dict[str, int]:
         return {
-            "seed": self.seed,
+            "seed": self.settings.seed,
             "batch_size": self.batch_size,
             "shuffle": int(self._order.is_shuffled),
             "grouped": int(self._order.is_grouped),
@@ -405,7 +420,16 @@ class Loader:
             self._prefetcher = None
 
 
-def _find_device(device: torch.device | str) -> torch.device:
+def find_device(device: torch.device | str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ColabUtilsError: if there is none, or no GPU.
+
+    Example:
+        >>> find_device("cpu")
+        device(type='cpu')
+    """
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):

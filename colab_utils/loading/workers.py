@@ -1,26 +1,25 @@
-"""Who loads the batches: worker processes, one loader process with threads, threads in this process, or nobody else."""
+"""Who loads the batches: worker processes, one loader process with threads, threads here, or nobody else."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
-import queue
 import random
 import re
-import selectors
 import shutil
 import signal
 import threading
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from pathlib import Path
-from time import sleep
-from typing import Any, Literal, NamedTuple, Protocol
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from time import monotonic, sleep
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, Subset
 
 from colab_utils.data.decoding import load_jpeg_decoder
-from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import Arrival
 from colab_utils.loading.batch import (
@@ -37,41 +35,36 @@ from colab_utils.loading.batch import (
     PackedBatch,
     PackedSample,
     PackedSamples,
-    collate_packed,
+    blame_sample,
     open_batch,
     pack_target,
     write_batch,
 )
 from colab_utils.loading.buffers import SharedBuffer, SharedBufferPool
-from colab_utils.loading.sampler import BatchParts
+from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.transforms import Transforms, apply_transforms
 from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork
 
-__all__ = [
-    "Backend",
-    "Fetcher",
-    "Job",
-    "Loaded",
-    "Prefetcher",
-    "Result",
-    "WorkerPool",
-    "describe_exit",
-    "describe_workers",
-    "explain_death",
-    "start_workers",
-]
+__all__ = ["Backend", "DeadWorker", "Fetcher", "Prefetcher", "WorkerJob", "describe_workers", "explain_death"]
+
+Backend = Literal["processes", "loader_process", "threads"]
+"""Worker processes; one loader process with threads; threads in the training process."""
+
+_LENT_BUFFERS = 4  # that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at
+_POLL_S = 0.02  # between two looks for shards that arrive
+_END = object()
 
 
 class Fetcher:
-    """A map-style dataset, or a ``Subset`` of one; with ``transforms``, those are applied to each sample; ``dense``
-    writes the masks expanded too, and then ``flip`` is the share of images that are mirrored, by chance.
+    """Reads the samples of a map-style dataset, or of a ``Subset`` of one, and writes them as batches.
 
     Attributes:
-        writes_itself: whether batches are written without samples in between.
+        dense: whether the masks are written expanded, too; then ``flip`` is the share of images that are mirrored.
+        writes_itself: whether the dataset writes batches without samples in between.
+        may_draw: whether its samples may draw random numbers: your own dataset or transforms.
         arrival: of shards that are still copied, where they are.
-        fingerprint: the dataset's, where it has one.
         is_decoded: whether the images lie there as pixels.
-        whole_shards, shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
+        shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
     """
 
     def __init__(
@@ -82,13 +75,14 @@ class Fetcher:
         rows: NDArray[np.int64] | None = None
         while type(base) is Subset:
             picked = np.asarray(base.indices, np.int64)
+            picked = np.where(picked < 0, picked + len(base.dataset), picked)  # type: ignore[arg-type]
             base, rows = base.dataset, picked if rows is None else picked[rows]
         self._base, self._rows = base, rows
-        self.writes_itself = transforms is None and _writes_itself(type(base))
+        plain = transforms is None and getattr(base, "transforms", None) is None
+        self.writes_itself = plain and _writes_itself(type(base))
+        self.may_draw = not (self.writes_itself or (plain and type(base) is CocoFolder))
         load_jpeg_decoder()  # now, so that workers need not
-        self.whole_shards: bool = getattr(base, "whole_shards", False)
         self.arrival: Arrival | None = getattr(base, "arrival", None)
-        self.fingerprint: str | None = getattr(base, "fingerprint", None)
         self.is_decoded: bool = getattr(base, "is_decoded", False)
         self.shard_of, self.sizes = (self._pick(getattr(base, name, None)) for name in ("shard_of", "sizes"))
 
@@ -98,34 +92,23 @@ class Fetcher:
     def write(
         self, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]], seed: Sequence[int]
     ) -> BatchShape:
-        """Write a batch into memory that ``reserve`` gives; ``seed``: of all chance in somebody's own dataset.
+        """Write a batch into memory that ``reserve`` gives; all random numbers of its samples come from ``seed``.
 
         Raises:
             BadSampleError: if a sample cannot be loaded.
         """
         flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
         if self.writes_itself:
-            return write_batch(self._base, self._find_rows(indices), reserve, dense=self.dense, flips=flips)
-        samples = self.read_samples(indices, seed)
+            rows = indices if self._rows is None else self._rows[list(indices)].tolist()
+            return write_batch(self._base, rows, reserve, dense=self.dense, flips=flips)
+        samples = []
+        with _seed_random(seed) if self.may_draw else nullcontext():
+            for place, index in enumerate(indices):
+                with blame_sample(place):
+                    samples.append(self._read_sample(index))
         return write_batch(PackedSamples(samples), range(len(samples)), reserve, dense=self.dense, flips=flips)
 
-    def read_samples(self, indices: Sequence[int], seed: Sequence[int]) -> list[PackedSample]:
-        """The samples of a batch, or of a part of one; raises as ``write``."""
-        samples = []
-        with _fix_chance(seed):
-            for place, index in enumerate(indices):
-                try:
-                    samples.append(self._read_sample(index))
-                except DriveLostError:
-                    raise
-                except ColabUtilsError as error:
-                    raise BadSampleError(error, place) from None
-        return samples
-
     def _read_sample(self, index: int) -> PackedSample:
-        if self.writes_itself:
-            sample: PackedSample = self._base.read_packed(self._find_rows([index])[0])
-            return sample
         found: Any = self.dataset[index]
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise ColabUtilsError(
@@ -133,10 +116,6 @@ class Fetcher:
                 "detection datasets for the contract."
             )
         return pack_target(*(apply_transforms(self.transforms, *found) if self.transforms else found))
-
-    def _find_rows(self, indices: Sequence[int]) -> Sequence[int]:
-        rows: list[int] | None = None if self._rows is None else self._rows[list(indices)].tolist()
-        return indices if rows is None else rows
 
     def _pick(self, values: Any) -> NDArray[Any] | None:
         if not isinstance(values, np.ndarray):
@@ -151,8 +130,8 @@ def _writes_itself(kind: type) -> bool:
 
 
 @contextmanager
-def _fix_chance(seed: Sequence[int]) -> Iterator[None]:
-    """Make chance in the samples come from ``seed``, whichever process loads them, and leave this process's alone."""
+def _seed_random(seed: Sequence[int]) -> Iterator[None]:
+    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this process's as they were."""
     entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(entropy[0])
@@ -166,55 +145,53 @@ def _fix_chance(seed: Sequence[int]) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-Backend = Literal["processes", "loader_process", "threads"]
-
-
-"""Worker processes; one loader process with threads; threads in the training process."""
-
-
 class Job(NamedTuple):
-    """A batch, or a part of one, to load."""
+    """A batch to load."""
 
-    ticket: int
+    number: int
+    """Of the batch in its epoch."""
     indices: list[int]
-    slot: int | None
-    """Where to write it; None for samples."""
+    buffer: int
+    """Where to write it."""
     seed: tuple[int, ...]
-    tolerant: bool
-    """Leave bad samples out, and say so."""
+    skips_bad: bool
+    """Leave bad samples out, and name them."""
 
 
 class Result(NamedTuple):
     """What became of a job."""
 
-    ticket: int
+    number: int
     shape: BatchShape | None = None
-    samples: list[PackedSample] | None = None
-    bad: Sequence[tuple[int, ColabUtilsError]] = ()
+    """None where no sample of it could be loaded."""
+    bad: Sequence[tuple[int, str]] = ()
     """Indices that were left out, and why."""
     error: Exception | None = None
 
 
-class WorkerPool(Protocol):
-    """Takes jobs and gives results, in the order in which they get done."""
+class WorkerJob(NamedTuple):
+    """A batch that was asked for and did not come yet."""
 
-    members: int
-    """How many queues of jobs there are."""
-    capacity: int
-    """How many jobs run at a time."""
+    worker: int | None
+    """Which worker process loads it, from 0; None for this process."""
+    pid: int
+    number: int
+    """Of the batch in its epoch."""
+    indices: tuple[int, ...]
+    """In the loader's dataset."""
+    asked_s: float
+    """When it was asked for, by ``time.monotonic``."""
 
-    def send(self, member: int, job: Job) -> None:
-        """Queue a job for one member."""
 
-    def receive(self) -> Result:
-        """Wait for the next result.
+class DeadWorker(NamedTuple):
+    """A worker process that ended."""
 
-        Raises:
-            ColabUtilsError: if a worker process died.
-        """
-
-    def close(self) -> None:
-        """End the workers; what they were doing is lost."""
+    worker: int
+    pid: int
+    ending: str
+    """How it ended, such as "killed by signal: Killed"."""
+    jobs: tuple[WorkerJob, ...] = ()
+    """The batches that it had, oldest first."""
 
 
 def describe_workers(backend: Backend, workers: int, prefetch: int) -> str:
@@ -234,118 +211,101 @@ def describe_workers(backend: Backend, workers: int, prefetch: int) -> str:
     return f"{workers} {one if workers == 1 else many}, {prefetch} batches ahead each"
 
 
-def start_workers(backend: Backend, workers: int, source: Fetcher, slots: list[SharedBuffer]) -> WorkerPool:
-    """Start ``workers`` processes, or threads.
-
-    Raises:
-        OSError: if the system starts no more processes.
-    """
-    if backend == "threads" or workers == 0:
-        return _Inline(workers, source, slots)
-    processes, threads = (workers, 1) if backend == "processes" else (1, workers)
-    return _Processes(processes, threads, source, slots)
-
-
-def _do_job(source: Fetcher, slots: list[SharedBuffer], job: Job) -> Result:
-    indices = list(job.indices)
-    bad: list[tuple[int, ColabUtilsError]] = []
-    try:
-        while indices:
-            try:
-                if job.slot is None:
-                    samples = source.read_samples(indices, job.seed)
-                    return Result(job.ticket, samples=samples, bad=bad)
-                shape = source.write(indices, slots[job.slot].reserve, job.seed)
-                return Result(job.ticket, shape=shape, bad=bad)
-            except BadSampleError as failure:
-                if not job.tolerant:
-                    raise failure.error from None
-                bad.append((indices.pop(failure.place), failure.error))
-    except Exception as error:
-        return Result(job.ticket, bad=bad, error=error)
-    return Result(job.ticket, bad=bad)
+def _do_job(fetcher: Fetcher, buffers: list[SharedBuffer], job: Job) -> Result:
+    indices, bad = list(job.indices), list[tuple[int, str]]()
+    while indices:
+        try:
+            return Result(job.number, fetcher.write(indices, buffers[job.buffer].reserve, job.seed), bad)
+        except BadSampleError as failure:
+            error = failure.error
+            if not job.skips_bad:
+                return Result(job.number, error=error)
+            found = str(error) if isinstance(error, ColabUtilsError) else f"{type(error).__name__}: {error}"
+            bad.append((indices.pop(failure.place), found))
+        except Exception as error:
+            return Result(job.number, error=error)
+    return Result(job.number, bad=bad)
 
 
-class _Inline:
+class _Threads:
     """Jobs run in this process: by threads, or, without any, when their results are asked for."""
 
-    def __init__(self, threads: int, source: Fetcher, slots: list[SharedBuffer]) -> None:
-        self.members, self.capacity = 1, max(1, threads)
-        self._source, self._slots = source, slots
-        self._pool = ThreadPoolExecutor(threads, "loader") if threads else None
-        self._jobs: deque[Job] = deque()
-        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+    dead: DeadWorker | None = None
 
-    def send(self, member: int, job: Job) -> None:
-        if self._pool:
-            self._pool.submit(lambda: self._results.put(_do_job(self._source, self._slots, job)))
-        else:
-            self._jobs.append(job)
+    def __init__(self, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
+        self.pids = [os.getpid()]
+        self._do_job = partial(_do_job, fetcher, buffers)
+        self._pool = ThreadPoolExecutor(threads, "loader") if threads else None
+        self._results: deque[Callable[[], Result]] = deque()
+
+    def send(self, worker: int, job: Job) -> None:
+        run = partial(self._do_job, job)
+        self._results.append(self._pool.submit(run).result if self._pool else run)
 
     def receive(self) -> Result:
-        return self._results.get() if self._pool else _do_job(self._source, self._slots, self._jobs.popleft())
+        return self._results.popleft()()
 
     def close(self) -> None:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 
 
-class _Processes:
-    """Jobs run in other processes; a pipe to each, so that one that dies is noticed at once and locks nobody out."""
+class WorkerPool:
+    """Jobs run in worker processes, each with a pipe of its own: one that dies is noticed at once, and blocks no other.
 
-    def __init__(self, processes: int, threads: int, source: Fetcher, slots: list[SharedBuffer]) -> None:
-        self.members, self.capacity = processes, processes * threads
-        self._selector = selectors.DefaultSelector()
+    Raises:
+        OSError: if the system starts no more processes.
+    """
+
+    def __init__(self, processes: int, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
         self._processes: list[Any] = []
-        self._connections: list[Connection] = []
-        self.dead: tuple[int, str] | None = None  # the member that died, and how
+        self._connections: list[Any] = []
+        self.dead: DeadWorker | None = None
         context = multiprocessing.get_context("fork")
         try:
-            for member in range(processes):
+            for _ in range(processes):
                 here, there = context.Pipe()
                 self._connections.append(here)
-                process = context.Process(target=_serve, args=(there, threads, source, slots), daemon=True)
+                process = context.Process(target=_serve, args=(there, threads, fetcher, buffers), daemon=True)
                 with there, quiet_fork():
                     process.start()
                 self._processes.append(process)
-                self._selector.register(here, selectors.EVENT_READ, member)
         except OSError:
             self.close()
             raise
+        self.pids: list[int] = [process.pid for process in self._processes]
 
-    def send(self, member: int, job: Job) -> None:
+    def send(self, worker: int, job: Job) -> None:
         try:
-            self._connections[member].send(job)
+            self._connections[worker].send(job)
         except OSError:
-            raise self._explain_death(member) from None
+            raise self._explain_death(worker) from None
 
     def receive(self) -> Result:
-        key, _ = self._selector.select()[0]
+        """Wait for the next result; raises ColabUtilsError if a worker died."""
+        connection: Any = wait(self._connections)[0]
         try:
-            result: Result = self._connections[key.data].recv()
+            result: Result = connection.recv()
         except (EOFError, OSError):
-            raise self._explain_death(key.data) from None
+            raise self._explain_death(self._connections.index(connection)) from None
         return result
 
     def close(self) -> None:
+        """End the workers; what they were doing is lost."""
         for process in self._processes:
-            process.terminate()
+            process.kill()
         for process in self._processes:
-            process.join(5)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+            process.join()
             process.close()
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
-        self._selector.close()
 
-    def _explain_death(self, member: int) -> ColabUtilsError:
-        process = self._processes[member]
+    def _explain_death(self, worker: int) -> ColabUtilsError:
+        process = self._processes[worker]
         process.join(5)
-        self.dead = member, describe_exit(process.exitcode or 0)
-        return explain_death(self.dead[1])
+        self.dead = DeadWorker(worker, process.pid, describe_exit(process.exitcode or 0))
+        return explain_death(self.dead.ending)
 
 
 def describe_exit(code: int) -> str:
@@ -359,20 +319,29 @@ def describe_exit(code: int) -> str:
 
 
 def explain_death(found: str) -> ColabUtilsError:
-    """A worker's death in words, from what is known about it."""
+    """A worker's death in words, from what is known about it.
+
+    Example:
+        >>> print(explain_death(describe_exit(3)))
+        expected every worker process to live, found one that ended (exit code 3). Your own code or a library ended it:
+        load with workers=0 to see where.
+    """
     how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", found)
-    free = f"{format_bytes(find_free_memory())} of memory"
-    if Path("/dev/shm").is_dir():
-        free += f" and {format_bytes(shutil.disk_usage('/dev/shm').free)} of /dev/shm"
+    cure = "Your own code or a library ended it: load with workers=0 to see where."
+    if re.search("Killed|Bus error", found):
+        shm = (
+            f" and {format_bytes(shutil.disk_usage('/dev/shm').free)} of /dev/shm" if os.path.isdir("/dev/shm") else ""
+        )
+        cure = (
+            f"Now {format_bytes(find_free_memory())} of memory{shm} are free. Mostly memory ran out: use fewer "
+            "workers, a smaller prefetch or a smaller batch, and run it again."
+        )
     return ColabUtilsError(
-        f"expected every worker process to live, found one ended ({how[0] if how else 'no reason given'}); now {free} "
-        "are free. Mostly memory ran out: use fewer workers, a smaller prefetch or a smaller batch, and run it again."
+        f"expected every worker process to live, found one that ended ({how[0] if how else 'no reason given'}). {cure}"
     )
 
 
-def _serve(connection: Connection, threads: int, source: Fetcher, slots: list[SharedBuffer]) -> None:
-    import torch
-
+def _serve(connection: Connection, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
@@ -381,26 +350,24 @@ def _serve(connection: Connection, threads: int, source: Fetcher, slots: list[Sh
     lock = threading.Lock()
 
     def work(job: Job) -> None:
-        result = _do_job(source, slots, job)
-        if result.error is not None and not isinstance(result.error, ColabUtilsError):
-            result = result._replace(error=_make_portable(result.error))
+        result = _do_job(fetcher, buffers, job)
+        result = result._replace(error=_make_portable(result.error))
         with lock:
             connection.send(result)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads) as pool, suppress(EOFError, OSError):
         while True:
-            try:
-                job = connection.recv()
-            except (EOFError, OSError):
-                return
+            job = connection.recv()
             if threads == 1:
                 work(job)
             else:
                 pool.submit(work, job)
 
 
-def _make_portable(error: Exception) -> Exception:
+def _make_portable(error: Exception | None) -> Exception | None:
     """The error as another process can take it, with its traceback as a note."""
+    if error is None or isinstance(error, ColabUtilsError):
+        return error
     trace = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
@@ -410,131 +377,92 @@ def _make_portable(error: Exception) -> Exception:
     return error
 
 
-# slots whoever iterates may hold: the batch at hand, the next while it replaces that, and two more that somebody keeps
-# to look at; a slot that is never used takes no memory
-_LENT_SLOTS = 4
-
-
-_POLL_S = 0.02
-
-
-_END = object()
-
-
-class Loaded(NamedTuple):
-    """A batch of the order; None where none of its images could be loaded, or it has no part for this process."""
-
-    number: int
-    batch: PackedBatch | None
-    bad: list[tuple[int, ColabUtilsError]]
-
-
-class _Pending(NamedTuple):
-    number: int
-    part: int
-    member: int
-    slot: int | None
-
-
 class Prefetcher:
-    """Workers, their slots, and who does what; ``prefetch``: batches ahead for each worker or thread.
+    """Workers, their shared buffers, and the batches that were asked for; ``prefetch`` is batches ahead a worker.
 
     Raises:
         OSError: if worker processes cannot be started.
     """
 
-    def __init__(self, source: Fetcher, backend: Backend, workers: int, prefetch: int) -> None:
+    def __init__(self, fetcher: Fetcher, backend: Backend, workers: int, prefetch: int) -> None:
         self._ahead = max(1, workers * prefetch)
-        self._ring = SharedBufferPool(self._ahead, _LENT_SLOTS)
-        self._pool = start_workers(backend, workers, source, self._ring.slots)
+        self._buffers = SharedBufferPool(self._ahead, _LENT_BUFFERS)
+        self._pool: WorkerPool | _Threads
+        if workers and backend != "threads":
+            processes, threads = (workers, 1) if backend == "processes" else (1, workers)
+            threads = 1 if fetcher.may_draw else threads  # the random generators belong to the whole process
+            self._pool = WorkerPool(processes, threads, fetcher, self._buffers.buffers)
+        else:
+            self._pool = _Threads(workers, fetcher, self._buffers.buffers)
         self.close = self._pool.close
-        self._pending: dict[int, _Pending] = {}
-        self._got: dict[int, list[tuple[_Pending, Result]]] = {}
-        self._queued = [0] * self._pool.members
-        self._ticket = 0
+        self._sent: dict[int, tuple[Job, WorkerJob]] = {}
+        self._done: dict[int, Result] = {}
 
     def run(
-        self, batches: Iterable[tuple[int, BatchParts] | None], *, seed: tuple[int, ...], in_order: bool, tolerant: bool
-    ) -> Iterator[Loaded]:
-        """Load numbered batches; in the order given, or as they get ready. None: the next one has to wait.
+        self, batches: Iterable[tuple[int, list[int]] | None], *, seed: tuple[int, ...], skips_bad: bool
+    ) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
+        """Load numbered batches in the order given (None: the next one has to wait): the number of each, the batch, and
+        what was left out of it. The batch is None where no image of it was asked for, or all are bad.
 
         Raises:
-            ColabUtilsError: if a worker died, or a sample cannot be loaded (not ``tolerant``).
+            ColabUtilsError: if a worker died; and what a sample raises (not with ``skips_bad``).
         """
         self._drop_pass()
-        todo, got = iter(batches), self._got
-        sent: dict[int, int] = {}  # number of a batch: parts that are missing
-        over = False
+        todo, over = iter(batches), False
         while True:
-            while not over and len(sent) < self._ahead:
+            while not over and len(self._sent) < self._ahead:
                 item = next(todo, _END)
                 over = item is _END
-                if item is None or not isinstance(item, tuple):
+                if not isinstance(item, tuple):
                     break
-                number, parts = item
-                sent[number], got[number] = len(parts), []
-                for part, (stream, indices) in enumerate(parts):
-                    slot = self._ring.take() if len(parts) == 1 else None
-                    self._send(_Pending(number, part, self._choose(stream), slot), indices, (*seed, number), tolerant)
-            if not sent:
+                number, indices = item
+                self._send(Job(number, indices, self._buffers.take(), (*seed, number), skips_bad))
+            if not self._sent:
                 if over:
                     return
                 sleep(_POLL_S)
                 continue
-            first = next(iter(sent))
-            ready = first if not sent[first] or in_order else next((n for n in sent if not sent[n]), first)
-            if not sent[ready]:
-                del sent[ready]
-                yield self._finish(ready, got.pop(ready))
-                continue
-            pending, result = self._receive()
-            sent[pending.number] -= 1
-            got[pending.number].append((pending, result))
+            first = next(iter(self._sent))
+            while first not in self._done:
+                self._receive()
+            yield self._finish(first)
+
+    def list_jobs(self) -> list[WorkerJob]:
+        """The batches that were asked for and did not come yet, oldest first."""
+        return [job for number, (_, job) in list(self._sent.items()) if number not in self._done]
+
+    def find_dead(self) -> DeadWorker | None:
+        """The worker that ended, if one did."""
+        dead = self._pool.dead
+        return dead and dead._replace(jobs=tuple(job for job in self.list_jobs() if job.pid == dead.pid))
 
     def _drop_pass(self) -> None:
-        """Free the slots of a pass that was broken off."""
-        while self._pending:
-            pending, result = self._receive()
-            self._got.setdefault(pending.number, []).append((pending, result))
-        for pending, _ in (pair for results in self._got.values() for pair in results):
-            if pending.slot is not None:
-                self._ring.give_back(pending.slot)
-        self._got = {}
+        """Free the buffers of a pass that was broken off."""
+        while self._sent.keys() - self._done.keys():
+            self._receive()
+        for job, _ in self._sent.values():
+            self._buffers.give_back(job.buffer)
+        self._sent, self._done = {}, {}
 
-    def _choose(self, stream: int | None) -> int:
-        if stream is not None:
-            return stream % self._pool.members
-        return min(range(self._pool.members), key=self._queued.__getitem__)
+    def _send(self, job: Job) -> None:
+        """Give a job to the worker that has the fewest."""
+        jobs = Counter(other.pid for other in self.list_jobs())
+        worker, pid = min(enumerate(self._pool.pids), key=lambda pair: jobs[pair[1]])
+        here = pid == os.getpid()
+        seen = WorkerJob(None if here else worker, pid, job.number, tuple(job.indices), monotonic())
+        self._sent[job.number] = job, seen
+        self._pool.send(worker, job)
 
-    def _send(self, pending: _Pending, indices: list[int], seed: tuple[int, ...], tolerant: bool) -> None:
-        self._ticket += 1
-        self._pending[self._ticket] = pending
-        self._queued[pending.member] += 1
-        self._pool.send(pending.member, Job(self._ticket, indices, pending.slot, (*seed, pending.part), tolerant))
-
-    def _receive(self) -> tuple[_Pending, Result]:
+    def _receive(self) -> None:
         result = self._pool.receive()
-        pending = self._pending.pop(result.ticket)
-        self._queued[pending.member] -= 1
-        return pending, result
+        self._done[result.number] = result
 
-    def _finish(self, number: int, results: list[tuple[_Pending, Result]]) -> Loaded:
-        if not results:  # nothing of it was asked for
-            return Loaded(number, None, [])
-        bad = [pair for _, result in results for pair in result.bad]
-        errors = [result.error for _, result in results if result.error is not None]
-        (pending, result), *others = results
-        batch = None
-        if pending.slot is not None and (errors or result.shape is None):
-            self._ring.give_back(pending.slot)
-        elif pending.slot is not None and result.shape is not None:
-            size = result.shape.lay_out()[1]
-            batch = open_batch(self._ring.lend(pending.slot, size), result.shape)
-        if errors:
-            raise errors[0]
-        if others:
-            samples: list[PackedSample] = []
-            for _, result in sorted(results, key=lambda pair: pair[0].part):
-                samples += result.samples or []
-            batch = collate_packed(samples) if samples else None
-        return Loaded(number, batch, bad)
+    def _finish(self, number: int) -> tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]:
+        (job, _), result = self._sent.pop(number), self._done.pop(number)
+        if result.shape is None:
+            self._buffers.give_back(job.buffer)
+            if result.error is not None:
+                raise result.error
+            return number, None, result.bad
+        content = self._buffers.lend(job.buffer, result.shape.lay_out()[1])
+        return number, open_batch(content, result.shape), result.bad

@@ -187,7 +187,7 @@ def describe_comparison(content: Mapping[str, Any], *, brief: bool = False) -> s
 
 
 def _describe_more(content: Mapping[str, Any], against: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The sections under the table: what did not help, the charts over time, the forecasts, other machines."""
+    """The sections under the table: what did not help, the charts over time, other machines."""
     parts = [f'<p class="note">{escape(describe_null_results(content))}</p>']
     for heading, plot in (("When it is paid back", plot_epochs), ("The first seconds, cold", plot_first_seconds)):
         try:
@@ -196,17 +196,6 @@ def _describe_more(content: Mapping[str, Any], against: Sequence[Mapping[str, An
             continue  # nothing of it was measured
         finding = figure.get_suptitle().replace("\n", " ")
         parts += [f"<h2>{heading}</h2>", embed_figure(figure, alt=finding)]
-    if content["forecasts"]:
-        table = make_table([
-            {
-                "fix": row["fix"], "strategy": name_strategy(row["strategy"]),
-                "forecast images/s": row["forecast_images_per_second"],
-                "measured images/s": row["measured_images_per_second"],
-                "error": f"{row['forecast_images_per_second'] / row['measured_images_per_second'] - 1:+.0%}",
-            }
-            for row in content["forecasts"]
-        ])  # fmt: skip
-        parts += ["<h2>What was forecast, from loose files on Drive alone</h2>", table.to_html()]
     if against:
         parts += ["<h2>Beside other machines</h2>", tabulate_machines([content, *against]).to_html()]
         for one in (content, *against):

@@ -25,18 +25,20 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import hash_bytes
 
-__all__ = ["CheckpointFolder", "CheckpointWriter"]
+__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu"]
+
+Which = Literal["newest", "best"]
+"""The newest checkpoint of a run, or the one with the highest average precision."""
 
 _FORMAT_VERSION = 1
-_NEWEST = "checkpoint-" + "[0-9]" * 8 + ".pt"
-_BEST = "best-" + "[0-9]" * 8 + ".pt"
-_KEEP = 2
+_PATTERNS = {"newest": f"checkpoint-{'[0-9]' * 8}.pt", "best": f"best-{'[0-9]' * 8}.pt"}
+_OTHERS_KEPT = {"newest": 1, "best": 0}
 _COST_SHARE = 100  # the steps between two checkpoints take so many times what a checkpoint takes from them
 _PAUSES_S = (60.0, 300.0)  # the least and the most between two checkpoints
 
 
 class CheckpointFolder:
-    """The checkpoints of one training run: ``run/checkpoint-00000120.pt`` and so on, the newest two of them.
+    """The checkpoints of one training run: the newest two, ``run/checkpoint-00000120.pt`` and so on, and the best one.
 
     Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). While Drive does not
     answer, checkpoints wait on this machine's disk, in ``waiting``; the next one that Drive takes replaces them.
@@ -62,8 +64,8 @@ class CheckpointFolder:
     def newest(self) -> Path | None:
         """The newest checkpoint that can be seen now, if there is one."""
         with suppress(DriveLostError):
-            return max(self._list(), key=lambda path: path.name, default=None)
-        return max(_list_files(self.waiting), default=None)
+            return next(reversed(self._list()), None)
+        return next(reversed(_list_files(self.waiting, "newest")), None)
 
     def prepare(self, *, anew: bool) -> None:
         """Make the folder; ``anew`` moves older checkpoints to ``previous-1`` and so on.
@@ -75,10 +77,10 @@ class CheckpointFolder:
             self.run.mkdir(parents=True, exist_ok=True)
             if not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
-            for pattern in (_NEWEST, _BEST):
+            for pattern in _PATTERNS.values():
                 for leftover in self.run.glob(f".{pattern}.*.part"):  # of a killed run: never complete, never read
                     leftover.unlink()
-            older = [*self._list(), *_list_files(self.run, _BEST)]
+            older = [*self._list("newest"), *self._list("best")]
             if anew and older:
                 target = _find_free_name(f"{self.run}/previous-")
                 target.mkdir()
@@ -90,8 +92,8 @@ class CheckpointFolder:
                 f"({error.strerror or error}). Choose another run folder."
             ) from None
 
-    def save(self, state: Mapping[str, Any], *, step: int, patiently: bool = False) -> Path:
-        """Write one checkpoint and read it back; then the oldest of three goes.
+    def save(self, state: Mapping[str, Any], *, step: int, which: Which = "newest", patiently: bool = False) -> Path:
+        """Write one checkpoint and read it back; then the oldest of three goes, or the one that was best before.
 
         Where Drive does not answer, the checkpoint waits on this machine, with a warning; ``patiently`` tries Drive
         again for 81 seconds first, for the last one of a run.
@@ -99,101 +101,70 @@ class CheckpointFolder:
         Raises:
             ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints stay as they are.
         """
-        path, before = self.run / f"checkpoint-{step:08d}.pt", self.newest
-        data = _pack(state, step)
+        path = self.run / f"{_PATTERNS[which].partition('-')[0]}-{step:08d}.pt"
+        data = io.BytesIO()  # Drive wants a file from its first byte to its last, written once
+        torch.save({**state, "format": _FORMAT_VERSION, "step": step}, data)
         try:
-            self._write(path, data, patiently=patiently)
-        except DriveLostError:
-            path = self.waiting / path.name
-            self._write(path, data)
-            cure = "run the same command on this machine when Drive is back" if patiently else "training goes on"
-            text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
-            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+            try:
+                self._write(path, data.getbuffer(), which, patiently=patiently)
+            except DriveLostError:
+                path = self.waiting / path.name
+                self._write(path, data.getbuffer(), which)
+                cure = "run the same command on this machine when Drive is back" if patiently else "training goes on"
+                text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
+                warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         except OSError as error:
-            raise _explain_full(path, error, before) from error
+            raise ColabUtilsError(
+                f"could not write checkpoint {path} ({error.strerror or error}); the newest complete one is "
+                f"{self.newest}. Free disk space or choose another run folder, then start again: training resumes."
+            ) from error
         return path
 
-    def save_best(self, state: Mapping[str, Any], *, step: int) -> Path | None:
-        """Write the best weights as ``best-STEP.pt``, in place of earlier ones; None where Drive is away.
-
-        Raises:
-            ColabUtilsError: The disk is full or the folder cannot be written; the earlier best stays as it is.
-        """
-        path = self.run / f"best-{step:08d}.pt"
-        try:
-            with guard_drive(path):
-                write_file(path, _pack(_copy_to_cpu(dict(state)), step))
-        except DriveLostError:
-            warnings.warn(f"Drive does not answer: {path.name} is not kept", ColabUtilsWarning, stacklevel=2)
-            return None
-        except OSError as error:
-            raise _explain_full(path, error, self.newest) from error
-        with suppress(OSError):  # one file too many does no harm: the later one is read
-            for old in set(_list_files(self.run, _BEST)) - {path}:
-                _delete(old)
-        return path
-
-    def read(self, which: Literal["newest", "best"] = "newest") -> dict[str, Any] | None:
+    def read(self, which: Which = "newest", *, mend: bool = False) -> dict[str, Any] | None:
         """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None without one.
 
-        No file is changed: another process may be training in the folder.
-
-        Raises:
-            ColabUtilsError: The file cannot be loaded, or the disk does not answer.
-        """
-        with guard_drive(self.run):
-            paths = self._list() if which == "newest" else _list_files(self.run, _BEST)
-        for path in sorted(paths, key=lambda path: path.name, reverse=True):
-            damage = _find_damage(path)
-            if not damage:
-                return {**_load(path), "path": str(path)}
-            warnings.warn(f"{path} is damaged ({damage}): it is not read", ColabUtilsWarning, stacklevel=3)
-        return None
-
-    def load_newest(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is complete, on the CPU, to continue a run from; None when there is none.
-
-        A newer one that is cut short or fails its checksums is renamed to ``.torn-1`` and named in a warning. One that
-        waited on this machine is sent to Drive.
+        No file is changed, because another process may be training in the folder. That process passes ``mend``: a file
+        that is cut short or fails its checksums is renamed to ``.torn-1``, one that waited here is sent to Drive.
 
         Raises:
             ColabUtilsError: The file cannot be loaded, or the disk does not answer; no file is changed then.
         """
-        retries = Retries()
-        while paths := retries.run(self._list):
-            path = max(paths, key=lambda path: path.name)
+        for path in reversed(Retries().run(lambda: self._list(which))):
             damage = _find_damage(path)
-            if damage:
+            if not damage:
+                state = _load(path)
+                if mend and path.parent == self.waiting:
+                    data, path = path.read_bytes(), self.run / path.name
+                    self._write(path, data, which, patiently=True)
+                return {**state, "path": str(path)}
+            done = "is not read"
+            if mend:
                 aside = _find_free_name(f"{path}.torn-")
                 os.replace(path, aside)
-                warnings.warn(
-                    f"checkpoint {path} is torn ({damage}); it was renamed to {aside.name} "
-                    "and training goes on from the one before it.",
-                    ColabUtilsWarning,
-                    stacklevel=3,
-                )
-                continue
-            state = _load(path)
-            if path.parent == self.waiting:
-                self._write(self.run / path.name, path.read_bytes(), patiently=True)
-            return state
+                done = f"was renamed to {aside.name}"
+            text = f"{path} is torn ({damage}): it {done}, and the one before it is taken"
+            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
 
-    def _list(self) -> list[Path]:
+    def _list(self, which: Which = "newest") -> list[Path]:
+        """In the order of their steps."""
         with guard_drive(self.run):
-            return [*_list_files(self.waiting), *_list_files(self.run)]
+            paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
+        return sorted(paths, key=lambda path: path.name)
 
-    def _write(self, path: Path, data: bytes | memoryview, *, patiently: bool = False) -> None:
+    def _write(self, path: Path, data: bytes | memoryview, which: Which, *, patiently: bool = False) -> None:
         def write() -> None:
             with guard_drive(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, data)
 
         Retries().run(write) if patiently else write()
-        old = _list_files(path.parent)[:-_KEEP]
-        for one in old if path.parent == self.waiting else [*old, *_list_files(self.waiting)]:
-            with suppress(OSError):  # one file too many does no harm
-                _delete(one)
+        with suppress(OSError):  # one file too many does no harm
+            others = [other for other in _list_files(path.parent, which) if other != path]
+            old = others[: len(others) - _OTHERS_KEPT[which]]
+            for one in old if path.parent == self.waiting else [*old, *_list_files(self.waiting, which)]:
+                os.truncate(one, 0)  # Drive keeps what is deleted in its bin, on your quota
+                one.unlink()
 
 
 class CheckpointWriter:
@@ -202,6 +173,7 @@ class CheckpointWriter:
     Args:
         folder: Where they are written.
         device: Of the steps. On a CPU the thread takes its time from them, which counts as the checkpoint's cost.
+        every_steps: Steps from one checkpoint to the next. Default: by the time that they take.
 
     Example:
         >>> import tempfile
@@ -210,33 +182,35 @@ class CheckpointWriter:
         >>> writer.close()
     """
 
-    def __init__(self, folder: CheckpointFolder, device: torch.device) -> None:
-        self._folder, self._counts_thread = folder, device.type == "cpu"
+    def __init__(self, folder: CheckpointFolder, device: torch.device, every_steps: int | None = None) -> None:
+        self._folder, self._counts_thread, self._every_steps = folder, device.type == "cpu", every_steps
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._jobs: list[Future[None]] = []
+        self._job: Future[None] | None = None
         self._saved_s, self.cost_s = perf_counter(), 0.0
 
-    def is_due(self, *, epoch_ended: bool) -> bool:
-        """Whether enough time has passed: a minute, more where a checkpoint takes over a hundredth of it, at most five;
-        at the end of an epoch that hundredth alone counts.
+    def is_due(self, step: int, *, epoch_ended: bool) -> bool:
+        """Whether a checkpoint is due after this step: one a minute, or up to five minutes where it takes more than a
+        hundredth of that; at the end of an epoch that hundredth alone counts.
+
+        Raises:
+            ColabUtilsError: The last one could not be written: said now, and not with the next one.
         """
+        if self._job and self._job.done():
+            self.finish()
+        if self._every_steps:
+            return step % self._every_steps == 0
         since_s, least_s = perf_counter() - self._saved_s, _COST_SHARE * self.cost_s
         pause_s = least_s if epoch_ended else min(max(_PAUSES_S[0], least_s), _PAUSES_S[1])
-        return not self._jobs and since_s >= pause_s
+        return not self._job and since_s >= pause_s
 
     def submit(self, state: Mapping[str, Any], *, step: int, patiently: bool = False) -> None:
         """Copy a state to this machine's memory, and write it in the thread."""
         self.finish()
         began_s = perf_counter()
-        copied = _copy_to_cpu(state)
+        copied = copy_to_cpu(dict(state))
         self._saved_s = perf_counter()
         self.cost_s = self._saved_s - began_s
-        self._jobs.append(self._thread.submit(self._write, copied, step, patiently))
-
-    def check(self) -> None:
-        """Raise the error of a checkpoint that could not be written, now and not with the next one."""
-        if all(job.done() for job in self._jobs):
-            self.finish()
+        self._job = self._thread.submit(self._write, copied, step, patiently)
 
     def finish(self) -> None:
         """Wait until everything is written.
@@ -244,8 +218,8 @@ class CheckpointWriter:
         Raises:
             ColabUtilsError: It could not be written.
         """
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
+        job, self._job = self._job, None
+        if job:
             job.result()
 
     def close(self) -> None:
@@ -259,21 +233,18 @@ class CheckpointWriter:
             self.cost_s += thread_time() - began_s
 
 
-def _copy_to_cpu(value: Any) -> Any:
-    """A copy that training no longer changes, in the usual order of memory, as code that reads weights expects it."""
+def copy_to_cpu(value: Any) -> Any:
+    """A copy that training no longer changes, in the usual order of memory, as code that reads weights expects it.
+
+    Example:
+        >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})
+        {'steps': [1], 'weight': tensor([0.])}
+    """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(value, dict):
-        return {key: _copy_to_cpu(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copy_to_cpu, value))
-    return value
-
-
-def _pack(state: Mapping[str, Any], step: int) -> memoryview:
-    data = io.BytesIO()  # Drive wants a file from its first byte to its last, written once
-    torch.save({**state, "format": _FORMAT_VERSION, "step": step}, data)
-    return data.getbuffer()
+        return {key: copy_to_cpu(part) for key, part in value.items()}
+    return type(value)(map(copy_to_cpu, value)) if isinstance(value, list | tuple) else value
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -310,22 +281,10 @@ def _find_damage(path: Path) -> str | None:
     return f"its part {member} is damaged" if member else None
 
 
-def _delete(path: Path) -> None:
-    os.truncate(path, 0)  # Drive keeps what is deleted in its bin, on your quota
-    path.unlink()
-
-
-def _explain_full(path: Path, error: OSError, newest: Path | None) -> ColabUtilsError:
-    return ColabUtilsError(
-        f"could not write checkpoint {path} ({error.strerror or error}); the newest complete one is {newest}. "
-        "Free disk space or choose another run folder, then start again: training resumes."
-    )
-
-
-def _list_files(folder: Path, pattern: str = _NEWEST) -> list[Path]:
+def _list_files(folder: Path, which: Which) -> list[Path]:
     """In the order of their steps; a Drive that is lost is an error, and never an empty folder."""
     try:
-        return sorted(folder / name for name in os.listdir(folder) if fnmatch(name, pattern))
+        return sorted(folder / name for name in os.listdir(folder) if fnmatch(name, _PATTERNS[which]))
     except (FileNotFoundError, NotADirectoryError):
         return []
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from colab_utils.errors import ColabUtilsError
-
 __all__ = ["Ranks", "join_ranks"]
 
 _PATIENCE = timedelta(minutes=30)  # for the first process, while it evaluates
@@ -56,29 +54,19 @@ class Ranks:
 def join_ranks(device: torch.device) -> Iterator[Ranks]:
     """The processes that ``torchrun`` started, joined by NCCL on GPUs and by gloo on CPUs; without it, one alone.
 
-    Raises:
-        ColabUtilsError: The processes cannot reach each other.
-
     Example:
         >>> with join_ranks(torch.device("cpu")) as ranks:
         ...     ranks.count
         1
     """
-    count = int(os.environ.get("WORLD_SIZE", 1))
-    if count == 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
     joins = not distributed.is_initialized()  # a group of yours is used, and stays
+    if joins:
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     try:
-        if joins:
-            distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
-    except (distributed.DistNetworkError, distributed.DistStoreError) as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ColabUtilsError(
-            f"expected {count} processes that reach each other at {where}, found: {error}. Start all of them with "
-            "torchrun, with the same --rdzv-endpoint."
-        ) from error
     finally:
-        if joins and distributed.is_initialized():
+        if joins:
             distributed.destroy_process_group()

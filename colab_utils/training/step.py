@@ -15,13 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.runtime import format_bytes
 from colab_utils.training.augment import Size
 from colab_utils.training.distributed import Ranks
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, choose_precision, keep_boxes_exact
 
-__all__ = ["MOST_PARTS", "TrainingStep", "choose_rate", "compute_rate", "free_memory", "make_optimizer"]
+__all__ = ["MOST_PARTS", "TrainingStep", "choose_rate", "compute_rate", "make_optimizer"]
 
 MOST_PARTS = 8  # of a batch: it is halved at most three times
 _MAX_GRADIENT_NORM = 10.0  # far above the usual norm: it only limits the first steps from random weights
@@ -76,9 +75,8 @@ class TrainingStep:
             if not _is_out_of_memory(error):
                 raise
             raise ColabUtilsError(
-                f"expected room for the model on the GPU, found {_describe_free(self.device)}: something else holds "
-                "the rest. Restart the session (Runtime > Restart session), or end the other process that nvidia-smi "
-                "lists."
+                "expected room for the model on the GPU, found that something else holds its memory. Restart the "
+                "session (Runtime > Restart session), or end the other process that nvidia-smi lists."
             ) from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
@@ -108,8 +106,23 @@ class TrainingStep:
         (this one may have None of them). Returns the total loss, a detached float32 scalar still on the device.
         """
         while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
-            free_memory(self)
-            self._use_smaller_parts(images, targets)
+            self.free_memory()
+            count = 0 if images is None else len(images)
+            if self.ranks.count > 1 or self.parts >= min(MOST_PARTS, count):
+                size = -(-count // self.parts)
+                raise ColabUtilsError(
+                    f"expected {size} of the {count} images of a batch to fit into the GPU's memory, found that they "
+                    "do not. Train with a smaller min_size or a lighter model; with a smaller batch_size where several "
+                    "processes train, which cannot try a step again."
+                )
+            self.parts *= 2
+            warnings.warn(
+                f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
+                f"{self.parts} parts whose gradients are added up. The effective batch size stays the same; the steps "
+                "take longer.",
+                ColabUtilsWarning,
+                stacklevel=2,
+            )
         if self.ranks.count > 1:
             distributed.all_reduce(loss)
         self.is_applying = True
@@ -131,23 +144,20 @@ class TrainingStep:
         ``synchronize=False`` leaves the gradients of several processes apart.
         """
         count = 0 if images is None else len(images)
-        size, scale = max(1, -(-count // self.parts)), self.ranks.count / (total or count or 1)
-        loss_sum = torch.zeros((), device=self.device)
+        size, loss_sum = max(1, -(-count // self.parts)), torch.zeros((), device=self.device)
         self.optimizer.zero_grad()
         try:
             for first in range(0, max(count, 1), size):
                 part, is_last = slice(first, first + size), first + size >= count
-                apart = isinstance(self._network, DistributedDataParallel) and not (synchronize and is_last)
+                given = [None if each is None else each[part] for each in (images, targets, flips)]
+                apart = self.ranks.count > 1 and not (synchronize and is_last)
                 with self._network.no_sync() if apart else nullcontext():  # type: ignore[operator]
                     with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-                        loss = self._network(
-                            None if images is None else images[part], None if targets is None else targets[part],
-                            None if flips is None else flips[part], self.shapes,
-                        )  # fmt: skip
+                        loss = self._network(*given, self.shapes)
+                    share = min(size, count - first) / (total or count) if count else 0.0
                     # of several processes torch takes the mean of the gradients: the sum is meant
-                    loss = loss * (min(size, count - first) * scale if count else 0.0)
-                    self.scaler.scale(loss).backward()
-                loss_sum += loss.detach() / self.ranks.count
+                    self.scaler.scale(loss * share * self.ranks.count).backward()
+                loss_sum += loss.detach() * share
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -164,6 +174,14 @@ class TrainingStep:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def free_memory(self) -> None:
+        """Free what a try took that ran out of memory: gradients, the graph, torch's own reserve."""
+        self.optimizer.zero_grad()
+        # autograd keeps the graph of a backward pass that failed until the next one (seen with torch 2.15 on a CPU)
+        torch.zeros((), device=self.device, requires_grad=True).backward()
+        gc.collect()
+        torch.cuda.empty_cache()
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Take ``model``, ``optimizer`` and ``scaler`` from a checkpoint, of whatever device."""
         self.model.load_state_dict(state["model"])
@@ -177,29 +195,6 @@ class TrainingStep:
                     averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if state["scaler"]:  # empty where it was not needed
             self.scaler.load_state_dict(state["scaler"])
-
-    def _use_smaller_parts(
-        self, images: PackedBatch | list[Tensor] | None, targets: list[dict[str, Tensor]] | None
-    ) -> None:
-        count = 0 if images is None else len(images)
-        size = -(-count // self.parts)
-        if self.parts >= MOST_PARTS or size <= 1 or self.ranks.count > 1:
-            counts = images.counts if isinstance(images, PackedBatch) else [len(t["labels"]) for t in targets or ()]
-            cure = "Train with a smaller min_size or a lighter model."
-            if self.ranks.count > 1:  # the others are in the middle of the step: it cannot be tried again
-                cure = "Train with a smaller batch_size: several processes cannot try a step again."
-            raise ColabUtilsError(
-                f"expected {size} of the {count} images of a batch, with {int(sum(counts))} objects in all, to fit "
-                f"into the GPU's memory, found that they do not. {cure}"
-            )
-        self.parts *= 2
-        warnings.warn(
-            f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
-            f"{self.parts} parts whose gradients are added up. The effective batch size stays the same; the steps take "
-            "longer.",
-            ColabUtilsWarning,
-            stacklevel=3,
-        )
 
 
 class _SummedLosses(nn.Module):
@@ -232,27 +227,9 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _describe_free(device: torch.device) -> str:
-    try:
-        free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError:  # not even for CUDA itself
-        return "next to none"
-    return f"{format_bytes(free)} of {format_bytes(total)} free"
-
-
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a GPU's memory ran out, for which each of its libraries has its own message."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
-
-
-def free_memory(step: TrainingStep) -> None:
-    """Free what a try took that ran out of memory: gradients, the graph, torch's own reserve."""
-    step.optimizer.zero_grad()
-    # autograd keeps the graph of a backward pass that failed until the next one (seen with torch 2.15 on a CPU)
-    torch.zeros((), device=step.device, requires_grad=True).backward()
-    gc.collect()
-    if step.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:

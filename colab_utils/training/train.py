@@ -4,39 +4,42 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.loader import Loader, make_loader
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms
 from colab_utils.training.augment import Augment, choose_shapes, list_scales, resize_all
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.distributed import Ranks, join_ranks
-from colab_utils.training.memory import find_memory_probe, plan_memory
-from colab_utils.training.model import GPU_MODEL, assemble_mask_rcnn, build_mask_rcnn, fold_norms
-from colab_utils.training.settings import (
-    LogLine,
-    LossPoint,
-    TrainingImages,
-    TrainingPlan,
-    TrainReport,
-    check_at_least_one,
-    check_objects,
-    choose_settings,
-    open_images,
+from colab_utils.training.memory import plan_memory
+from colab_utils.training.model import (
+    GPU_MODEL,
+    LIGHT_MODEL,
+    assemble_mask_rcnn,
+    build_mask_rcnn,
+    check_model_name,
+    choose_precision,
+    fold_norms,
 )
 from colab_utils.training.step import TrainingStep, choose_rate, make_optimizer
-from colab_utils.training.trainer import Trainer
+from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
 
 __all__ = ["LogLine", "TrainReport", "TrainingPlan", "train"]
+
+_State = dict[str, Any] | None
 
 
 def train(
@@ -117,68 +120,63 @@ def train(
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/shards. ...
     """
-    _check_arguments(steps=steps, epochs=epochs, checkpoint_steps=checkpoint_steps, log_steps=log_steps, resume=resume)
-    place = _choose_device(device)
     transforms = augment if callable(augment) else None
     asked = {
-        "model": model, "min_size": min_size, "max_size": max_size, "ema": ema, "learning_rate": learning_rate,
-        "augment": "own" if transforms else augment, "batch_size": None if batch_size == "auto" else batch_size,
+        "model": model, "min_size": min_size, "max_size": max_size, "augment": "own" if transforms else augment,
+        "ema": ema, "batch_size": None if batch_size == "auto" else batch_size, "learning_rate": learning_rate,
     }  # fmt: skip
-    choose_settings({}, on_gpu=place.type == "cuda", **asked)  # what is wrong is reported before anything is opened
+    _check_values(
+        **asked, shards=shards, val_shards=val_shards, steps=steps, epochs=epochs, resume=resume, log_steps=log_steps,
+        checkpoint_steps=checkpoint_steps,
+    )  # fmt: skip
     with ExitStack() as stack:
+        place = _choose_device(device)
         ranks = stack.enter_context(join_ranks(place))
-        images = open_images(
-            shards, local=local, limit_gb=limit_gb, val_shards=val_shards, seed=seed, ranks=ranks.count
-        )
-        if isinstance(images.dataset, ArrivingShards):
-            stack.callback(images.dataset.stop)
+        images = _open_images(shards, local, limit_gb, val_shards, seed=seed, ranks=ranks, stack=stack)
         folder = CheckpointFolder(run)
-        state = ranks.send(folder.load_newest() if resume == "auto" and ranks.is_first else None)
+        state = ranks.send(folder.read(mend=True) if resume == "auto" and ranks.is_first else None)
         plan = _make_plan(asked, images, state, device=place, ranks=ranks, seed=seed)
-        if state:
-            _check_checkpoint(plan, state, folder, transforms)
-        check_objects(images, min_size=plan.min_size, max_size=plan.max_size)
-        step, plan = _build_step(plan, images, weights=weights, state=state, device=place, ranks=ranks)
-        plan = _plan_batches(plan, step, images, plans_memory=transforms is None)
+        step = _build_step(plan, images.dataset, weights=weights, state=state, device=place, ranks=ranks)
+        plan = _plan_batches(plan, step, images)
         loader = make_loader(
-            images.subset, batch_size=plan.batch_size, device=place, seed=seed, rank=ranks.rank, ranks=ranks.count,
+            images.subset, batch_size=plan.batch_size, device=place, seed=seed,
             workers=1 if workers == "auto" and place.type == "cpu" else workers,
             deliver="dense" if transforms else "packed", transforms=transforms,
         )  # fmt: skip
         stack.enter_context(closing(loader))
-        changed = _restore_order(loader, state, len(images.rows)) if state else ""
-        total = steps or _count_steps(loader, plan.first_step, epochs or 1)
-        plan = replace(plan, steps=total, changed=changed)
+        plan = _plan_steps(plan, loader, state, steps=steps, epochs=epochs or 1)
         if ranks.is_first:
             folder.prepare(anew=resume == "never")
-        trainer = Trainer(plan, step, loader, images, folder)
+        trainer = Trainer(plan, step, loader, folder, *images[::2], checkpoint_steps=checkpoint_steps)
         stack.callback(trainer.writer.close)
         if state:
             trainer.load_state(state)
-            _explain_resumed(plan, state, run)
         own_log = log if ranks.is_first else None
         if own_log:
             own_log(plan)
-        trainer.run(log=own_log, log_steps=log_steps, checkpoint_steps=checkpoint_steps)
-        pace = trainer.timer.total
-        return TrainReport(
-            steps=trainer.done,
-            losses=tuple(LossPoint(number, loss) for number, loss in enumerate(trainer.losses, 1)),
-            images_per_second=pace.images_per_second,
-            wait_share=pace.wait_share,
-            checkpoint=str(folder.newest),
-            ap=trainer.ap,
-            plan=plan,
-            best=trainer.best,
-        )
+        return trainer.run(log=own_log, log_steps=log_steps)
 
 
-def _check_arguments(*, steps: int | None, epochs: int | None, resume: str, **more: int | None) -> None:
-    check_at_least_one(steps=steps, epochs=epochs, **more)
-    if steps and epochs:
-        raise ColabUtilsError(f"expected steps or epochs, found both ({steps} and {epochs}). Pass one of them.")
-    if resume not in ("auto", "never"):
-        raise ColabUtilsError(f"expected resume 'auto' or 'never', found {resume!r}. Pass one of the two.")
+def _check_values(**values: Any) -> None:
+    """Refuse a value that ``train`` does not know; None where nothing is asked for."""
+    at_least_one = "steps", "checkpoint_steps", "log_steps", "min_size", "max_size", "batch_size"
+    augments, is_folder = get_args(Augment), (lambda value: isinstance(value, str | PathLike))
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        **dict.fromkeys(at_least_one, (lambda value: value >= 1, "of at least 1")),
+        **dict.fromkeys(("shards", "val_shards"), (is_folder, "as the path of a folder, such as dataset.folder")),
+        "epochs": (lambda value: value >= 1 and values["steps"] is None, "of at least 1, and no steps beside them"),
+        "resume": (("auto", "never").__contains__, "as 'auto' or 'never'"),
+        "ema": (lambda value: 0 < value < 1, "between 0 and 1, say 0.999"),
+        "learning_rate": (lambda value: 0 < value < float("inf"), "above 0, say 0.005"),
+        "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
+        "model": (lambda value: isinstance(value, str), "as the name of a model"),
+    }
+    for name, value in values.items():
+        if value is not None and not rules[name][0](value):
+            found = repr(value).splitlines()[0]
+            raise ColabUtilsError(f"expected {name} {rules[name][1]}, found {found}. Pass another value.")
+    if values["model"]:
+        check_model_name(values["model"])
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
@@ -186,82 +184,136 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         # read when CUDA starts: memory for batches of many sizes would be cut into pieces that fit no batch
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    try:
-        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
-    except (RuntimeError, TypeError):
-        raise ColabUtilsError(
-            f"expected a device such as 'cpu' or 'cuda', found {device!r}. Pass one of them."
-        ) from None
-    if place.type != "cuda":
-        return place
-    if not torch.cuda.is_available():
-        raise ColabUtilsError(
-            f"expected a GPU for device {device!r}, found none. On Colab, choose Runtime > Change runtime type; or pass "
-            "device='cpu'."
-        )
-    if place.index is None:
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(place)
+    place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda":
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if place.index is None else place.index)
+        torch.cuda.set_device(place)
     return place
 
 
+class _Images(NamedTuple):
+    dataset: ShardDataset
+    rows: list[int]
+    """The images with objects."""
+    validation: ShardDataset | None
+
+    @property
+    def subset(self) -> Subset[Any]:
+        return Subset(self.dataset, self.rows)
+
+
+def _open_images(
+    shards: str | Path, local: str | Path | None, limit_gb: float | None, val_shards: str | Path | None, *, seed: int,
+    ranks: Ranks, stack: ExitStack,
+) -> _Images:  # fmt: skip
+    if local is None:
+        dataset = ShardDataset(shards, contiguous_labels=True)
+    elif ranks.count > 1:
+        raise ColabUtilsError(
+            f"expected one process to train while its shards are copied, found {ranks.count}. Copy them first, on "
+            "every machine, and train without `local`."
+        )
+    else:
+        dataset = ArrivingShards(shards, local, limit_gb=limit_gb, contiguous_labels=True, seed=seed)
+        stack.callback(dataset.stop)
+    validation = ShardDataset(val_shards, contiguous_labels=True) if val_shards else None
+    if validation and validation.category_ids != dataset.category_ids:
+        raise ColabUtilsError(
+            f"expected the same category ids in {val_shards} as in {shards}, found others "
+            f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
+            "Make both from annotations with the same categories."
+        )
+    rows = np.flatnonzero(dataset.has_objects).tolist()
+    if not rows:
+        raise ColabUtilsError(
+            f"expected images with objects in {shards}, found none in {len(dataset)} images. "
+            "Check the annotations that the shards were made from."
+        )
+    return _Images(dataset, rows, validation)
+
+
+def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """Fill in the settings that nobody asked for: from the run's own plan, else the defaults.
+
+    Args:
+        asked: ``model``, ``min_size``, ``max_size``, ``augment``, ``ema``, ``batch_size``, ``learning_rate``; None
+            where nothing is asked for.
+        known: The plan of an earlier session; empty for a new run.
+        on_gpu: Whether it is trained on a GPU.
+
+    Returns:
+        The same names; ``batch_size`` and ``learning_rate`` are 0 where they are still to be found.
+    """
+    found = {name: known.get(name) if value is None else value for name, value in asked.items()}
+    if found["batch_size"] != known.get("batch_size"):  # the rate follows the batch
+        found["learning_rate"] = asked["learning_rate"]
+    model = found["model"] or (GPU_MODEL if on_gpu else LIGHT_MODEL)
+    min_size = found["min_size"] or (192 if model == LIGHT_MODEL and not on_gpu else 800)
+    defaults = {"model": model, "min_size": min_size, "max_size": round(min_size * 5 / 3), "augment": "flip",
+                "batch_size": 0, "learning_rate": 0}  # fmt: skip
+    return found | {name: found[name] or default for name, default in defaults.items()}
+
+
 def _make_plan(
-    asked: dict[str, Any], images: TrainingImages, state: dict[str, Any] | None, *, device: torch.device, ranks: Ranks,
-    seed: int,
-) -> TrainingPlan:  # fmt: skip
-    """All that is known before the model is built; batch size and learning rate may be 0 until `_plan_batches`."""
-    known: dict[str, Any] = state["plan"] if state else {}
-    settings = choose_settings(known, on_gpu=device.type == "cuda", **asked)
-    settings |= {name: settings[name] or 0 for name in ("batch_size", "learning_rate")}
-    return TrainingPlan(
-        **settings, dataset=images.dataset.fingerprint, starts_from=known.get("starts_from", ""), device=str(device),
-        precision="", num_classes=images.dataset.num_classes, images=len(images.rows),
-        skipped_images=len(images.dataset) - len(images.rows), steps=0, seed=seed,
+    asked: dict[str, Any], images: _Images, state: _State, *, device: torch.device, ranks: Ranks, seed: int
+) -> TrainingPlan:
+    """All that is known before the model is built; steps, batch size and learning rate may be 0."""
+    known = state["plan"] if state else {}
+    dataset, count = images.dataset, len(images.rows)
+    plan = TrainingPlan(
+        **choose_settings(asked, known, on_gpu=device.type == "cuda"), dataset=dataset.fingerprint, device=str(device),
+        starts_from=known.get("starts_from", ""), precision=str(choose_precision(device)).removeprefix("torch."),
+        num_classes=dataset.num_classes, images=count, skipped_images=len(dataset) - count, steps=0, seed=seed,
         first_step=state["step"] if state else 0, ranks=ranks.count,
     )  # fmt: skip
+    if state:
+        _check_checkpoint(plan, state, is_own=asked["augment"] == "own")
+    return plan
 
 
-def _check_checkpoint(
-    plan: TrainingPlan, state: dict[str, Any], folder: CheckpointFolder, transforms: Transforms | None
-) -> None:
+def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool) -> None:
     """Refuse a checkpoint of another dataset, model, size or seed, or with weights that are not numbers."""
-    if plan.augment == "own" and transforms is None:
+    before, path = state["plan"], state["path"]
+    if plan.augment == "own" and not is_own:
         raise ColabUtilsError(
-            f"expected the transforms that the run in {folder.run} was begun with, found none. Pass them again as "
-            "augment, or name one."
+            f"expected the transforms that the run of {path} was begun with, found none. Pass them again as augment."
         )
     for key in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
-        if state["plan"][key] != getattr(plan, key):
+        if before[key] != getattr(plan, key):
             raise ColabUtilsError(
-                f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}, found {state['plan'][key]} "
-                f"in {folder.newest}. Train into another run folder, or pass resume='never': older checkpoints are "
-                "then moved to a folder of their own."
+                f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}, found {before[key]} in "
+                f"{path}. Train into another run folder, or pass resume='never': older checkpoints are then moved to a "
+                "folder of their own."
             )
     broken = [name for name, tensor in state["model"].items() if not torch.isfinite(tensor).all()]
     if broken:
         raise ColabUtilsError(
-            f"expected numbers in the weights of {folder.newest}, found others in {broken[0]} "
-            f"({len(broken)} tensors). Move that file away: the one before it is loaded then."
+            f"expected numbers in the weights of {path}, found others in {broken[0]} ({len(broken)} tensors). Move "
+            "that file away: the one before it is loaded then."
+        )
+    if before["device"] == "cpu" and plan.device.startswith("cuda"):
+        warnings.warn(
+            f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For a "
+            f"GPU's defaults ({GPU_MODEL} at 800 pixels) pass another run folder, or resume='never'.",
+            ColabUtilsWarning,
+            stacklevel=3,
         )
 
 
 def _build_step(
-    plan: TrainingPlan, images: TrainingImages, *, weights: str | Path | None, state: dict[str, Any] | None,
-    device: torch.device, ranks: Ranks,
-) -> tuple[TrainingStep, TrainingPlan]:  # fmt: skip
+    plan: TrainingPlan, dataset: ShardDataset, *, weights: str | Path | None, state: _State, device: torch.device,
+    ranks: Ranks,
+) -> TrainingStep:  # fmt: skip
     """The model on its device, the same in every process, with its optimiser; as in a checkpoint's ``state``."""
     torch.manual_seed(plan.seed)
     sizes = {"num_classes": plan.num_classes, "min_size": plan.min_size, "max_size": plan.max_size}
-    network, starts_from = None, plan.starts_from
-    if not state and ranks.is_first:  # the others take what the first one could download
-        names = images.dataset.class_names
-        network = build_mask_rcnn(plan.model, weights=weights, class_names=names, **sizes)
-        starts_from = str(network.starts_from)
-    starts_from = ranks.send(starts_from)
-    if network is None:
-        network = assemble_mask_rcnn(plan.model, starts_from=starts_from, **sizes)
-    if not state:
-        network.load_state_dict(ranks.send(network.state_dict()))
+    if state:
+        network = assemble_mask_rcnn(plan.model, starts_from=plan.starts_from, **sizes)
+    else:  # the other processes take what the first one could download
+        names, first = dataset.class_names, None
+        if ranks.is_first:
+            first = build_mask_rcnn(plan.model, weights=weights, class_names=names, **sizes)
+        network = ranks.send(first)
     fold_norms(network)
     network.backbone.to(memory_format=torch.channels_last)
     if plan.augment == "multiscale":
@@ -270,80 +322,53 @@ def _build_step(
     step.optimizer = make_optimizer(network, name=plan.model, learning_rate=0.0)  # the schedule sets it
     if state:
         step.load_state(state)
-    precision = str(step.precision).removeprefix("torch.")
-    return step, replace(plan, starts_from=starts_from, precision=precision)
+    return step
 
 
-def _plan_batches(
-    plan: TrainingPlan, step: TrainingStep, images: TrainingImages, *, plans_memory: bool
-) -> TrainingPlan:
-    """Batch size and learning rate, and on a GPU what makes every batch fit and the shapes that batches are padded to."""
-    dataset, rows, ranks, transform = images.dataset, images.rows, step.ranks, step.model.transform
-    probe, number = find_memory_probe(step.device) if plans_memory else None, plan.batch_size
-    if probe:
+def _plan_batches(plan: TrainingPlan, step: TrainingStep, images: _Images) -> TrainingPlan:
+    """Batch size and learning rate; on a GPU what makes every batch fit, and the shapes that batches are padded to."""
+    dataset, rows, ranks, number = images.dataset, images.rows, step.ranks, plan.batch_size
+    sizes, memory = dataset.sizes[rows], None
+    resized = resize_all(sizes, step.model.transform)
+    if step.device.type == "cuda" and plan.augment != "own":
         memory = plan_memory(
-            step, probe, read=lambda i: dataset.read_packed(int(rows[i])),
-            sizes=resize_all(dataset.sizes[rows], transform), counts=dataset.describe(rows.tolist())["counts"],
-            batch_size=-(-number // ranks.count) if number else None,
-            reserve=sum(p.nbytes for p in step.model.parameters()) if plan.ema else 0,
+            step, read=lambda i: dataset.read_packed(rows[i]), sizes=resized, counts=dataset.describe(rows)["counts"],
+            batch_size=-(-number // ranks.count) or None,
         )  # fmt: skip
         number = number or min(ranks.gather(memory.batch_size)) * ranks.count
-        plan = replace(plan, parts=memory.parts, checkpointing=memory.checkpointing, memory=str(memory))
     number = number or 2 * ranks.count
-    if 0 < number < ranks.count:
-        raise ColabUtilsError(
-            f"expected at least one image for each of {ranks.count} processes, found batch_size {number}. Pass a "
-            "larger one, or start fewer processes."
-        )
     if step.device.type == "cuda" and plan.augment in ("none", "flip"):
         # fewer shapes, chosen for the batches of the first epoch: memory is cut into the same pieces again and again
-        sizes = dataset.sizes[rows]
-        batches = (
-            batch[ranks.rank :: ranks.count] for batch in BatchSampler(len(sizes), number, plan.seed, sizes=sizes)
-        )
-        step.shapes = choose_shapes(resize_all(sizes, transform), filter(len, batches))
-    return replace(plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number))
+        batches = BatchSampler(len(rows), number, plan.seed, sizes=sizes)
+        step.shapes = choose_shapes(resized, filter(len, (batch[ranks.rank :: ranks.count] for batch in batches)))
+    return replace(
+        plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number), memory=memory,
+        starts_from=step.model.starts_from,
+    )  # fmt: skip
 
 
-def _restore_order(loader: Loader, state: dict[str, Any], images: int) -> str:
-    """Put the loader where a checkpoint's was; returns what is not as it was then, in words."""
-    position, plan = state["loader"], state["plan"]
+def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int | None, epochs: int) -> TrainingPlan:
+    """Steps of the run, with the loader where a checkpoint's was, and what is not as it was then, in words."""
     changed = []
-    if plan["batch_size"] != loader.batch_size:
-        changed.append(f"{loader.batch_size} images a batch, before {plan['batch_size']}")
-    if plan["images"] != images:
-        changed.append(f"{images} images, before {plan['images']}")
-    try:
-        if plan["images"] != images:
-            raise ColabUtilsError("another order")
-        loader.load_state_dict(position)
-    except ColabUtilsError:  # of other images: rather leave some out than see them twice
-        epoch = position["epoch"] + (position["batch"] > 0)
-        loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": 0})
-        changed.insert(0, "in a new epoch")
-    return ", ".join(changed)
-
-
-def _count_steps(loader: Loader, done: int, epochs: int) -> int:
-    """Steps until so many epochs are over, those that were done included."""
-    if loader.epoch >= epochs:
-        return done
-    each = -(-len(loader.dataset) // loader.batch_size)  # type: ignore[arg-type]
-    return done + loader.left + (epochs - loader.epoch - 1) * each
-
-
-def _explain_resumed(plan: TrainingPlan, state: dict[str, Any], run: str | Path) -> None:
-    """Say in one line what a user may not expect of a resumed run."""
-    lines = []
-    if state["step"] >= plan.steps:
-        lines.append(
-            f"the run in {run} is finished: all of its {plan.steps} steps are done, and none is trained. Pass more "
-            "steps or epochs, another run folder, or resume='never' to start anew."
+    if state:
+        before, position = state["plan"], state["loader"]
+        try:
+            loader.load_state_dict(position)
+        except ColabUtilsError:  # of other images: rather leave some out than see them twice
+            epoch = position["epoch"] + (position["batch"] > 0)
+            loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": 0})
+            changed.append("in a new epoch")
+        for key, what in (("batch_size", "images a batch"), ("images", "images")):
+            if before[key] != getattr(plan, key):
+                changed.append(f"{getattr(plan, key)} {what}, before {before[key]}")
+    if steps is None:
+        later = max(0, epochs - loader.epoch - 1) * -(-plan.images // plan.batch_size)
+        steps = plan.first_step + (loader.left + later if loader.epoch < epochs else 0)
+    if state and state["step"] >= steps:
+        warnings.warn(
+            f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. Pass "
+            "more steps or epochs, another run folder, or resume='never' to start anew.",
+            ColabUtilsWarning,
+            stacklevel=3,
         )
-    if state["plan"]["device"] == "cpu" and plan.device.startswith("cuda"):
-        lines.append(
-            f"the run in {run} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} "
-            f"pixels. For a GPU's defaults ({GPU_MODEL} at 800 pixels) pass another run folder, or resume='never'."
-        )
-    for line in lines:
-        warnings.warn(line, ColabUtilsWarning, stacklevel=3)
+    return replace(plan, steps=steps, changed=", ".join(changed))

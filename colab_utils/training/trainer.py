@@ -1,4 +1,4 @@
-"""The training loop, and the state between two steps that a checkpoint holds."""
+"""The training loop, the state between two steps that a checkpoint holds, and what a run reports."""
 
 from __future__ import annotations
 
@@ -19,58 +19,63 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
-from colab_utils.runtime import show_progress
-from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
+from colab_utils.runtime import format_bytes, show_progress
+from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, copy_to_cpu
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
-from colab_utils.training.settings import BestCheckpoint, LogLine, TrainingImages, TrainingPlan
+from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.step import TrainingStep, compute_rate
 
-__all__ = ["EMA", "StepTimer", "Throughput", "Trainer"]
+__all__ = [
+    "EMA", "BestCheckpoint", "LogLine", "LossPoint", "StepTimer", "TrainReport", "Trainer",
+    "TrainingPlan",
+]  # fmt: skip
 
-_AGREE_STEPS = 10  # after which processes on GPUs ask each other whether to stop
+_AGREE_STEPS = 10  # after which several processes ask each other whether to stop
+_Batch = PackedBatch | tuple[list[Tensor], list[Any]] | None
 
 
 class Trainer:
     """A run between two steps: model, optimiser, place in the order of the images, losses. Made by ``train``."""
 
     def __init__(
-        self, plan: TrainingPlan, step: TrainingStep, loader: Loader, images: TrainingImages, folder: CheckpointFolder
-    ) -> None:
-        self.plan, self.step, self.loader, self.images, self.folder = plan, step, loader, images, folder
-        self.ranks, self.writer = step.ranks, CheckpointWriter(folder, step.device)
+        self, plan: TrainingPlan, step: TrainingStep, loader: Loader, folder: CheckpointFolder, dataset: ShardDataset,
+        validation: ShardDataset | None, *, checkpoint_steps: int | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.step, self.loader, self.folder = plan, step, loader, folder
+        self.dataset, self.validation = dataset, validation
+        self.ranks, self.writer = step.ranks, CheckpointWriter(folder, step.device, checkpoint_steps)
         self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
-        self.timer = StepTimer(step.device)
-        self.done = self._saved_step = self._logged_step = 0
+        self.timer, self._logged = StepTimer(step.device), (0, 0.0, 0.0)
+        self.done = self._saved_step = self._logged_step = self._ap_step = 0
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
         self.best: BestCheckpoint | None = None
-        self._unlogged_ap: tuple[AveragePrecision | None, int] = None, 0  # and the step after which it was measured
         # losses still on the device, where asking for each would stall it, and the images they are of
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
         self._is_evaluating = False
 
-    def run(self, *, log: Callable[[LogLine], object] | None, log_steps: int, checkpoint_steps: int | None) -> None:
+    def run(self, *, log: Callable[[LogLine], object] | None, log_steps: int) -> TrainReport:
         """Train until the plan's last step, and evaluate; without ``log``, show a progress bar.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
         """
-        hides_bar = log is not None or not self.ranks.is_first
-        left = self.plan.steps - self.done
-        with self._defer_interrupt() as interrupts, self._save_on_error(), _show_bar(left, hidden=hides_bar) as bar:
+        with self._defer_interrupt() as interrupts, self._save_on_error(), self._show_bar(hidden=bool(log)) as bar:
             self.timer = StepTimer(self.step.device)
             for batch in self._load_batches():
                 self._train(batch)
-                bar.update(1)
+                bar.update()
                 epoch_ended = self.loader.left == len(self.loader)
-                if self.done % log_steps == 0 or self.timer.total.images == 0 or self.done == self.plan.steps:
+                if self.done % log_steps == 0 or self.done in (self.plan.first_step + 1, self.plan.steps):
                     self._log(log)
-                if self._is_checkpoint_due(checkpoint_steps, epoch_ended=epoch_ended):
+                if self.writer.is_due(self.done, epoch_ended=epoch_ended):
                     self.save()
                 self._stop_if_asked(interrupts)
                 if epoch_ended and self.done < self.plan.steps:
@@ -78,85 +83,91 @@ class Trainer:
             self.save(wait=True, patiently=True)
             self._stop_if_asked(interrupts)
             self._evaluate()
-            self.timer.collect()
+        images, wait_s, wall_s = self.timer.read()
+        losses = tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1))
+        return TrainReport(
+            self.done, losses, images / wall_s, wait_s / wall_s, str(self.folder.newest), self.ap, self.plan, self.best
+        )
 
-    def _load_batches(self) -> Iterator[PackedBatch | tuple[list[Tensor], list[Any]] | None]:
+    def _load_batches(self) -> Iterator[_Batch]:
         """Batches of one epoch after the other, until the plan's last step."""
         batches = chain.from_iterable(repeat(self.loader))
         while self.done < self.plan.steps:
-            torch.manual_seed(self._draw_seed(1, *self._own_rank()))  # of transforms that run on the device
+            self._seed(1)  # for transforms that run on the device
             with self.timer.wait():
                 batch = next(batches)
             yield batch
 
-    def _train(self, batch: PackedBatch | tuple[list[Tensor], list[Any]] | None) -> None:
-        """One step: all its random numbers come from (seed, step), so that no random state has to be saved."""
-        rate = self._compute_rate(self.done)
+    def _train(self, batch: _Batch) -> None:
+        """One step."""
+        rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
-        entropy = np.random.SeedSequence([self.plan.seed, self.done]).generate_state(2, np.uint64).tolist()
-        torch.manual_seed(self._draw_seed(2, *self._own_rank()) if self.ranks.rank else entropy[0])
+        self._seed(2)
+        images, targets, flips, total = batch, None, None, self.loader.total
         if isinstance(batch, tuple):
-            loss, ids = self._train_dense(*batch), [int(target["image_id"]) for target in batch[1]]
+            images, targets = batch
+            ids = [int(target["image_id"]) for target in targets]
         else:
-            flips, total = None, self.loader.total
+            chances = np.random.default_rng([self.plan.seed, self.done]).random(total)  # of all processes
             if self.plan.augment != "none":
-                every = torch.rand(total, generator=torch.Generator().manual_seed(entropy[1])) < 0.5
-                flips = every.tolist()[self.ranks.rank :: self.ranks.count]
-            loss = self.step(batch, flips=flips, total=total)
+                flips = (chances < 0.5)[self.ranks.rank :: self.ranks.count].tolist()
             ids = [] if batch is None else batch.image_ids.tolist()
-        self._pending.append((loss, ids))
-        if self.ema:
-            self.ema.update(self.step.model, steps=self.done)
-        self.done += 1
-        self._position = self.loader.state_dict()
-        self.timer.images += self.loader.total
-
-    def _train_dense(self, images: list[Tensor], targets: list[Any]) -> Tensor:
         try:
-            return self.step(images, targets, total=self.loader.total)
+            loss = self.step(images, targets=targets, flips=flips, total=total)
         except AssertionError as error:  # torchvision's, of boxes without an area
             raise ColabUtilsError(
                 f"expected images and boxes that torchvision trains on from your transforms, found: {error} "
                 "End them with v2.SanitizeBoundingBoxes()."
             ) from error
+        self._pending.append((loss, ids))
+        if self.ema:
+            self.ema.update(self.step.model, steps=self.done)
+        self.done += 1
+        self._position = self.loader.state_dict()
+        self.timer.images += total
+
+    def _seed(self, use: int) -> None:
+        """All random numbers come from (seed, step, process), so that no random state has to be saved."""
+        entropy = [self.plan.seed, self.done, self.ranks.rank, use]
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
     def _log(self, log: Callable[[LogLine], object] | None) -> None:
         self._fetch_losses()
-        pace = self.timer.collect()
-        (ap, ap_step), self._unlogged_ap = self._unlogged_ap, (None, 0)
+        now = self.timer.read()
+        images, wait_s, wall_s = (a - b for a, b in zip(now, self._logged, strict=True))
+        on_gpu, is_new = self.step.device.type == "cuda", self._ap_step >= self._logged_step
         line = LogLine(
-            self.done, self.plan.steps, fmean(self.losses[self._logged_step :]), self._compute_rate(self.done - 1),
-            pace.images_per_second, pace.wait_share, self._read_memory(), ap, ap_step,
+            self.done, self.plan.steps, fmean(self.losses[self._logged_step :]),
+            self.step.optimizer.param_groups[0]["lr"], images / wall_s, wait_s / wall_s,
+            torch.cuda.max_memory_allocated(self.step.device) if on_gpu else None,
+            self.ap if is_new else None, self._ap_step,
         )  # fmt: skip
-        self._logged_step = self.done
+        self._logged, self._logged_step = now, self.done
         if log is not None:
             log(line)
 
     def _evaluate(self) -> None:
         """Measure the average precision, on the first process, and keep the weights if they are the best so far."""
-        validation = self.images.validation
-        if validation is None:
+        if self.validation is None:
             return
         if self.ranks.is_first:
             model = self.ema.model if self.ema else self.step.model
             self._is_evaluating = True
             try:
-                self.ap = evaluate(model, validation, device=self.step.device)
+                self.ap = evaluate(model, self.validation, device=self.step.device)
             except EvaluationProcessError as error:
                 self.ap = None
                 warnings.warn(f"this evaluation is skipped: {error}", ColabUtilsWarning, stacklevel=2)
             finally:
                 self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
-                facts = {"bbox": self.ap.bbox, "segm": self.ap.segm, "validation": validation.fingerprint}
-                path = self.folder.save_best(
-                    {**self._describe_model(), "model": model.state_dict(), **facts}, step=self.done
-                )
-                if path:
-                    self.best = BestCheckpoint(self.done, self.ap.bbox, self.ap.segm, str(path))
+                facts = {"bbox": self.ap.bbox, "segm": self.ap.segm, "validation": self.validation.fingerprint}
+                state = {**self._describe_model(), "model": copy_to_cpu(dict(model.state_dict())), **facts}
+                path = self.folder.save(state, step=self.done, which="best")
+                self.best = BestCheckpoint(self.done, self.ap.bbox, self.ap.segm, str(path))
         self.ap, self.best = self.ranks.send((self.ap, self.best))
-        self._unlogged_ap = self.ap, self.done
+        self._ap_step = self.done
 
     def save(self, *, wait: bool = False, patiently: bool = False) -> None:
         """Write the state as a checkpoint in a thread, if any step was done since the last one.
@@ -184,53 +195,22 @@ class Trainer:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
         if self.ema:
             self.ema.model.load_state_dict(state.get("ema") or state["model"])
-        validation = self.images.validation
-        best = self.folder.read("best") if validation and self.ranks.is_first else None
-        if validation and best and best.get("validation") == validation.fingerprint:
+        best = self.folder.read("best", mend=True) if self.validation and self.ranks.is_first else None
+        if self.validation and best and best["validation"] == self.validation.fingerprint:
             self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
         self.done = self._saved_step = self._logged_step = state["step"]
         self.losses = state["losses"].tolist()
         self._position = self.loader.state_dict()
 
     def _describe_model(self) -> dict[str, Any]:
-        dataset = self.images.dataset
         return {
             "plan": asdict(self.plan),
-            "class_names": {int(label): str(name) for label, name in dataset.class_names.items()},
-            "category_ids": {int(label): int(category) for label, category in dataset.category_ids.items()},
+            "class_names": {int(label): str(name) for label, name in self.dataset.class_names.items()},
+            "category_ids": {int(label): int(category) for label, category in self.dataset.category_ids.items()},
         }
 
-    def _is_checkpoint_due(self, checkpoint_steps: int | None, *, epoch_ended: bool) -> bool:
-        self.writer.check()
-        if checkpoint_steps:
-            return self.done % checkpoint_steps == 0
-        return self.writer.is_due(epoch_ended=epoch_ended)
-
-    def _stop_if_asked(self, interrupts: list[int]) -> None:
-        """Stop if this process was interrupted, or any other: all of them after the same step."""
-        waits = self.step.device.type == "cuda" and self.done % _AGREE_STEPS and self.done < self.plan.steps
-        if self.ranks.count > 1 and waits:
-            return  # processes on GPUs would wait for their GPUs
-        if any(self.ranks.gather(bool(interrupts))):
-            raise KeyboardInterrupt
-
-    def _compute_rate(self, step: int) -> float:
-        return compute_rate(step, steps=self.plan.steps, highest=self.plan.learning_rate)
-
-    def _draw_seed(self, *more: int) -> int:
-        return int(np.random.SeedSequence([self.plan.seed, self.done, *more]).generate_state(1, np.uint64)[0])
-
-    def _own_rank(self) -> list[int]:
-        return [self.ranks.rank] if self.ranks.rank else []
-
-    def _read_memory(self) -> int | None:
-        if self.step.device.type != "cuda":
-            return None
-        peak = torch.cuda.max_memory_allocated(self.step.device)
-        torch.cuda.reset_peak_memory_stats(self.step.device)
-        return peak
-
     def _fetch_losses(self) -> None:
+        """Read the losses of the latest steps from the device, and stop where one is not a number."""
         fresh = torch.stack([loss for loss, _ in self._pending]).tolist() if self._pending else []
         images = [ids for _, ids in self._pending]
         self._pending.clear()
@@ -277,11 +257,17 @@ class Trainer:
         finally:
             signal.signal(signal.SIGINT, previous)
 
+    def _stop_if_asked(self, interrupts: list[int]) -> None:
+        """Stop if this process was interrupted, or any other: all of them after the same step."""
+        if self.ranks.count > 1 and self.done % _AGREE_STEPS and self.done < self.plan.steps:
+            return  # to ask the others takes time
+        if any(self.ranks.gather(bool(interrupts))):
+            raise KeyboardInterrupt
 
-def _show_bar(steps: int, *, hidden: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(disable=True) if hidden else show_progress("training", total=steps, unit="step")
+    def _show_bar(self, *, hidden: bool) -> Any:
+        if hidden or not self.ranks.is_first:
+            return tqdm(disable=True)
+        return show_progress("training", total=self.plan.steps - self.done, unit="step")
 
 
 class EMA:
@@ -315,66 +301,190 @@ class EMA:
             averaged.copy_(current)
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """Some steps: images trained, seconds waited for batches, seconds of the wall clock in all."""
-
-    images: int = 0
-    wait_s: float = 0.0
-    wall_s: float = 0.0
-
-    def __add__(self, other: Throughput) -> Throughput:
-        return Throughput(self.images + other.images, self.wait_s + other.wait_s, self.wall_s + other.wall_s)
-
-    @property
-    def images_per_second(self) -> float:
-        """Images trained per second of the wall clock; 0 before the first step."""
-        return self.images / self.wall_s if self.images else 0.0
-
-    @property
-    def wait_share(self) -> float:
-        """Share of the wall clock in which the device waited for a batch, 0 to 1."""
-        return min(1.0, self.wait_s / self.wall_s) if self.images else 0.0
-
-
 class StepTimer:
-    """Measures images and waits by the wall clock; ``total`` sums up what was collected.
+    """Measures images and waits by the wall clock, which begins when it is made.
 
     On a GPU the wait is taken between two CUDA events: the time in which the GPU had nothing to do. Nothing is
-    synchronised until ``collect``.
+    synchronised until ``read``.
 
     Example:
         >>> timer = StepTimer(torch.device("cpu"))
         >>> with timer.wait():
         ...     timer.images += 2
-        >>> timer.collect().images, timer.total.images
-        (2, 2)
+        >>> timer.read()[0]
+        2
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.images, self.total = 0, Throughput()
-        self._cuda, self._since_s = device.type == "cuda", perf_counter()
-        self._marks: list[Any] = []  # CUDA events, or seconds: two for each wait
+        self.images, self._wait_s, self._began_s = 0, 0.0, perf_counter()
+        self._is_cuda, self._waits = device.type == "cuda", list[Any]()  # begin and end of each
 
     @contextmanager
     def wait(self) -> Iterator[None]:
         """Around the wait for a batch."""
-        self._mark()
+        began = self._mark()
         yield
-        self._mark()
+        self._waits.append((began, self._mark()))
 
-    def collect(self) -> Throughput:
-        """What happened since the last call, everything between the steps included."""
-        marks, self._marks = self._marks, []
-        if self._cuda and marks:
-            marks[-1].synchronize()
-            marks = [marks[0].elapsed_time(mark) / 1000 for mark in marks]
-        now_s = perf_counter()
-        found = Throughput(self.images, sum(marks[1::2]) - sum(marks[::2]), now_s - self._since_s)
-        self.images, self._since_s, self.total = 0, now_s, self.total + found
-        return found
+    def read(self) -> tuple[int, float, float]:
+        """Images so far, seconds of waits, and seconds of the wall clock, everything between the steps included."""
+        if self._is_cuda and self._waits:
+            self._waits[-1][1].synchronize()
+        for began, ended in self._waits:
+            self._wait_s += began.elapsed_time(ended) / 1000 if self._is_cuda else ended - began
+        self._waits.clear()
+        return self.images, self._wait_s, perf_counter() - self._began_s
 
-    def _mark(self) -> None:
-        self._marks.append(torch.cuda.Event(enable_timing=True) if self._cuda else perf_counter())
-        if self._cuda:
-            self._marks[-1].record()
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Everything that was decided for a run. ``str()`` gives the line for the log."""
+
+    dataset: str
+    """Fingerprint of the annotations."""
+    model: str
+    """One of ``MODEL_NAMES``."""
+    starts_from: str
+    """Its weights at the start: "coco", "imagenet" or "random", or a run's folder."""
+    device: str
+    """As torch names it."""
+    precision: str
+    """The dtype of autocast; float32 without it."""
+    num_classes: int
+    """Classes, the background included."""
+    images: int
+    """Images with objects: those that are trained on."""
+    skipped_images: int
+    """Images without objects, which are left out."""
+    batch_size: int
+    """Images of a step, over all processes."""
+    min_size: int
+    """Shorter side that images are resized to, pixels."""
+    max_size: int
+    """Limit of the longer side, pixels."""
+    learning_rate: float
+    """The highest, reached after the warm-up."""
+    steps: int
+    """Steps of the run, those of earlier sessions included."""
+    seed: int
+    """Of the order of the images, the augmentation and random weights."""
+    first_step: int = 0
+    """Steps that earlier sessions did."""
+    changed: str = ""
+    """What is not as it was in those sessions."""
+    augment: str = "flip"
+    """By name; "own" for transforms of your own."""
+    ema: float | None = None
+    """Decay of the averaged weights."""
+    ranks: int = 1
+    """Processes that train together."""
+    memory: MemoryPlan | None = None
+    """How the heaviest batch fits into the GPU's memory; None on a CPU."""
+
+    def __str__(self) -> str:
+        together = f" by {self.ranks} processes" if self.ranks > 1 else ""
+        skipped = f", {self.skipped_images} without objects left out" if self.skipped_images else ""
+        averaged = f", weights averaged ({self.ema:g})" if self.ema else ""
+        resumed = f", resumed after step {self.first_step}" if self.first_step else ""
+        changed = f" ({self.changed})" if self.changed else ""
+        return (
+            f"{self.model} from {self.starts_from} weights on {self.device} in {self.precision}{together}: "
+            f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of {self.batch_size}, "
+            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}"
+            f"{averaged}, {self.steps} steps{resumed}{changed}" + (f"\nmemory: {self.memory}" if self.memory else "")
+        )
+
+
+@dataclass(frozen=True)
+class LossPoint:
+    """The total loss of one step; the first step is 1."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """What happened since the line before, by the wall clock: evaluation, logs and checkpoints count."""
+
+    step: int
+    """Steps done so far."""
+    steps: int
+    """Steps of the run."""
+    loss: float
+    """Mean total loss of these steps."""
+    learning_rate: float
+    """Of the last of these steps."""
+    images_per_second: float
+    """Images trained per second of the wall clock."""
+    wait_share: float
+    """Share of the wall clock in which the device waited for a batch, 0 to 1."""
+    gpu_bytes: int | None = None
+    """The most that was held on the GPU; None on a CPU."""
+    ap: AveragePrecision | None = None
+    """Of an evaluation since the line before."""
+    ap_step: int = 0
+    """The step after which that evaluation was made."""
+
+    def __str__(self) -> str:
+        memory = f"  GPU {format_bytes(self.gpu_bytes)}" if self.gpu_bytes else ""
+        evaluated = f"  after step {self.ap_step}: {self.ap}" if self.ap else ""
+        return (
+            f"step {self.step}/{self.steps}  loss {self.loss:.3f}  lr {self.learning_rate:.5f}  "
+            f"{self.images_per_second:.1f} images/s  wait {self.wait_share:.0%}{memory}{evaluated}"
+        )
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """The weights with the highest average precision of masks so far."""
+
+    step: int
+    bbox: float
+    segm: float
+    path: str
+
+    def __str__(self) -> str:
+        return f"best after step {self.step}: AP of boxes {self.bbox:.3f}, of masks {self.segm:.3f}, {self.path}"
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """A finished run."""
+
+    steps: int
+    """Steps of the run, those of earlier sessions included."""
+    losses: tuple[LossPoint, ...]
+    """Of each of these steps."""
+    images_per_second: float
+    """Images trained in this session per second of its wall clock, from the wait for the first batch to the last
+    evaluation: waits, evaluation, logs and checkpoints count. 0 where no step was left to do.
+    """
+    wait_share: float
+    """Share of the same wall clock in which the device waited for a batch, 0 to 1."""
+    checkpoint: str
+    """Path of the newest checkpoint."""
+    ap: AveragePrecision | None
+    """Of the last weights; None without ``val_shards``."""
+    plan: TrainingPlan
+    """What was decided for the run."""
+    best: BestCheckpoint | None = None
+    """None without ``val_shards``."""
+
+    def __str__(self) -> str:
+        tenth = max(1, len(self.losses) // 10)
+        first = fmean(point.loss for point in self.losses[:tenth])
+        last = fmean(point.loss for point in self.losses[-tenth:])
+        ap = f"; {self.ap}" if self.ap else ""
+        ap += f"; {self.best}" if self.best and self.best.step != self.steps else ""
+        return (
+            f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, {self.images_per_second:.1f} images/s, "
+            f"wait {self.wait_share:.0%}, {self.checkpoint}{ap}"
+        )

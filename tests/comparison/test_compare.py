@@ -29,7 +29,7 @@ from colab_utils.loading import CocoFolder
 
 QUICK = {
     "step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "drive_profile": "fast",
-    "timeline_s": 0.1, "forecast_s": 0,
+    "timeline_s": 0.1,
 }  # fmt: skip
 SLOW = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
 
@@ -372,19 +372,6 @@ def test_repeats_are_interleaved(race, watch_timing):
     assert rows["first"].images_per_second == np.median(rows["first"].repeats_images_per_second)
 
 
-def test_forecasts_are_shown_with_what_was_measured(race, monkeypatch):
-    def forecast(id, rate):
-        return SimpleNamespace(id=id, name=f"fix {id}", forecast_images_per_second=rate)
-
-    fixes = [forecast("packed_masks", 50.0), forecast("shards", None), forecast("in_memory", 9.0), forecast("x", 1.0)]
-    monkeypatch.setattr(comparing, "diagnose", lambda loader, step, seconds: SimpleNamespace(fixes=fixes))
-    rows, found = race(fake("dataloader"), fake("packed"), fake("shards_on_ssd"), forecast_s=1)
-    (checked,) = found.forecasts  # those that were tried, of strategies that were timed
-    assert (checked.fix, checked.strategy) == ("fix packed_masks", "packed")
-    assert checked.measured_images_per_second == rows["packed"].images_per_second
-    assert checked.error == 50.0 / rows["packed"].images_per_second - 1
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -432,7 +419,7 @@ def test_when_it_has_paid(own, base, epochs):
 def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, workers=1, **files):
     """The row of a strategy whose steps take 0.1 s for 4 images, with a first batch that comes ``first_s`` later."""
     batches = compared // 4
-    cold = BatchTimes((first_s, *[0.0] * (batches - 1)), (0.1,) * batches, compared, first_s, 0.0, 0.0, 0.0)
+    cold = BatchTimes((first_s, *[0.0] * (batches - 1)), (0.1,) * batches, compared, first_s, 0.0, 0.0)
     costs = {"drive_bytes": 0, "ssd_bytes": 0, "once_s": 0.0, "once_start_s": 0.0, "session_s": 0.0} | files
 
     class Prepared:

@@ -1,5 +1,7 @@
 """The clocks: what they count, what they leave out, and what they say of a broken loader."""
 
+import collections
+import itertools
 import time
 
 import numpy as np
@@ -45,6 +47,7 @@ class _Samples(Dataset):
 
 
 class TestEmulatedStep:
+    @pytest.mark.clock
     def test_takes_its_time_and_its_cpu(self):
         step = EmulatedStep(40)
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -62,6 +65,7 @@ class TestEmulatedStep:
 
 
 class TestTimeBatches:
+    @pytest.mark.clock
     def test_splits_waiting_from_stepping(self):
         loader = DataLoader(_Samples(12, sleep_s=0.004), batch_size=2)
         times = time_batches(loader, lambda images, targets: time.sleep(0.010), batches=4)
@@ -76,6 +80,7 @@ class TestTimeBatches:
         assert times.batch_ms_p95 >= times.batch_ms_median
         assert "images/s over 4 batches" in str(times)
 
+    @pytest.mark.clock
     def test_warm_up_and_first_batch_stand_apart(self):
         waits = iter([0.08, 0.05, 0.0, 0.0, 0.0])
 
@@ -101,10 +106,12 @@ class TestTimeBatches:
         assert len(epochs) == 3
         assert times.images == 2 + 1 + 2 + 1 + 2
 
+    @pytest.mark.clock
     def test_stops_at_the_time_cap_with_one_batch_at_least(self):
         times = time_batches(DataLoader(_Samples(50, sleep_s=0.02)), batches=50, warmup=1, max_s=0.005)
         assert len(times.wait_s) == 1
 
+    @pytest.mark.clock
     def test_counts_cpu_of_workers_but_not_of_the_step(self):
         loader = DataLoader(_Samples(24, burn_s=0.03), batch_size=2, num_workers=2, persistent_workers=True)
         times = time_batches(loader, EmulatedStep(20), batches=8)
@@ -112,12 +119,45 @@ class TestTimeBatches:
         # the kernel counts CPU in ticks of 10 ms, and workers run a few batches ahead or behind
         assert 10 < times.cpu_ms_per_image < 90
 
+    @pytest.mark.clock
     def test_slow_workers_that_deliver_in_bursts_are_timed_in_whole_rounds(self):
         # 2 workers, 0.5 s a batch: two batches at once every half second, 4 batches a second, whatever the cap
         loader = DataLoader(_Samples(60, sleep_s=0.5), batch_size=1, num_workers=2)
         times = time_batches(loader, batches=100, max_s=0.1)
         assert len(times.wait_s) == 2  # three rounds would take longer than three times the cap
         assert times.images_per_second == pytest.approx(4, rel=0.3)
+
+    def test_a_wall_clock_that_jumps_changes_nothing(self, monkeypatch):
+        clock = itertools.count(0, -3600)
+        monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+        times = time_batches([["a"]], lambda batch: time.sleep(0.01), batches=3)
+        assert 0.01 <= min(times.step_s) <= max(times.step_s) < 60
+
+    @pytest.mark.clock
+    def test_timed_batches_are_noted_while_the_clocks_stand(self):
+        noted = []
+
+        def note(number, batch):
+            noted.append((number, batch))
+            time.sleep(0.03)
+
+        times = time_batches([["a"], ["b"]], batches=3, warmup=1, note=note)
+        assert noted == [(0, ["b"]), (1, ["a"]), (2, ["b"])]
+        assert max(times.wait_s) < 0.03
+
+    def test_a_loader_is_closed_where_the_step_fails(self):
+        closed = []
+
+        class Loader:
+            def __iter__(self):
+                try:
+                    yield from [["a"], ["b"]]
+                finally:
+                    closed.append(1)
+
+        with pytest.raises(ZeroDivisionError):
+            time_batches(Loader(), lambda batch: 1 / 0, batches=2)
+        assert closed
 
     def test_an_iterator_gives_what_it_has(self):
         assert len(time_batches(iter([["a"]] * 5), batches=10, warmup=2).wait_s) == 3
@@ -157,6 +197,7 @@ class TestTimeBatches:
         time_batches([["a"]] * 2, lambda batch: calls.append("step"), batches=2, warmup=0)
         assert calls == ["synchronise", "step", "synchronise"] * 2
 
+    @pytest.mark.clock
     def test_a_naive_clock_lies_about_a_queued_step_and_ours_does_not(self, monkeypatch):
         busy_until = [0.0]  # a device that works off a queue, as CUDA does
 
@@ -178,6 +219,7 @@ class TestTimeBatches:
         assert times.wait_share < 0.2
 
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+    @pytest.mark.clock
     def test_the_same_on_a_gpu(self):
         matrix = torch.rand(4096, 4096, device="cuda")
 
@@ -201,6 +243,7 @@ class TestTimeBatches:
         time_batches([["a"]] * 2, batches=2, warmup=0)
 
 
+@pytest.mark.clock
 def test_time_calls_caps_its_time_and_counts_cpu():
     calls = []
 
@@ -223,6 +266,13 @@ def test_time_calls_caps_its_time_and_counts_cpu():
         ({"pixel_values": torch.zeros(5, 3), "labels": torch.zeros(5)}, 5),  # transformers
         (torch.zeros(6, 3), 6),  # a bare tensor
         ((torch.tensor(1.0), 2), 1),  # batch_size=None
+        ((torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)), 8),  # more columns than two
+        ([torch.zeros(8, 3, 2, 2), torch.zeros(8), torch.zeros(8)], 8),  # as default_collate makes of them
+        (collections.namedtuple("Batch", "images targets")(torch.zeros(8, 3, 2, 2), torch.zeros(8)), 8),
+        ({"epoch": 3, "images": torch.zeros(8, 3, 2, 2)}, 8),  # begins with a scalar
+        ([{"image": torch.zeros(3, 2, 2)}] * 2, 2),  # samples, as Detectron2 makes them
+        ([(torch.zeros(3, 2, 2), 1)] * 3, 3),  # samples as they are
+        ([torch.zeros(3, 2, 2)] * 3, 3),
     ],
 )
 def test_images_of_any_batch(batch, images):
@@ -234,6 +284,7 @@ def test_images_of_any_batch(batch, images):
     [
         ((["a"], [{}]), 2),  # images and targets
         (torch.zeros(2), 1),  # one packed batch, which has two images and is no pair
+        ([{"image": 1}, {"image": 2}], 1),  # two samples
     ],
 )
 def test_a_pair_is_spread_and_a_packed_batch_is_not(batch, arguments):
@@ -242,6 +293,7 @@ def test_a_pair_is_spread_and_a_packed_batch_is_not(batch, arguments):
     assert got == [arguments]
 
 
+@pytest.mark.clock
 def test_ended_children_stay_counted():
     loader = DataLoader(_Samples(4, burn_s=0.05), num_workers=1)  # each epoch starts and ends its worker
     times = time_batches(loader, batches=8, warmup=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import json
 import os
@@ -22,7 +21,6 @@ import torch
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import dataset as files
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -85,11 +83,10 @@ def assert_equal_batches(dataset, place, images, targets):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["shards", "whole shards", "folder", "own"])
+@pytest.mark.parametrize("kind", ["shards", "folder", "own"])
 def test_both_deliveries_equal_the_samples(tiny_shards, tiny_dataset, make, kind, workers):
     dataset = {
         "shards": lambda: ShardDataset(tiny_shards),
-        "whole shards": lambda: ShardDataset(tiny_shards, whole_shards=True),
         "folder": lambda: CocoFolder(tiny_dataset.images, tiny_dataset.annotations),
         "own": lambda: Numbers(12),
     }[kind]()
@@ -155,10 +152,9 @@ def test_the_order_is_the_seeds_whatever_the_workers(make):
             assert flatten(list_ids(loader)) == list(range(23))
 
 
-@pytest.mark.parametrize("whole_shards", [False, True])
 @pytest.mark.parametrize(("workers", "resumed_workers"), [(0, 0), (2, 2), (2, 1), (0, 2)])
-def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resumed_workers, whole_shards):
-    dataset = ShardDataset(tiny_shards, whole_shards=whole_shards)
+def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resumed_workers):
+    dataset = ShardDataset(tiny_shards)
     options = {"batch_size": 5, "deliver": "packed", "seed": 5}
     loader = make(dataset, workers=workers, **options)
     batches, states = [], [loader.state_dict()]
@@ -360,58 +356,13 @@ def test_too_little_shared_memory_is_said(make):
 
 def test_a_folder_that_vanishes_is_said(tiny_shards, tmp_path, make):
     shards = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
-    loader = make(ShardDataset(shards, whole_shards=True), batch_size=2, workers=2)
+    loader = make(ShardDataset(shards), batch_size=2, workers=2)
     shutil.rmtree(shards)
     with pytest.raises(ColabUtilsError, match="No such file"):
         list(loader)
 
 
-# whole shards
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 12])
-def test_each_shard_is_read_once_an_epoch(tiny_shards, tmp_path, monkeypatch, make, workers, batch_size):
-    log = tmp_path / "reads"
-    real = files.read_file
-
-    def read(path, *options):
-        with open(log, "a") as file:  # one line is one write: workers share the file
-            file.write(f"{path.name}\n")
-        return real(path, *options)
-
-    monkeypatch.setattr(files, "read_file", read)
-    dataset = ShardDataset(tiny_shards, whole_shards=True)
-    loader = make(dataset, batch_size=batch_size, workers=workers, deliver="packed")
-    batches = list_ids(loader)
-    assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(loader) - 1)
-    assert sorted(flatten(batches)) == sorted(dataset.image_ids.tolist())
-    reads = collections.Counter(log.read_text().split())
-    assert set(reads.values()) == {1}
-    assert len(reads) == 2 * len(dataset.index.shards)
-    assert flatten(list_ids(loader)) != flatten(batches)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_the_order_of_shards_is_whole(seed):
-    rng = np.random.default_rng(seed)
-    size = int(rng.integers(1, 200))
-    shard_of = np.sort(rng.integers(0, 9, size))
-    sizes = rng.integers(1, 9, (size, 2)).astype(np.int32)
-    for streams, batch_size in ((1, 4), (2, 3), (3, 7), (4, 1)):
-        for grouped in (sizes, None):
-            order = BatchSampler(size, batch_size, seed, sizes=grouped, shard_of=shard_of, streams=streams)
-            batches = list(order)
-            assert len(batches) == len(order) == -(-size // batch_size)
-            assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(order) - 1)
-            assert sorted(flatten(batches)) == list(range(size))
-            readers = collections.defaultdict(set)
-            for parts in order.plan():
-                assert len({stream for stream, _ in parts}) == len(parts)
-                for stream, indices in parts:
-                    for index in indices:
-                        readers[shard_of[index]].add(stream)
-            assert all(len(streams_of_shard) == 1 for streams_of_shard in readers.values())
+# order
 
 
 def test_batches_are_wide_or_tall():

@@ -1,8 +1,8 @@
-"""Finding the workers: what is tried, what is picked, and what is remembered."""
+"""Finding the workers: what is tried and what is picked."""
 
 from __future__ import annotations
 
-import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -33,9 +33,8 @@ class Small(torch.utils.data.Dataset):
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
-    """Short trials, and a memory of this test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def quick(monkeypatch):
+    """Short trials."""
     monkeypatch.setattr(tune, "_TRIAL_S", 0.05)
 
 
@@ -45,7 +44,7 @@ def many(tiny_shards):
     return Subset(ShardDataset(tiny_shards), [i % 12 for i in range(320)])
 
 
-def test_auto_tries_the_real_loader_and_remembers(many, tmp_path, monkeypatch):
+def test_auto_tries_the_real_loader(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 2)
     loader = make_loader(many, batch_size=4, deliver="packed")
     tuning = loader.tuning
@@ -56,42 +55,42 @@ def test_auto_tries_the_real_loader_and_remembers(many, tmp_path, monkeypatch):
         tuning.best.backend, tuning.best.workers, tuning.best.prefetch)  # fmt: skip
     assert tuning.best in tuning.trials
     assert 0 < tuning.memory_bytes < tuning.free_bytes
-    assert not tuning.remembered
     assert sum(len(batch) for batch in loader) == 320
     loader.close()
-    monkeypatch.setattr(tune, "_measure_rate", None)  # nothing is tried again
-    again = make_loader(many, batch_size=4, deliver="packed").tuning
-    assert again == replace(tuning, remembered=True)
-    assert "remembered" in str(again)
-    with pytest.raises(TypeError):
-        make_loader(many, batch_size=5)  # another batch size is another case
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a": {"best": {}}}'])
-def test_a_damaged_memory_is_made_again(many, tmp_path, content):
-    path = tmp_path / "cache" / "colab_utils" / "workers.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
-    tuning = tune_workers(many, batch_size=4, backend="threads")
-    assert not tuning.remembered
-    assert len(json.loads(path.read_text())) == 1
-    assert tune_workers(many, batch_size=4, backend="threads").remembered
+def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
+    """Workers that were found for one folder are not taken for another one of the same annotations."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = []
+    monkeypatch.setattr(tune, "_try_way", lambda *way: found.append(way) or Trial(*way[2:], 1.0))
+    copied = shutil.copytree(tiny_shards, tmp_path / "copied")
+    tune_workers(many, batch_size=4, backend="processes")
+    first = len(found)
+    tune_workers(Subset(ShardDataset(copied), many.indices), batch_size=4, backend="processes")
+    assert len(found) == 2 * first > 0
+    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "home").exists()
 
 
-def test_a_home_that_cannot_be_written_to_does_not_matter(many, tmp_path):
-    (tmp_path / "cache").write_text("a file where the folder would be")
-    assert tune_workers(many, batch_size=4, backend="threads").trials
+@pytest.mark.parametrize("cores", [1, 2, 3, 8, 64])
+def test_kinds_that_cannot_gain_are_not_tried(many, monkeypatch, cores):
+    monkeypatch.setattr(tune, "count_cores", lambda: cores)
 
+    def list_kinds(fetcher, backend=None):
+        ways = tune._list_ways(fetcher, backend)
+        assert len(set(ways)) == len(ways) <= 4  # and one trial more
+        assert {n for _, n in ways} <= {max(1, cores // 4), max(1, cores // 2), cores}
+        return {kind for kind, _ in ways}
 
-def test_kinds_that_cannot_gain_are_not_tried(many, monkeypatch):
-    monkeypatch.setattr(tune, "count_cores", lambda: 8)
-    ways = tune._list_ways(Fetcher(many), None)
-    assert {n for _, n in ways} == {1, 2, 3, 4, 6, 8}  # never more than the cores
-    assert {kind for kind, _ in ways} == {"processes", "loader_process"}
-    assert {kind for kind, _ in tune._list_ways(Fetcher(Small()), None)} == {"processes"}  # Python code: one lock
+    compressed = {"processes", "loader_process"} if cores > 1 else {"processes"}
+    assert list_kinds(Fetcher(many)) == compressed
+    assert list_kinds(Fetcher(Small())) == {"processes"}  # Python code: one lock
     many.dataset.is_decoded = True
-    assert {kind for kind, _ in tune._list_ways(Fetcher(many), None)} == {"processes", "loader_process", "threads"}
-    assert {kind for kind, _ in tune._list_ways(Fetcher(many), "loader_process")} == {"loader_process"}
+    assert list_kinds(Fetcher(many)) == {*compressed, "threads"}
+    assert list_kinds(Fetcher(many), "threads") == {"threads"}
+    assert list_kinds(Fetcher(Small()), "threads") == {"loader_process"}
 
 
 def test_the_smallest_of_the_fastest_is_picked():
@@ -108,15 +107,13 @@ def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     assert {trial.workers for trial in tuning.trials} == {1}
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * one))
     with pytest.raises(ColabUtilsError, match=r"at most 213\.3 kB.*4 images of 3\d\d\.\d kB.*smaller batch"):
-        tune_workers(many, batch_size=4, remember=False)
+        tune_workers(many, batch_size=4)
 
 
-def test_few_batches_and_whole_shards_are_not_tuned(tiny_shards, monkeypatch):
+def test_few_batches_are_not_tuned(tiny_shards, monkeypatch):
     monkeypatch.setattr(loader_module, "tune_workers", None)
     few = make_loader(ShardDataset(tiny_shards), batch_size=4)
     assert (few.tuning, few.backend, few.prefetch) == (None, "processes", 2)
-    whole = Subset(ShardDataset(tiny_shards, whole_shards=True), [i % 12 for i in range(320)])
-    assert make_loader(whole, batch_size=4).tuning is None
     assert make_loader(Small(), batch_size=1, workers=2, prefetch=3).prefetch == 3
 
 
@@ -133,11 +130,10 @@ def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
 
 def test_slow_files_are_not_tried(tiny_dataset, monkeypatch):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=DriveProfile("mine", 0.1, 1e9, "a test"))
-    monkeypatch.setattr(tune, "_measure_rate", None)
+    monkeypatch.setattr(tune, "_try_way", None)
     tuning = tune_workers(folder, batch_size=4)
     assert (tuning.trials, tuning.best.backend, tuning.best.workers) == ((), "processes", count_cores())
     assert "the files are slow" in str(tuning)
-    assert not tune_workers(folder, batch_size=4).remembered
 
 
 def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_is_refused(monkeypatch):
@@ -149,7 +145,7 @@ def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_is_refused(mon
 
     dataset = Bad()
     dataset.first = 390
-    assert tune_workers(dataset, batch_size=1, backend="threads", remember=False).trials
+    assert tune_workers(dataset, batch_size=1, backend="threads").trials
     dataset.first = 0
     with pytest.raises(ColabUtilsError, match=r"image \d+ is broken"):
         tune_workers(dataset, batch_size=1)

@@ -9,9 +9,11 @@ import random
 import shutil
 import signal
 import tarfile
+import threading
 import time
 import warnings
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +24,7 @@ from torchvision.transforms import v2
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import buffers as slots
-from colab_utils.loading import workers
+from colab_utils.loading import buffers, workers
 from colab_utils.loading.buffers import SharedBuffer, SharedBufferPool
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -34,7 +35,7 @@ from colab_utils.shards.format import ShardInfo, hash_file, read_index, split_me
 
 from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, list_ids, spoil_image
 
-HAND_OFFS = [("threads", 0), ("threads", 2), ("loader_process", 2), ("processes", 2)]
+BACKENDS = [("threads", 0), ("threads", 2), ("loader_process", 2), ("processes", 2)]
 
 
 @pytest.fixture
@@ -47,8 +48,8 @@ def make(request):
     return build
 
 
-@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
-def test_every_hand_off_delivers_the_same(tiny_shards, make, backend, count):
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
+def test_every_backend_delivers_the_same(tiny_shards, make, backend, count):
     dataset = ShardDataset(tiny_shards)
     place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
     expected = list_ids(make(dataset, batch_size=5, workers=0, deliver="packed", seed=4))
@@ -61,47 +62,47 @@ def test_every_hand_off_delivers_the_same(tiny_shards, make, backend, count):
     assert seen == expected
 
 
-@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
 def test_batches_that_are_kept_stay_as_they_were(tiny_shards, make, backend, count):
     dataset = ShardDataset(tiny_shards)
     place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
     loader = make(dataset, batch_size=1, workers=count, backend=backend, deliver="packed")
     for _ in range(2):
-        kept = list(loader)  # more than there are slots
+        kept = list(loader)  # more than there are buffers
         for batch in kept:
             assert_equal_batches(dataset, place, batch.to_images("cpu"), batch.to_targets("cpu"))
 
 
 def test_memory_is_used_again():
-    ring = SharedBufferPool(1, 2)
-    numbers = [ring.take() for _ in range(3)]
+    pool = SharedBufferPool(1, 2)
+    numbers = [pool.take() for _ in range(3)]
     for number in numbers:
-        ring.slots[number].reserve(100)[:] = number
-    first, second, third = (ring.lend(number, 100) for number in numbers)
+        pool.buffers[number].reserve(100)[:] = number
+    first, second, third = (pool.lend(number, 100) for number in numbers)
     assert [part.unique().tolist() for part in (first, second, third)] == [[number] for number in numbers]
-    assert ring.take() == numbers[2]  # the third was copied out, because two are lent
+    assert pool.take() == numbers[2]  # the third was copied out, because two are lent
     part = first[10:20]
     del first
     gc.collect()
     with pytest.raises(IndexError):
-        ring.take()  # a piece of it is still in use
+        pool.take()  # a piece of it is still in use
     del part
-    assert ring.take() == numbers[0]
+    assert pool.take() == numbers[0]
     assert second.unique().tolist() == [numbers[1]]
 
 
-def test_a_slot_grows_and_what_was_lent_keeps_its_content():
-    slot = SharedBuffer()
-    small = slot.reserve(10)
+def test_a_buffer_grows_and_what_was_lent_keeps_its_content():
+    buffer = SharedBuffer()
+    small = buffer.reserve(10)
     small[:] = 7
-    large = slot.reserve(5 << 20)
+    large = buffer.reserve(5 << 20)
     assert small.tolist() == [7] * 10
     assert large[:10].tolist() == [7] * 10
     assert large.size == 5 << 20
 
 
 def test_a_batch_larger_than_memory_is_refused(make, monkeypatch):
-    monkeypatch.setattr(slots, "find_free_memory", lambda: 1000)
+    monkeypatch.setattr(buffers, "find_free_memory", lambda: 1000)
     for count in (0, 2):
         with pytest.raises(ColabUtilsError, match=r"shared memory for a batch.*1.0 kB free.*smaller batch"):
             list(make(Numbers(20), batch_size=4, workers=count))
@@ -111,7 +112,7 @@ def test_workers_that_cannot_start_are_said_and_done_without(make, monkeypatch):
     def refuse(*_):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(workers, "_Processes", refuse)
+    monkeypatch.setattr(workers.WorkerPool, "__init__", refuse)
     loader = make(Numbers(6), batch_size=2, workers=2, shuffle=False, deliver="packed")
     with pytest.warns(ColabUtilsWarning, match=r"2 worker processes, found that they cannot be started.*in this proc"):
         assert flatten(list_ids(loader)) == list(range(6))
@@ -155,7 +156,7 @@ def act_with_two_bad(index):
         raise ColabUtilsError(f"expected a whole image, found half of {index}.jpg")
 
 
-@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
 def test_bad_samples_are_left_out_named_and_counted(make, backend, count):
     options = {"batch_size": 2, "workers": count, "backend": backend, "deliver": "packed", "shuffle": False}
     loader = make(Numbers(12, act_with_two_bad), max_bad=3, **options)
@@ -184,40 +185,99 @@ def test_a_batch_of_bad_samples_alone_is_passed_over(make, count):
         assert list_ids(loader) == [[0, 1], [4, 5]]
 
 
-@pytest.mark.parametrize("whole_shards", [False, True])
-def test_a_broken_image_in_a_shard_is_left_out_and_named(tiny_shards, tmp_path, make, whole_shards):
+def test_a_broken_image_in_a_shard_is_left_out_and_named(tiny_shards, tmp_path, make):
     folder = Path(shutil.copytree(tiny_shards, tmp_path / "shards"))
     name = spoil_image(folder, 3)
-    dataset = ShardDataset(folder, whole_shards=whole_shards)
+    dataset = ShardDataset(folder)
     loader = make(dataset, batch_size=5, workers=2, deliver="packed", max_bad=1)
     with pytest.warns(ColabUtilsWarning, match=name):
         got = flatten(list_ids(loader))
     assert sorted([*got, int(dataset.image_ids[3])]) == sorted(dataset.image_ids.tolist())
 
 
-# order
+def act_with_other_errors(index):
+    if index == 5:
+        raise OSError("image file is truncated (31 bytes not processed)")  # as Pillow says
+    if index == 6:
+        raise KeyError("segmentation")
 
 
-def test_batches_out_of_order_are_the_same_batches_and_their_state_is_exact(make):
-    def act(index):
-        if index == 0:
-            time.sleep(0.5)  # the first batch is slow
+@pytest.mark.parametrize("count", [0, 2])
+def test_any_exception_of_a_sample_counts_as_bad(make, count):
+    options = {"batch_size": 2, "workers": count, "deliver": "packed", "shuffle": False}
+    loader = make(Numbers(8, act_with_other_errors), max_bad=2, **options)
+    with pytest.warns(ColabUtilsWarning, match=r"OSError: image file is truncated|KeyError: 'segmentation'"):
+        assert list_ids(loader) == [[0, 1], [2, 3], [4], [7]]
+    assert [index for index, _ in loader.bad] == [5, 6]
+    with pytest.raises(OSError, match="truncated") as error:
+        list_ids(make(Numbers(8, act_with_other_errors), **options))
+    assert any(entry.name == "act_with_other_errors" for entry in error.traceback) or "in act_with" in str(
+        error.value.__notes__
+    )
 
-    options = {"batch_size": 2, "workers": 2, "deliver": "packed", "shuffle": False, "in_order": False}
-    loader = make(Numbers(20, act), **options)
-    order = []
-    for batch in loader:
-        order.append(batch.image_ids.tolist())
-        if len(order) == 2:
-            state = loader.state_dict()
-    assert order[0] != [0, 1]
-    assert sorted(order) == [[i, i + 1] for i in range(0, 20, 2)]
-    assert state["batch"] == 0
-    assert len(state["ahead"]) == 2
-    again = make(Numbers(20), **options)
+
+# what the workers do, and going on without a batch
+
+
+def sleep_at_five(index):
+    time.sleep(60 if index == 5 else 0)
+
+
+@pytest.mark.parametrize("backend", ["processes", "loader_process"])
+def test_jobs_are_listed_and_a_hung_worker_is_done_without(make, backend):
+    loader = make(Numbers(12, sleep_at_five), batch_size=2, workers=2, backend=backend, deliver="packed", shuffle=False)
+    assert loader.list_jobs() == []
+    killer = threading.Timer(0.5, lambda: os.kill(loader.list_jobs()[0].pid, signal.SIGKILL))
+    killer.start()
+    got, began_s = [], time.monotonic()
+    with pytest.raises(ColabUtilsError, match="killed by signal: Killed"):
+        got.extend(batch.image_ids.tolist() for batch in loader)
+    assert got == [[0, 1], [2, 3]]
+    dead = loader.find_dead()
+    assert (dead.jobs[0].number, dead.jobs[0].indices, dead.ending) == (2, (4, 5), "killed by signal: Killed")
+    assert {(job.worker, job.pid) for job in dead.jobs} == {(dead.worker, dead.pid)}
+    assert began_s <= dead.jobs[0].asked_s <= time.monotonic()
+    assert loader.list_jobs() == []
+    loader.restart(skip=dead.jobs[0].number)
+    assert loader.left == 3
+    state = loader.state_dict()
+    assert (state["batch"], state["skipped"]) == (2, [2])
+    assert list_ids(loader) == [[6, 7], [8, 9], [10, 11]]
+    assert (loader.epoch, loader.find_dead()) == (1, None)
+    again = make(Numbers(12), batch_size=2, workers=0, deliver="packed", shuffle=False)
     again.load_state_dict(state)
-    assert sorted(order[:2] + list_ids(again)) == sorted(order)
-    assert again.epoch == 1
+    assert list_ids(again) == [[6, 7], [8, 9], [10, 11]]
+    assert len(list_ids(again)) == 6  # the next epoch has all
+    loader.dataset.act = None
+    loader.restart()
+    assert len(list_ids(loader)) == 6
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_jobs_of_this_process_are_listed(tiny_shards, make, count):
+    loader = make(ShardDataset(tiny_shards), batch_size=2, workers=count, backend="threads", shuffle=False)
+    batches = iter(loader)
+    next(batches)
+    jobs = loader.list_jobs()
+    assert {(job.worker, job.pid) for job in jobs} <= {(None, os.getpid())}
+    assert [job.number for job in jobs] == sorted(job.number for job in jobs)
+    assert all(job.indices == (2 * job.number, 2 * job.number + 1) for job in jobs)
+
+
+# ranks
+
+
+def test_ranks_are_those_of_torch_distributed(make):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        loader = make(Numbers(6), batch_size=4, workers=0, deliver="packed", shuffle=False)
+        alone = make(Numbers(6), batch_size=4, workers=0, deliver="packed", shuffle=False, rank=0, ranks=1)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list_ids(loader) == [[1, 3], [5]]
+    assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
 
 
 # subsets, subclasses, raw pixels
@@ -232,6 +292,9 @@ def test_a_subset_is_read_as_its_dataset(tiny_shards, make):
     assert source.sizes.shape == (4, 2)
     loader = make(subset, batch_size=4, workers=1, deliver="packed", shuffle=False)
     assert list_ids(loader) == [dataset.image_ids[[0, 3, 3, 7]].tolist()]
+    backwards = Subset(Subset(dataset, [-1, 2, -3]), [-1, 0])
+    loader = make(backwards, batch_size=2, workers=0, deliver="packed", shuffle=False)
+    assert list_ids(loader) == [dataset.image_ids[[-3, -1]].tolist()]
 
 
 class Darker(ShardDataset):
@@ -275,10 +338,9 @@ def raw_shards(tiny_shards, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(("backend", "count"), HAND_OFFS)
-@pytest.mark.parametrize("whole_shards", [False, True])
-def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, backend, count, whole_shards):
-    compressed, raw = ShardDataset(tiny_shards), ShardDataset(raw_shards, whole_shards=whole_shards)
+@pytest.mark.parametrize(("backend", "count"), BACKENDS)
+def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, backend, count):
+    compressed, raw = ShardDataset(tiny_shards), ShardDataset(raw_shards)
     assert raw.is_decoded
     assert not compressed.is_decoded
     assert torch.equal(raw[2][0], compressed[2][0])
@@ -332,7 +394,7 @@ def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
     options = {"batch_size": 5, "shuffle": False, "workers": workers, "image_dtype": torch.uint8}
     plain = [pair for batch in make(dataset, **options) for pair in zip(*batch, strict=True)]
     some = [make(dataset, transforms=v2.RandomHorizontalFlip(0.5), seed=seed, **options) for seed in (1, 1, 2)]
-    assert all(loader.transforms is None for loader in some)
+    assert all(loader.settings.transforms is None for loader in some)
     found = [[pair for batch in loader for pair in zip(*batch, strict=True)] for loader in some]
     chosen = []
     for samples in found:
@@ -358,18 +420,40 @@ class Chance:
         return image + shift, target
 
 
-def test_chance_on_the_worker_is_the_seeds_whatever_the_workers(tiny_shards, make):
-    dataset, runs = ShardDataset(tiny_shards), []
-    state = random.getstate(), torch.get_rng_state()
-    for count in (0, 1, 2):
-        loader = make(
-            dataset, batch_size=5, workers=count, transforms=Chance(), transform_on="worker", deliver="packed"
-        )
-        runs.append([batch.pixels.clone() for _ in range(2) for batch in loader])
-    assert (random.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
+class Drawing(Numbers):
+    """Somebody's own dataset that draws random numbers, slowly enough for another thread to draw in between."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        for _ in range(3):
+            image, _ = Chance()(image, target)
+            time.sleep(0.002)
+        return image, target
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_random_samples_are_the_seeds_with_any_backend_and_any_number_of_workers(tiny_shards, make, own):
+    dataset = Drawing(12) if own else ShardDataset(tiny_shards)
+    options = {} if own else {"transforms": Chance(), "transform_on": "worker"}
+    state, runs = (random.getstate(), torch.get_rng_state()), []
+    for backend, count in [*BACKENDS, ("threads", 3), ("loader_process", 3), ("processes", 1)]:
+        for draws in (False, True):
+            loader, pixels = (
+                make(dataset, batch_size=3, workers=count, backend=backend, deliver="packed", **options),
+                [],
+            )
+            for batch in chain(loader, loader):
+                pixels.append(batch.pixels.clone())
+                if draws:  # as a training step does
+                    torch.rand(1), np.random.random(), random.random()
+                    time.sleep(0.005)
+            runs.append(pixels)
+            assert draws or (random.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
+            random.setstate(state[0])
+            torch.set_rng_state(state[1])
     for other in runs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
-    assert any(not torch.equal(one, two) for one, two in zip(runs[0][:3], runs[0][3:], strict=True))
+    assert any(not torch.equal(one, two) for one, two in zip(runs[0][:4], runs[0][4:], strict=True))
 
 
 def test_objects_that_a_transform_drops_are_gone_everywhere(tiny_shards, make):

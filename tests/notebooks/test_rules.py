@@ -190,6 +190,13 @@ def test_no_state_by_magic(codes):
         assert not re.search(r"^\s*[%!](?!pip )", source, re.MULTILINE), "only %pip is a magic here"
 
 
+def test_colab_utils_is_imported_before_torch(codes):
+    """It sets OMP_WAIT_POLICY, which is read once, when torch is loaded."""
+    lines = [line for source in codes for line in source.splitlines()]
+    first = next(n for n, line in enumerate(lines) if re.match(r"(from|import) (torch|torchvision)\b", line))
+    assert lines.index("import colab_utils  # noqa: F401") < first
+
+
 def test_folded_cells_are_forms(sources):
     for _, source, cell in sources:
         assert ('display-mode: "form"' in source) == (cell["metadata"].get("cellView") == "form")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from colab_utils.comparison.compare import CheckedForecast, Comparison, StrategyTiming
+from colab_utils.comparison.compare import Comparison, StrategyTiming
 from colab_utils.runtime import describe_machine
 
 
@@ -69,7 +69,6 @@ def make_comparison():
             note="",
             baseline=timings[0].name,
             no_help=tuple(one.name for one in timings[1:] if (one.ratio or 9) < 1.1),
-            forecasts=(CheckedForecast("packed masks", "packed", 33.0, 36.0),),
         )
 
     return make

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,10 @@ def list_names(folder: Path) -> list[str]:
 
 def test_what_was_saved_is_loaded(tmp_path: Path):
     folder = CheckpointFolder(tmp_path / "deep" / "run")
-    assert folder.load_newest() is None
+    assert folder.read(mend=True) is None
     assert folder.newest is None
     path = folder.save(make_state(2.0), step=7)
-    state = CheckpointFolder(folder.run).load_newest()
+    state = CheckpointFolder(folder.run).read(mend=True)
     assert path == folder.newest == folder.run / "checkpoint-00000007.pt"
     assert torch.equal(state["model"]["weight"], torch.full((50, 50), 2.0))
     assert (state["losses"], state["nested"], state["step"]) == ([1.5, 2.0], {"a": (1, "b")}, 7)
@@ -64,7 +66,7 @@ def test_torn_newest_is_set_aside_and_named(tmp_path: Path, tear):
     data = tear(torn.read_bytes())
     torn.write_bytes(data)
     with pytest.warns(ColabUtilsWarning, match=r"checkpoint-00000020.pt is torn .*renamed to"):
-        state = CheckpointFolder(tmp_path).load_newest()
+        state = CheckpointFolder(tmp_path).read(mend=True)
     assert state["step"] == 10
     assert state["losses"][1] == 10
     assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt.torn-1"]
@@ -76,7 +78,7 @@ def test_all_torn_means_a_new_start(tmp_path: Path):
         (tmp_path / f"checkpoint-{step:08d}.pt").write_bytes(b"torn")
     (tmp_path / "checkpoint-00000002.pt.torn-1").write_bytes(b"an earlier one")
     with pytest.warns(ColabUtilsWarning, match="torn"):
-        assert CheckpointFolder(tmp_path).load_newest() is None
+        assert CheckpointFolder(tmp_path).read(mend=True) is None
     assert len(list_names(tmp_path)) == 3
     assert (tmp_path / "checkpoint-00000002.pt.torn-1").read_bytes() == b"an earlier one"
 
@@ -94,7 +96,7 @@ def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list_names(tmp_path / "run") == ["checkpoint-00000010.pt"]
-    assert CheckpointFolder(tmp_path / "run").load_newest()["step"] == 10
+    assert CheckpointFolder(tmp_path / "run").read(mend=True)["step"] == 10
 
 
 @pytest.fixture
@@ -118,10 +120,10 @@ def test_what_drive_does_not_take_waits_here_and_is_sent_later(mount, tmp_path: 
     assert list_names(folder.waiting) == ["checkpoint-00000030.pt", "checkpoint-00000040.pt"]
     if "lost" in fault:
         with pytest.raises(DriveLostError, match="remount"):  # an older one must not be taken for the newest
-            CheckpointFolder(folder.run).load_newest()
+            CheckpointFolder(folder.run).read(mend=True)
     mount.fail()
     assert list_names(tmp_path / "backing" / "run") == ["checkpoint-00000010.pt"]
-    assert CheckpointFolder(folder.run).load_newest()["losses"] == [1.5, 40]
+    assert CheckpointFolder(folder.run).read(mend=True)["losses"] == [1.5, 40]
     assert list_names(folder.run) == ["checkpoint-00000010.pt", "checkpoint-00000040.pt"]
     assert list_names(folder.waiting) == []
 
@@ -138,32 +140,31 @@ def test_the_next_checkpoint_that_drive_takes_replaces_those_that_wait(mount, mo
     assert list_names(folder.waiting) == []
 
 
-def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN], ids=["a broken disk", "a lost Drive"])
+def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch, number):
     folder = CheckpointFolder(tmp_path)
     folder.save(make_state(), step=10)
 
     def fail(path, *args, **options):
-        raise OSError(5, "Input/output error")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("zipfile.ZipFile", fail)
-    with pytest.raises(
-        ColabUtilsError, match=r"expected to read .*00010.pt, found that Drive got disconnected.*remount"
-    ):
-        CheckpointFolder(tmp_path).load_newest()
+    with pytest.raises(OSError if number == errno.EIO else DriveLostError):
+        CheckpointFolder(tmp_path).read(mend=True)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
 
 
 def test_a_file_of_another_program_is_left_alone(tmp_path: Path):
     torch.save({"weights": torch.ones(3)}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match="format 1, found None"):
-        CheckpointFolder(tmp_path).load_newest()
+        CheckpointFolder(tmp_path).read(mend=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
 
 
 def test_a_newer_format_is_refused_in_words(tmp_path: Path):
     torch.save({"format": 99}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match=r"format 1, found 99 in .*Update colab_utils"):
-        CheckpointFolder(tmp_path).load_newest()
+        CheckpointFolder(tmp_path).read(mend=True)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +186,14 @@ def test_a_complete_file_that_cannot_be_loaded_is_left_alone(tmp_path: Path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", fail)
-        for load in (folder.load_newest, folder.read):
+        for load in (partial(folder.read, mend=True), folder.read):
             with pytest.raises(
                 ColabUtilsError, match=r"expected to load .*00020.pt, .* the file is complete"
             ) as caught:
                 load()
             assert "\n" not in str(caught.value)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
-    assert folder.load_newest()["step"] == 20
+    assert folder.read(mend=True)["step"] == 20
 
 
 def test_reading_changes_no_file(tmp_path: Path):
@@ -200,7 +201,7 @@ def test_reading_changes_no_file(tmp_path: Path):
     folder = CheckpointFolder(tmp_path)
     folder.save(make_state(1.0), step=10)
     (tmp_path / "checkpoint-00000020.pt").write_bytes(b"being written")
-    with pytest.warns(ColabUtilsWarning, match=r"00020.pt is damaged .*: it is not read"):
+    with pytest.warns(ColabUtilsWarning, match=r"00020.pt is torn .*: it is not read"):
         state = folder.read()
     assert (state["step"], state["path"]) == (10, str(tmp_path / "checkpoint-00000010.pt"))
     assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
@@ -211,7 +212,7 @@ def test_reading_leaves_what_waits_where_it_is(tmp_path: Path):
     CheckpointFolder(folder.waiting).save(make_state(), step=30)
     assert folder.read()["step"] == 30
     assert not (tmp_path / "run").exists()
-    assert folder.load_newest()["step"] == 30
+    assert folder.read(mend=True)["step"] == 30
     assert list_names(tmp_path / "run") == ["checkpoint-00000030.pt"]
 
 
@@ -222,7 +223,7 @@ def test_loading_runs_no_code(tmp_path: Path):
 
     torch.save({"format": 1, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match="expected to load"):
-        CheckpointFolder(tmp_path).load_newest()
+        CheckpointFolder(tmp_path).read(mend=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
 
 
@@ -235,12 +236,12 @@ def test_anew_moves_and_never_deletes(tmp_path: Path):
         folder.save(make_state(), step=20)
         folder.prepare(anew=True)
         assert list_names(tmp_path / f"previous-{number}") == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
-    assert folder.load_newest() is None
+    assert folder.read(mend=True) is None
 
 
 def test_an_older_best_that_drive_does_not_give_up_harms_nothing(tmp_path: Path, monkeypatch):
     folder = CheckpointFolder(tmp_path)
-    folder.save_best(make_state(1.0), step=5)
+    folder.save(make_state(1.0), step=5, which="best")
 
     real = os.truncate
 
@@ -251,10 +252,10 @@ def test_an_older_best_that_drive_does_not_give_up_harms_nothing(tmp_path: Path,
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "truncate", refuse)
-        assert folder.save_best(make_state(2.0), step=9) == tmp_path / "best-00000009.pt"
+        assert folder.save(make_state(2.0), step=9, which="best") == tmp_path / "best-00000009.pt"
     assert list_names(tmp_path) == ["best-00000005.pt", "best-00000009.pt"]
     best = folder.read("best")
     assert best is not None
     assert best["step"] == 9
-    folder.save_best(make_state(3.0), step=12)
+    folder.save(make_state(3.0), step=12, which="best")
     assert list_names(tmp_path) == ["best-00000012.pt"]

@@ -199,12 +199,12 @@ def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
     lines = []
     with SimulatedGpu(monkeypatch) as gpu:
         generous = train(shards, tmp_path / "generous", steps=4, log=lines.append, log_steps=4, **QUICK)
-    assert (generous.plan.parts, generous.plan.checkpointing) == (1, False)
+    assert (generous.plan.memory.parts, generous.plan.memory.checkpointing) == (1, False)
     # losses stay there until they are asked for: after the first step, the first epoch, and the last step
     assert gpu.waits["tolist", "colab_utils.training.trainer"] <= 3
     with SimulatedGpu(monkeypatch, limit=int(0.8 * max(line.gpu_bytes for line in lines[1:]))) as gpu:
         saved = train(shards, tmp_path / "saved", epochs=1, **QUICK)
-        assert saved.plan.parts > 1
+        assert saved.plan.memory.parts > 1
         assert saved.plan.batch_size == 4  # the same batch, in parts
         assert gpu.memory.peak <= gpu.memory.limit
 

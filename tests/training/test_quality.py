@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
@@ -22,12 +21,14 @@ from colab_utils.training import trainer
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
-from colab_utils.training.settings import LogLine, check_objects, choose_settings, open_images
 from colab_utils.training.step import TrainingStep
-from colab_utils.training.train import train
+from colab_utils.training.train import LogLine, choose_settings, train
 from tests.tiny_model import TINY_MODEL
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*is finished")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*is finished"),
+]
 TINY = {"model": TINY_MODEL, "weights": None, "min_size": 64, "max_size": 96, "workers": 0, "device": "cpu",
         "batch_size": 2}  # fmt: skip
 
@@ -100,10 +101,10 @@ def test_the_best_on_other_images_is_not_compared(shards, tmp_path, monkeypatch)
 def test_ctrl_c_at_the_end_of_a_run_is_not_lost(shards, tmp_path, monkeypatch):
     save = CheckpointFolder.save
 
-    def interrupt(self, state, *, step, patiently=False):
+    def interrupt(self, state, *, step, **more):
         if step == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return save(self, state, step=step, patiently=patiently)
+        return save(self, state, step=step, **more)
 
     monkeypatch.setattr(CheckpointFolder, "save", interrupt)
     monkeypatch.setattr(trainer, "evaluate", lambda *given, **more: pytest.fail("it goes on"))
@@ -127,10 +128,10 @@ def test_nothing_is_written_when_train_has_ended(shards, tmp_path, monkeypatch):
     """A new run in the same folder would find a checkpoint of the one before."""
     save, real, running = CheckpointFolder.save, TrainingStep.__call__, []
 
-    def save_slowly(self, state, *, step, patiently=False):
+    def save_slowly(self, state, *, step, **more):
         running.append(step)
         time.sleep(0.3)
-        path = save(self, state, step=step, patiently=patiently)
+        path = save(self, state, step=step, **more)
         running.remove(step)
         return path
 
@@ -211,7 +212,7 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
     parts = train(shards, tmp_path / "parts", steps=4, augment=own, **TINY)
     assert parts.losses == whole.losses
     assert seen[0] == (torch.uint8, "BoundingBoxes", (80, 96))
-    with pytest.raises(ColabUtilsError, match=r"the transforms that the run in .* was begun with"):
+    with pytest.raises(ColabUtilsError, match=r"the transforms that the run of .* was begun with"):
         train(shards, tmp_path / "parts", steps=5, **TINY)
 
 
@@ -233,28 +234,14 @@ def test_settings_that_are_not_known(options, message, tmp_path):
 def test_a_setting_that_is_not_named_stays_as_it_was():
     known = {"model": "maskrcnn_resnet50_fpn", "min_size": 480, "max_size": 640, "augment": "multiscale", "ema": 0.99,
              "batch_size": 6, "learning_rate": 0.3}  # fmt: skip
-    assert choose_settings(known, on_gpu=False) == known
-    assert choose_settings(known, on_gpu=False, batch_size=8)["learning_rate"] is None  # it follows the batch
-    assert choose_settings(known, on_gpu=False, batch_size=8, learning_rate=0.1)["learning_rate"] == 0.1
-    assert choose_settings(known, on_gpu=True, min_size=300)["min_size"] == 300
-
-
-def test_a_class_without_objects_is_named(shards, tmp_path):
-    images = open_images(shards, local=None, limit_gb=None, val_shards=None, seed=0)
-    images.dataset.class_names[99] = "zebra"
-    with pytest.warns(ColabUtilsWarning, match="classes have no object in the training images .*zebra"):
-        check_objects(images, min_size=64, max_size=96)
-
-
-def test_objects_smaller_than_a_pixel_are_refused_or_counted(shards, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ColabUtilsWarning)
-        with pytest.raises(ColabUtilsError, match="objects of a pixel or more at a shorter side of 1 pixels"):
-            train(shards, tmp_path, **{**TINY, "min_size": 1, "max_size": 1})
-    images = open_images(shards, local=None, limit_gb=None, val_shards=None, seed=0)
-    images.dataset._boxes[0, 2:] = images.dataset._boxes[0, :2] + 0.5
-    with pytest.warns(ColabUtilsWarning, match=r"1 of \d+ objects are less than a pixel"):
-        check_objects(images, min_size=64, max_size=96)
+    nothing = dict.fromkeys(known)
+    assert choose_settings(nothing, known, on_gpu=False) == known
+    assert (
+        choose_settings(nothing | {"batch_size": 8}, known, on_gpu=False)["learning_rate"] == 0
+    )  # it follows the batch
+    asked = nothing | {"batch_size": 8, "learning_rate": 0.1, "min_size": 300}
+    assert choose_settings(asked, known, on_gpu=True)["learning_rate"] == 0.1
+    assert choose_settings(asked, known, on_gpu=True)["min_size"] == 300
 
 
 def test_a_weight_that_is_no_number_is_named(shards, tmp_path):

@@ -1,0 +1,208 @@
+"""The fixes: each is tried on a small loader; one that cannot be tried keeps the others."""
+
+import time
+from time import perf_counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+
+from colab_utils.diagnosis import fixes
+from colab_utils.diagnosis.diagnose import diagnose
+from colab_utils.diagnosis.fixes import Situation, find_fixes, open_like
+from colab_utils.diagnosis.stages import time_stages
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, time_batches
+from colab_utils.drive import DriveProfile
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading import CocoFolder, ShardDataset, make_loader
+
+SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
+
+
+class _Sleepy(Dataset):
+    def __init__(self, load_s=0.0):
+        self.load_s = load_s
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(self.load_s)
+        return torch.zeros(3, 8, 8), index
+
+
+class _Endless(Sampler):
+    """As Detectron2's: it has no length."""
+
+    def __iter__(self):
+        while True:
+            yield from range(64)
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        for number in range(64):
+            time.sleep(0.005)
+            yield torch.zeros(3, 8, 8), number
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch):
+    """Trials end with their time, however few batches they had."""
+    monkeypatch.setattr(fixes, "_TRIAL_BATCHES", 4)
+
+
+def _collate(samples):
+    return tuple(zip(*samples, strict=True))
+
+
+def _look_at(loader, step=None, *, seconds=0.6, verify=False):
+    """What `diagnose` measures before it looks for fixes, in a shorter time."""
+    step = step or EmulatedStep(5)
+    now = time_batches(loader, step, batches=20, max_s=0.2)
+    images = round(now.images / len(now.wait_s))
+    cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.01, 0.05, 0.05)
+    alone = time_batches(loader, batches=20, max_s=0.2)
+    times = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
+    return Situation(loader, step, now, cached, alone, times.sample, times.indices[:8], seconds, verify, perf_counter())
+
+
+def _find(now, sizes=(800, 1333)):
+    return {fix.id: fix for fix in find_fixes(now, min_size=sizes[0], max_size=sizes[1])}
+
+
+@pytest.fixture
+def slow_folder(tiny_dataset):
+    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("plain", [True, False], ids=["torch's DataLoader", "make_loader"])
+def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
+    if plain:
+        loader = DataLoader(slow_folder, batch_size=2, collate_fn=_collate)
+    else:
+        loader = make_loader(slow_folder, batch_size=2, workers=0)
+    now = _look_at(loader, verify=True)
+    found = _find(now, (32, 64))  # the images have 160 x 128 pixels: training needs 40 x 32
+    own = {"packed_masks", "in_memory"} if plain else set()
+    assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers", "faster_step"} | own
+    for id in {"shards", "resize", "data_and_workers", "local_files", *own}:
+        assert found[id].measured_images_per_second > 1.5 * now.now.images_per_second, id
+        assert found[id].forecast_images_per_second > 1.5 * now.now.images_per_second, id
+    assert "6% of the pixels" in found["resize"].sentence
+    assert found["data_and_workers"].name.startswith("resize once offline, and ")
+    assert "read takes" in found["local_files"].sentence
+    assert "; once, about " in found["local_files"].sentence
+
+
+@pytest.mark.clock
+def test_shards_on_a_slow_drive(tiny_shards):
+    loader = make_loader(ShardDataset(tiny_shards, profile=SLOW), batch_size=2, workers=0)
+    now = _look_at(loader, verify=True)
+    found = _find(now)
+    assert set(found) == {"shards", "data_and_workers", "workers", "faster_step"}  # masks are packed already
+    assert found["shards"].measured_images_per_second > now.now.images_per_second
+
+
+@pytest.mark.clock
+def test_settings_are_forecast_and_measured(quiet_machine):
+    now = _look_at(DataLoader(_Sleepy(0.02), batch_size=4, num_workers=1), EmulatedStep(20), seconds=3, verify=True)
+    found = _find(now)
+    assert list(found) == ["workers", "prefetch", "in_memory", "faster_step"]
+    for fix in found.values():
+        assert fix.forecast_images_per_second == pytest.approx(fix.measured_images_per_second, rel=0.3), fix
+    assert found["workers"].measured_images_per_second > 1.2 * now.now.images_per_second
+    assert found["in_memory"].measured_images_per_second > 1.5 * found["prefetch"].measured_images_per_second
+    assert "of memory in all workers" in found["in_memory"].sentence
+
+
+def test_your_own_step_is_never_run_in_a_trial_nor_made_faster():
+    calls = []
+    now = _look_at(DataLoader(_Sleepy(), batch_size=4), lambda *batch: calls.append(1))
+    calls.clear()
+    found = _find(now)
+    assert all(fix.forecast_images_per_second and fix.measured_images_per_second is None for fix in found.values())
+    assert not calls
+
+
+def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder):
+    def fail(*arguments, **options):
+        raise ColabUtilsError("expected room in /tmp, found none. Make some.")
+
+    monkeypatch.setattr(fixes, "write_shards", fail)
+    found = _find(_look_at(DataLoader(slow_folder, batch_size=2, collate_fn=_collate)))
+    for id in ("shards", "packed_masks", "data_and_workers"):
+        assert found[id].forecast_images_per_second is None
+        assert found[id].images_per_second == 0
+        assert found[id].sentence.endswith("Not tried: expected room in /tmp, found none. Make some.")
+    for id in ("local_files", "workers", "in_memory", "faster_step"):
+        assert found[id].forecast_images_per_second > 0
+
+
+def test_samples_that_do_not_fit_in_memory_are_not_tried(monkeypatch):
+    monkeypatch.setattr(fixes, "find_free_memory", lambda: 1000)
+    memory = _find(_look_at(DataLoader(_Sleepy(), batch_size=4)))["in_memory"]
+    assert "Not tried: it needs" in memory.sentence
+    assert memory.forecast_images_per_second is None
+
+
+def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
+    monkeypatch.setattr(fixes, "_LATE", 0)
+    now = _look_at(DataLoader(slow_folder, batch_size=2, num_workers=1, collate_fn=_collate))
+    monkeypatch.setattr(fixes, "time_batches", lambda *arguments, **options: pytest.fail("a trial"))
+    found = _find(now)
+    assert len(found) == 8
+    assert all(fix.forecast_images_per_second is None for fix in found.values())
+    assert found["local_files"].sentence == "Copy the files. Not tried: there is no time left, raise seconds."
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_an_endless_sampler_without_a_length(batch_size):
+    options = {"sampler": _Endless(), "batch_size": None}
+    if batch_size:
+        options = {"batch_sampler": BatchSampler(_Endless(), batch_size, drop_last=True)}
+    found = diagnose(DataLoader(_Sleepy(0.002), **options), EmulatedStep(2), seconds=0.3)
+    assert {fix.id for fix in found.fixes} >= {"workers", "faster_step"}
+    assert all(fix.forecast_images_per_second for fix in found.fixes)
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_an_iterable_dataset_is_diagnosed_and_its_fixes_are_not_tried(batch_size):
+    found = diagnose(DataLoader(_Stream(), batch_size=batch_size), EmulatedStep(2), seconds=0.3)
+    assert [stage.name for stage in found.stages] == ["wait", "step"]
+    assert {fix.id: fix.forecast_images_per_second for fix in found.fixes} == {"workers": None, "faster_step": None}
+    assert "an iterable dataset deals its work to the workers itself" in found.fixes[0].sentence
+
+
+def test_a_trial_keeps_what_the_loader_was_given():
+    batches = BatchSampler(RandomSampler(range(64)), 8, drop_last=False)
+    loader = DataLoader(_Sleepy(), batch_sampler=batches, collate_fn=_collate, num_workers=1, prefetch_factor=3)
+    now = _look_at(loader)
+    with open_like(now, workers=2) as tried:
+        assert (tried.batch_sampler, tried.collate_fn) == (batches, _collate)
+        assert (tried.num_workers, tried.prefetch_factor) == (2, 3)
+    with open_like(now, [1, 2, 3], prefetch=6) as tried:
+        assert (tried.batch_size, tried.num_workers, tried.prefetch_factor) == (8, 1, 6)
+        assert set(next(iter(tried.batch_sampler))) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("load_ms", "cpu_ms", "step_ms", "cores", "now", "tried"),
+    [
+        (80, 1, 20, 2, 1, 4),  # waiting for files: as many as keep the step busy
+        (1000, 1, 20, 2, 1, 8),  # that is never enough
+        (20, 20, 100, 2, 0, 1),  # the step is the limit
+        (20, 20, 1, 2, 1, 2),  # the cores are
+        (20, 20, 1, 2, 2, 4),  # and all are busy already: the next count up
+        (20, 20, 1, 1, 0, 1),
+        (20, 20, 1, 2, 8, 16),
+    ],
+)
+def test_workers_are_chosen_for_the_limit(monkeypatch, load_ms, cpu_ms, step_ms, cores, now, tried):
+    monkeypatch.setattr(fixes, "count_cores", lambda: cores)
+    cached = BatchTimes((0.0,), (step_ms / 1000,), 1, 0.01, 0.05, 0.05)
+    loader = SimpleNamespace(workers=now)
+    situation = Situation(loader, EmulatedStep(step_ms), cached, cached, cached, {}, (), 1, False, 0.0)
+    assert situation.choose_workers(load_ms, cpu_ms) == tried
