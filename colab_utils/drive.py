@@ -45,21 +45,14 @@ class DriveProfile:
         return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
 
 
-_ONE_LARGE_FILE = "newbe.dev, 'Google Colab is very slow compared to my PC'"
-DRIVE_PROFILES: dict[str, DriveProfile] = {
-    profile.name: profile
-    for profile in (
-        DriveProfile("fast", 0.015, 130e6, f"130 MB/s: the best reported ({_ONE_LARGE_FILE}). 15 ms per file: assumed"),
-        DriveProfile(
-            "typical",
-            0.059,
-            65e6,
-            "59 ms per file: cold images, one by one (GrinkoL/skillbox_thesis_project, data_strategy.ipynb). "
-            f"65 MB/s: upper bound, a copy of 39 GB took over 10 minutes ({_ONE_LARGE_FILE})",
-        ),
-        DriveProfile("bad", 0.606, 65e6, "1.65 images/s (googlecolab/colabtools#3651). 65 MB/s: as in 'typical'"),
-    )
-}
+_COPIES = "newbe.dev, 'Google Colab is very slow compared to my PC'"
+_IMAGES = "GrinkoL/skillbox_thesis_project, data_strategy.ipynb"
+_PROFILES = (
+    DriveProfile("fast", 0.015, 130e6, f"130 MB/s: the best reported ({_COPIES}). 15 ms per file: assumed"),
+    DriveProfile("typical", 0.059, 65e6, f"59 ms per file: cold ones ({_IMAGES}). 65 MB/s: at most ({_COPIES})"),
+    DriveProfile("bad", 0.606, 65e6, "1.65 images/s (googlecolab/colabtools#3651). 65 MB/s: as in 'typical'"),
+)
+DRIVE_PROFILES = {profile.name: profile for profile in _PROFILES}
 
 
 def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.memory import CountedMemory
 
-__all__ = ["FakeGpu", "GpuTensor", "SimulatedGpu"]
+__all__ = ["GpuTensor", "SimulatedGpu"]
 
 DEVICE, CPU = torch.device("cuda", 0), torch.device("cpu")
 CROSSING = {"to", "copy_", "type", "cuda", "cpu"}
@@ -32,19 +32,6 @@ READING = {
 FROM_NUMBERS = {"tensor", "as_tensor", "new_tensor"}
 PLAIN = {"_parse_to", "_has_compatible_shallow_copy_type"}
 INDICES = (torch.int64, torch.int32, torch.uint8, torch.bool)
-
-
-class FakeGpu(CountedMemory):
-    """A gauge of `colab_utils.training.memory`. ``with`` it, everything that torch makes counts."""
-
-    def measure_limit(self) -> int:
-        return self.limit
-
-    def measure_peak(self, call) -> int:
-        self.reset_peak()
-        with self:
-            call()
-        return self.peak
 
 
 class GpuTensor(Tensor):
@@ -69,7 +56,7 @@ class SimulatedGpu(TorchFunctionMode):
     def __init__(self, monkeypatch, *, limit: int = 16_000_000_000, capability: tuple[int, int] = (7, 5)) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()
-        self.memory = FakeGpu(limit)
+        self.memory = CountedMemory(limit)
         self._pinned: list[Tensor] = []
         SimulatedGpu.current = self
         facts = SimpleNamespace(total_memory=limit, name="Simulated")
