@@ -115,7 +115,7 @@ class TestCures:
             # every epoch costs the same
             (
                 {},
-                "Make shards and copy those: 10 epochs read from here for 6.3 hours, a copy costs 44 minutes, 6 minutes",
+                "Make shards and copy those: 10 epochs read from here for 6.3 hours, a copy costs 44 minutes, 6 min",
             ),
             # Drive's cache helps in later epochs
             (
