@@ -1,17 +1,6 @@
-"""What am I waiting for: clocks, stages, simulator, comparison, watchdog."""
+"""What training waits for.
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-__all__ = ["watch"]
-
-if TYPE_CHECKING:
-    from colab_utils.diagnosis.watchdog import watch
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module 'colab_utils.diagnosis' has no attribute {name!r}")
-    return getattr(import_module("colab_utils.diagnosis.watchdog"), name)
+`diagnose` measures a loader with a step: `timing` has the clocks, `stages` times each stage of loading alone, `fixes`
+tries what would help, and `resources` watches the memory. `drive_doctor` examines Google Drive. `watchdog` explains a
+batch that does not come; `stacks` looks into the worker that it waits for. `simulator` needs no data at all.
+"""

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils.diagnosis.drive_doctor import DriveHealth, examine_drive
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
-from colab_utils.diagnosis.resources import Resources, summarise_samples, watch_resources
+from colab_utils.diagnosis.resources import Resources, summarise_readings, watch_resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, describe_error, make_stage, time_batches
 from colab_utils.diagnosis.watchdog import watch
@@ -31,7 +32,7 @@ __all__ = ["Diagnosis", "Fix", "Stage", "diagnose"]
 _WARMUP = 4  # batches
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
-_SAMPLED = 16  # images that the fixes are forecast on
+_SAMPLED, _VERIFIED = 16, 64  # images that the fixes for the data are forecast on, and measured on
 _SHOWN_FIXES = 3
 _TIMEOUT_S = 60.0  # for a batch
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
@@ -50,7 +51,8 @@ class Diagnosis:
     stall_share: float
     """Wait / (wait + step), 0 to 1."""
     stages: tuple[Stage, ...]
-    """Of loading an image (*collate and hand-off*: what the others leave of a `Loader`'s time), *wait* and *step*."""
+    """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*; *collate and hand-off* is what
+    the others leave of a `Loader`'s time."""
     fixes: tuple[Fix, ...]
     """What would help, forecast by trials; empty where the loader is fine."""
     confidence: str
@@ -132,22 +134,21 @@ def diagnose(
 def _put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     """Put back what the measured batches and steps change: all random states, the loader's order, and these parts."""
     parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
-    states = [copy.deepcopy(part.state_dict()) for part in parts]
-    owners = (getattr(loader, "sampler", None), loader)
-    generators = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
-    orders = [generator.get_state() for generator in generators]
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
+    orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
+    states: list[tuple[Callable[[Any], Any], Any]] = [
+        (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
+        (torch.random.set_rng_state, torch.random.get_rng_state()),
+        *((order.set_state, order.get_state()) for order in orders),
+        *((part.load_state_dict, copy.deepcopy(part.state_dict())) for part in parts),
+    ]  # fmt: skip
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for generator, order in zip(generators, orders, strict=True):
-            generator.set_state(order)
-        for part, state in zip(parts, states, strict=True):
-            part.load_state_dict(state)
+        for put, state in states:
+            put(state)
 
 
 class _CachedBatches:
@@ -171,8 +172,8 @@ class _CachedBatches:
 
     def find_contention(self, now: BatchTimes, cached: BatchTimes) -> float:
         """How many times as long the step takes beside the loader, on these batches."""
-        took_s = np.mean([now.step_s[number] for number in self.kept])
-        return float(max(1.0, took_s / max(float(np.mean(cached.step_s)), 1e-9)))
+        took_s = fmean(now.step_s[number] for number in self.kept)
+        return max(1.0, took_s / max(fmean(cached.step_s), 1e-9))
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:
@@ -205,17 +206,17 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     kept.clear()
     fixes = []
     if isinstance(loader, Loader | DataLoader) and (step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second):
-        indices = times.indices[:_SAMPLED]
+        indices = times.indices[: _VERIFIED if verify else _SAMPLED]
         situation = Situation(loader, step, now, cached, alone, times.sample, indices, seconds, verify, began_s)
         fixes = find_fixes(situation, **sizes)
     stages = [*times.sample.values(), *times.batch]
     if isinstance(loader, Loader) and times.sample:
         stages.append(_estimate_handoff(alone, times.sample, max(1, count_workers(loader))))
-    stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.wait_cpu_s / now.images * 1000))
+    stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
-    confidence, resources = _describe_confidence(now), summarise_samples(used)
+    confidence, resources = _describe_confidence(now), summarise_readings(used)
     verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
     return Diagnosis(
         " ".join((verdict, *resources.dangers)), ceiling / now.images_per_second, now.images_per_second, now.wait_share,
@@ -264,14 +265,11 @@ def describe_verdict(
     return f"Training waits {now.wait_share:.0%} of its time: {rates}.{crowd}{part}{cure}"
 
 
-def _estimate_handoff(alone: BatchTimes, parts: dict[str, Stage], lanes: int) -> Stage:
+def _estimate_handoff(alone: BatchTimes, stages: dict[str, Stage], workers: int) -> Stage:
     """What is left of a worker's time for one image: collate, the way between processes, and waiting for a core."""
-    # batches of several workers arrive in bursts: a round of one batch from each is one unit of work
-    rounds = [sum(alone.wait_s[i : i + lanes]) for i in range(0, len(alone.wait_s) - lanes + 1, lanes)]
-    images = alone.images / len(alone.wait_s)
-    wall_ms = np.array(rounds or [sum(alone.wait_s)]) * 1000 / images - sum(times.mean_ms for times in parts.values())
-    cpu_ms = alone.cpu_ms_per_image - sum(times.cpu_ms for times in parts.values())
-    return make_stage("collate and hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
+    wall_ms = workers * 1000 / alone.images_per_second - sum(stage.mean_ms for stage in stages.values())
+    cpu_ms = alone.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages.values())
+    return make_stage("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
 
 
 def _describe_confidence(now: BatchTimes) -> str:

@@ -19,15 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
 from colab_utils.diagnosis.stages import time_dataset_stages
-from colab_utils.diagnosis.timing import (
-    BatchTimes,
-    EmulatedStep,
-    Stage,
-    count_workers,
-    describe_error,
-    time_batches,
-    time_calls,
-)
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, count_workers, describe_error, time_batches
 from colab_utils.drive import is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -37,7 +29,7 @@ from colab_utils.shards.copy import COPY_STREAMS, copy_shards
 from colab_utils.shards.images import plan_size
 from colab_utils.shards.write import READ_STREAMS, write_shards
 
-__all__ = ["FIXES", "Fix", "Situation", "choose_workers", "find_fixes", "open_like"]
+__all__ = ["FIXES", "Fix", "Situation", "find_fixes", "open_like"]
 
 FIXES = {  # the name of each fix, and what it is
     "shards": ("shards on the local SSD", "Run preprocess, then copy"),
@@ -48,15 +40,10 @@ FIXES = {  # the name of each fix, and what it is
     "workers": ("more workers", "Use more workers"),
     "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
     "in_memory": ("samples in memory", "Keep every sample from the first epoch on, its random transforms frozen"),
-    "faster_step": (
-        "a step twice as fast",
-        "Half precision (AMP) or a smaller input, where they halve the step",
-    ),
+    "faster_step": ("a step twice as fast", "Half precision (AMP) or a smaller input, where they halve the step"),
 }
 
 _SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
-_VERIFIED = 64  # the same, where they are measured for longer, as far as 20 s suffice
-_SAMPLE_S = 20.0
 _EPOCHS = 50  # of a sample in one: where an epoch ends, workers run dry
 _MANY = 1_000_000
 _KEPT = 8  # samples in memory
@@ -80,13 +67,7 @@ class Fix:
     measured_images_per_second: float | None
     """By a longer one with your own step (``verify=True``); else None."""
     sentence: str
-    """What to do, and what it brings; or why it was not tried."""
-    minutes_per_epoch: float | None = None
-    """With this fix."""
-    once_minutes: float = 0.0
-    """What it takes once, before the first epoch."""
-    once_gb: float = 0.0
-    """The local disk that it takes."""
+    """What to do, what it brings, and what it takes once; or why it was not tried."""
 
     @property
     def images_per_second(self) -> float:
@@ -135,34 +116,21 @@ class Situation:
         """A step as long and as busy as yours on batches that lie ready, so many times faster: trials train nothing."""
         if self.step is None:
             return None
-        # with a GPU, part of the step's launching is done by a thread of its own
-        cpu_s = max(self.cached.step_cpu_s, self.cached.cpu_s)
-        busy = min(max(cpu_s / sum(self.cached.step_s), _LEAST_BUSY), 1.0)
-        step_ms = 1000 * sum(self.cached.step_s) / len(self.cached.step_s)
-        if isinstance(self.step, EmulatedStep):
-            step_ms, busy = self.step.step_ms, self.step.busy
-        return EmulatedStep(step_ms / faster, busy)
+        own, wall_s = self.step, sum(self.cached.step_s)
+        if not isinstance(own, EmulatedStep):
+            # on a GPU, a thread of its own launches the backward pass
+            cpu_s = self.cached.cpu_s if torch.cuda.is_initialized() else self.cached.step_cpu_s
+            own = EmulatedStep(1000 * wall_s / len(self.cached.step_s), min(max(cpu_s / wall_s, _LEAST_BUSY), 1.0))
+        return EmulatedStep(own.step_ms / faster, own.busy)
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
-        """How many workers to try where a worker takes so long for an image, CPU time included."""
-        step_ms, step_cpu_ms = (
-            1000 * seconds / self.cached.images if self.step else 0.0
-            for seconds in (sum(self.cached.step_s), self.cached.step_cpu_s)
-        )
-        needed = choose_workers(load_ms, cpu_ms, step_ms, step_cpu_ms, cores=count_cores())
+        """How many workers to try where one takes so long for an image: the fewest, more than now, that keep the step
+        busy, or all cores.
+        """
+        step_ms = 1000 * sum(self.cached.step_s) / self.cached.images if self.step else 0.0
+        needed = 0.95 * load_ms / max(step_ms, cpu_ms / count_cores(), 1e-3)
         counts = [count for count in (1, 2, 4, 8) if count > count_workers(self.loader)]
-        return next((count for count in counts if count >= needed), counts[-1] if counts else 2 * needed)
-
-
-def choose_workers(load_ms: float, cpu_ms: float, step_ms: float, step_cpu_ms: float, *, cores: int) -> int:
-    """The fewest workers that keep the step busy, or all cores; milliseconds an image.
-
-    Example:
-        >>> choose_workers(80, 1, 20, 18, cores=2), choose_workers(80, 80, 20, 18, cores=2)
-        (4, 2)
-    """
-    fastest_ms = max(step_ms, (cpu_ms + step_cpu_ms) / cores, 1e-3)
-    return max(1, -int(-0.95 * load_ms // fastest_ms))
+        return next((count for count in counts if count >= needed), counts[-1] if counts else 16)
 
 
 @contextmanager
@@ -182,10 +150,11 @@ def open_like(
     if packs or isinstance(loader, Loader):
         # the masks of other people's loaders are expanded on the GPU, too, where there is one
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-        settings = {"device": getattr(loader, "device", device), "deliver": getattr(loader, "deliver", "dense")}
-        settings |= {"prefetch": prefetch} if prefetch else {}
         endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
-        rebuilt: Any = make_loader(endless, batch_size=now.batch_size, workers=workers, **settings)
+        rebuilt: Any = make_loader(
+            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or "auto",
+            device=getattr(loader, "device", device), deliver=getattr(loader, "deliver", "dense"),
+        )  # fmt: skip
     else:
         names = ("collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context")
         settings = {name: getattr(loader, name) for name in names} | {"persistent_workers": workers > 0}
@@ -207,15 +176,14 @@ def open_like(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How to try one fix: ``options`` are those of `open_like`."""
+    """How to try one fix: ``options`` are those of `open_like`; ``once`` is what it takes, in words."""
 
     sentence: str
     options: dict[str, Any]
     name: str = ""
     faster: float = 1.0
+    once: str = ""
     stages: dict[str, Stage] = field(default_factory=dict)
-    once_minutes: float = 0.0
-    once_gb: float = 0.0
 
 
 def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
@@ -242,7 +210,7 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
             measured = None
             if now.verify and (plan.faster == 1 or isinstance(now.step, EmulatedStep)):  # yours cannot be made faster
                 measured = _time(now, plan, step if plan.faster != 1 else now.step, share=_VERIFY_SHARE)
-            return _describe(now, Fix(id, plan.name or name, rate, measured, plan.sentence), plan)
+            return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {_describe_gain(now, rate, plan)}.")
         except Exception as error:  # what was found out so far is worth more
             why = describe_error(error)
     return Fix(id, name, None, None, f"{advice}. Not tried: {why.removesuffix('.')}.")
@@ -255,26 +223,27 @@ def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share
     return times.images_per_second
 
 
-def _describe(now: Situation, fix: Fix, plan: _Plan) -> Fix:
-    """The fix, with what it brings and what it costs once."""
-    rate, rate_now, said, minutes = fix.forecast_images_per_second or 0.0, now.now.images_per_second, "", None
-    if hasattr(now.loader.dataset, "__len__"):
-        minutes = len(now.loader.dataset) / rate / 60
-        said = f", {format_seconds(60 * minutes)} an epoch in place of {format_seconds(60 * minutes * rate / rate_now)}"
-    if plan.once_gb:
-        said += f"; once, about {format_seconds(60 * plan.once_minutes)} and {format_bytes(plan.once_gb * 1e9)}"
-    gain = f"about {rate:.1f} images/s{said}" if rate > 1.05 * rate_now else "wins nothing"
-    return replace(
-        fix, sentence=f"{fix.sentence}: {gain}.", minutes_per_epoch=minutes, once_minutes=plan.once_minutes,
-        once_gb=plan.once_gb,
-    )  # fmt: skip
+def _describe_gain(now: Situation, rate: float, plan: _Plan) -> str:
+    rate_now, dataset = now.now.images_per_second, now.loader.dataset
+    if rate <= 1.05 * rate_now:
+        return "wins nothing"
+    said = f"about {rate:.1f} images/s"
+    if hasattr(dataset, "__len__"):
+        epoch_s = len(dataset) / rate
+        said += f", {format_seconds(epoch_s)} an epoch in place of {format_seconds(epoch_s * rate / rate_now)}"
+    return f"{said}; once, about {plan.once}" if plan.once else said
+
+
+def _describe_once(seconds: float, size_bytes: float) -> str:
+    return f"{format_seconds(seconds)} and {format_bytes(size_bytes)}"
 
 
 def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:
     """What any loader and step can have: more workers, more batches ahead, samples kept in memory, a faster step."""
-    plans = {"workers": partial(_plan_workers, now)}
+    plans, ahead = {"workers": partial(_plan_workers, now)}, 2 * now.prefetch
     if count_workers(now.loader):
-        plans["prefetch"] = partial(_plan_prefetch, now)
+        said = f"Keep {ahead} batches ahead for each worker, not {now.prefetch}"
+        plans["prefetch"] = partial(_Plan, said, {"prefetch": ahead})
     if isinstance(now.loader, DataLoader) and now.stages:
         plans["in_memory"] = partial(_plan_memory, now)
     if now.step:
@@ -286,16 +255,7 @@ def _plan_workers(now: Situation) -> _Plan:
     workers = count_workers(now.loader)
     load_ms = 1000 * max(1, workers) / now.alone.images_per_second
     count = now.choose_workers(load_ms, now.alone.cpu_ms_per_image)
-    return _Plan(f"Use {_count(count)}, not {workers}", {"workers": count})
-
-
-def _count(workers: int) -> str:
-    return f"{workers} worker{'s' * (workers != 1)}"
-
-
-def _plan_prefetch(now: Situation) -> _Plan:
-    ahead = 2 * now.prefetch
-    return _Plan(f"Keep {ahead} batches ahead for each worker, not {now.prefetch}", {"prefetch": ahead})
+    return _Plan(f"Use workers={count}, not {workers}", {"workers": count})
 
 
 def _plan_memory(now: Situation) -> _Plan:
@@ -335,18 +295,15 @@ def _plan_data(now: Situation, folder: Path, sizes: tuple[int, int]) -> dict[str
 def _plan_shards(now: Situation, folder: Path, id: str, sizes: tuple[int, int] | None = None, note: str = "") -> _Plan:
     """Shards of a sample on the local disk, with images as they are or shrunk to these ``sizes``."""
     sample, packs = _make_sample(now, folder / f"shards-{sizes}", sizes), id == "packed_masks"
-    stages = time_dataset_stages(
-        sample, range(min(len(sample), _VERIFIED)), dense=not (packs or isinstance(now.loader, Loader)), packs=False,
-        seconds=_TRIAL_SHARE * now.seconds / 3,
-    )  # fmt: skip
-    total = len(now.loader.dataset)
-    stored = sum(shard.bytes + shard.arrays_bytes for shard in sample.index.shards) / max(len(sample), 1)
+    dense, seconds = not (packs or isinstance(now.loader, Loader)), _TRIAL_SHARE * now.seconds / 3
+    stages = time_dataset_stages(sample, range(len(sample)), dense=dense, seconds=seconds)
     wait_ms, cpu_ms = _split_times(now.stages)
     # reading every image once, decoding it and encoding it again or drawing its masks, on all cores
-    once_ms = total * max(wait_ms / READ_STREAMS, 2 * cpu_ms) / count_cores()
-    said = f"{FIXES[id][1]} {note}".strip() + _compare(stages, now.stages)
-    options = {"dataset": sample, "packs": packs}
-    return _Plan(said, options, stages=stages, once_minutes=once_ms / 60_000, once_gb=total * stored / 1e9)
+    each_s = max(wait_ms / READ_STREAMS, 2 * cpu_ms) / count_cores() / 1000
+    stored = sum(shard.bytes + shard.arrays_bytes for shard in sample.index.shards) / max(len(sample), 1)
+    total, said = len(now.loader.dataset), f"{FIXES[id][1]} {note}".strip() + _compare(stages, now.stages)
+    once = _describe_once(total * each_s, total * stored)
+    return _Plan(said, {"dataset": sample, "packs": packs}, once=once, stages=stages)
 
 
 def _split_times(stages: dict[str, Stage]) -> tuple[float, float]:
@@ -364,7 +321,7 @@ def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Pl
     plan = make_plan()
     wait_ms, cpu_ms = _split_times(plan.stages)
     workers = now.choose_workers(wait_ms + cpu_ms, cpu_ms)
-    options, name = {**plan.options, "workers": workers}, f"{name}, and {_count(workers)}"
+    options, name = {**plan.options, "workers": workers}, f"{name}, and workers={workers}"
     return replace(plan, sentence=FIXES["data_and_workers"][1], name=name, options=options)
 
 
@@ -378,22 +335,16 @@ def _plan_files(now: Situation, folder: Path) -> _Plan:
         sizes.append(path.write_bytes(read_file(dataset.find_path(index))))
     local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
     os.sync()  # what was copied is written now, and not during the trial
-    read = time_calls("read", local.read, range(len(local)), max_s=1)
-    total, was_ms = len(dataset), now.stages["read"].mean_ms
-    return _Plan(
-        FIXES["local_files"][1] + _compare({"read": read}, now.stages), {"dataset": local},
-        once_minutes=total * was_ms / 60_000 / COPY_STREAMS, once_gb=total * sum(sizes) / len(sizes) / 1e9,
-    )  # fmt: skip
+    read_ms, total = now.stages["read"].mean_ms, len(dataset)
+    once = _describe_once(total * read_ms / 1000 / COPY_STREAMS, total * sum(sizes) / len(sizes))
+    return _Plan(f"{FIXES['local_files'][1]} (read takes {read_ms:.1f} ms an image)", {"dataset": local}, once=once)
 
 
 def _make_sample(now: Situation, shards: Path, sizes: tuple[int, int] | None) -> ShardDataset:
-    """Shards of some images on the local disk: of those timed, which a slow Drive has cached, and more of them."""
+    """Shards of some images on the local disk: of those that were timed, which a slow Drive has cached."""
     dataset = now.loader.dataset
     if isinstance(dataset, CocoFolder):
-        wait_ms, cpu_ms = _split_times(now.stages)
-        images = min(_VERIFIED, int(1000 * _SAMPLE_S / max(wait_ms + 2 * cpu_ms, 1.0))) if now.verify else 0
-        chosen = list(dict.fromkeys([*now.indices, *range(min(images, len(dataset)))]))
-        annotations = write_subset(dataset.coco, chosen[: max(images, len(now.indices))], shards.parent / "sample.json")
+        annotations = write_subset(dataset.coco, now.indices, shards.parent / "sample.json")
         limits = {"min_size": sizes[0], "max_size": sizes[1]} if sizes else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
         os.sync()  # it is written now, and not during the trial

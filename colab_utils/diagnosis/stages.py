@@ -18,20 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from colab_utils.data.masks import unpack_masks
 from colab_utils.diagnosis.timing import Stage, make_stage, time_batches, time_calls
-from colab_utils.loading.batch import pack_target
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 
-__all__ = [
-    "StageTimes",
-    "drop_cached",
-    "find_tensors",
-    "time_batch_stages",
-    "time_dataset_stages",
-    "time_reads",
-    "time_samples",
-    "time_stages",
-]
+__all__ = ["StageTimes", "drop_cached", "find_tensors", "time_dataset_stages", "time_stages"]
 
 _IMAGES = 64  # that are timed at most
 _HANDED_BATCHES = 40
@@ -55,50 +45,36 @@ class StageTimes:
 def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> StageTimes:
     """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many ``images``."""
     dataset: Any = getattr(loader, "dataset", None)
-    plain, packs = isinstance(loader, DataLoader), isinstance(loader, Loader)
+    plain = isinstance(loader, DataLoader)
     stages, reads, indices, samples = dict[str, Stage](), tuple[Stage, ...](), list[int](), list[Any]()
+    if hasattr(dataset, "__len__"):
+        indices = np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
     if isinstance(dataset, CocoFolder | ShardDataset):
-        indices = _choose_indices(dataset)
-        dense = not (packs and isinstance(dataset, ShardDataset))
-        stages = time_dataset_stages(dataset, indices, dense=dense, packs=packs, seconds=0.4 * seconds)
+        stages = time_dataset_stages(dataset, indices, dense=not isinstance(loader, Loader), seconds=0.4 * seconds)
         reads = time_reads(dataset, indices[: stages["read"].calls], seconds=0.2 * seconds)
     elif plain and loader.batch_sampler is not None and not isinstance(dataset, IterableDataset):
         with suppress(Exception):  # somebody's dataset may load in workers only
             dataset = copy.copy(dataset)  # a file that it opens now is not open in the workers of the training
-            stages = time_samples(dataset, _choose_indices(dataset), seconds=0.4 * seconds)
-            indices = _choose_indices(dataset)
-    if plain:
+            stages = time_samples(dataset, indices, seconds=0.4 * seconds)
+    if plain and stages:
         samples = [dataset[index] for index in indices[:images]]
     of_batch = time_batch_stages(loader, batch, samples, images=images, seconds=0.4 * seconds)
-    return StageTimes(stages, tuple(of_batch), reads, tuple(indices))
+    return StageTimes(stages, tuple(of_batch), reads, tuple(indices) if stages else ())
 
 
-def _choose_indices(dataset: Any) -> list[int]:
-    chosen: list[int] = np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
-    return chosen
+def time_dataset_stages(dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float) -> dict[str, Stage]:
+    """Time each stage of loading an image alone, in about ``seconds``: ``read``, ``decode`` and ``masks``.
 
-
-def time_dataset_stages(
-    dataset: Any, indices: Sequence[int], *, dense: bool, packs: bool, seconds: float
-) -> dict[str, Stage]:
-    """Time each stage of loading an image alone: ``read``, ``decode``, and ``masks`` as a worker sends them.
-
-    Takes a `ShardDataset` or a `CocoFolder`, and about ``seconds`` in all, which may not suffice for all ``indices``.
-    ``dense`` says whether samples hold dense masks, ``packs`` whether the worker packs those.
+    Takes a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold dense masks.
     """
     blobs: list[bytes] = []
 
     def load_masks(index: int) -> None:
         masks = dataset.read_masks(index)
         if dense and isinstance(dataset, ShardDataset):
-            masks = unpack_masks(masks, *dataset.sizes[index].tolist())
-        if dense and packs:
-            count, height, width = masks.shape
-            empty = torch.zeros(count)
-            target = {"boxes": torch.zeros(count, 4), "labels": empty, "area": empty, "iscrowd": empty, "image_id": 0}
-            pack_target(torch.zeros(3, height, width, dtype=torch.uint8), {**target, "masks": torch.from_numpy(masks)})
+            unpack_masks(masks, *dataset.sizes[index].tolist())
 
-    # no warm-up: it would put the first file, or a whole shard, into memory
+    # no warm-up: it would put the first file into memory
     read = time_calls("read", lambda index: blobs.append(dataset.read(index)), indices, max_s=seconds / 2)
     dataset.decode(blobs[0])
     load_masks(indices[0])
@@ -121,12 +97,8 @@ def time_reads(dataset: Any, indices: Sequence[int], *, seconds: float) -> tuple
 def drop_cached(path: Path) -> None:
     """Drop what Linux keeps of a file in memory; elsewhere, and for what is no file, do nothing."""
     if hasattr(os, "posix_fadvise"):
-        try:
-            file = os.open(path, os.O_RDONLY)
-        except OSError:
-            return  # reading it will say what is wrong
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(file)
+        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dict[str, Stage]:

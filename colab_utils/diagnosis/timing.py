@@ -23,19 +23,20 @@ _ROUNDS = 3  # of a batch from each worker
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """What `time_batches` measured: seconds of waiting and of the step, one a batch, and the ``images`` in all.
-
-    ``first_batch_s`` is the wait for the very first batch, workers' start included. CPU seconds: ``cpu_s`` of this
-    process and its children; ``step_cpu_s`` and ``wait_cpu_s`` of the calling thread in steps and while it waited.
-    """
+    """What `time_batches` measured."""
 
     wait_s: tuple[float, ...]
+    """Seconds of waiting for each batch."""
     step_s: tuple[float, ...]
+    """Seconds of its step."""
     images: int
+    """In all batches."""
     first_batch_s: float
+    """The wait for the very first batch, workers' start included."""
     cpu_s: float
+    """CPU seconds of this process and its children."""
     step_cpu_s: float
-    wait_cpu_s: float
+    """CPU seconds of the calling thread in steps."""
 
     @property
     def batch_s(self) -> NDArray[np.float64]:
@@ -100,13 +101,12 @@ def time_batches(
         (3, True)
     """
     waits, steps = list[float](), list[float]()
-    images, first_batch_s, step_cpu_s, wait_cpu_s = 0, 0.0, 0.0, 0.0
+    images, first_batch_s, step_cpu_s = 0, 0.0, 0.0
     lanes = max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
     cpu_began_s = measure_tree_cpu()
     with closing(_fetch_batches(loader)) as source:
         began_s = timed_s = asked_s = perf_counter()
-        asked_cpu_s = thread_time()
         for seen, batch in enumerate(source, start=1):
             _synchronize()  # what the loader queued on the device belongs to the wait
             got_s, got_cpu_s = perf_counter(), thread_time()
@@ -123,7 +123,6 @@ def time_batches(
             else:
                 waits.append(got_s - asked_s)
                 steps.append(ended_s - got_s)
-                wait_cpu_s += got_cpu_s - asked_cpu_s
                 step_cpu_s += ended_cpu_s - got_cpu_s
                 images += _count_images(batch)
                 if note is not None:
@@ -133,14 +132,14 @@ def time_batches(
                 late = ended_s - timed_s > _ROUNDS * max_s
                 if len(waits) >= batches or (not rest and (enough or late)):
                     break
-            asked_s, asked_cpu_s = perf_counter(), thread_time()
+            asked_s = perf_counter()
         cpu_s = measure_tree_cpu() - cpu_began_s  # before the workers end
     if not waits:
         raise ColabUtilsError(
             f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: pass a loader that "
             "can be iterated again, such as a DataLoader, or warmup=0"
         )
-    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), first_batch_s, cpu_s, step_cpu_s, wait_cpu_s)
+    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), first_batch_s, cpu_s, step_cpu_s)
 
 
 def _synchronize() -> None:
@@ -251,7 +250,7 @@ def _count_images(batch: Any) -> int:
     if isinstance(batch, list) and not _is_pair(batch) and batch and _is_sample(batch[0]):
         return len(batch)
     columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    return next((len(column) for column in columns if hasattr(column, "__len__") and getattr(column, "ndim", 1)), 1)
+    return next((len(column) for column in columns if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0), 1)
 
 
 def _is_sample(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -14,19 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.arriving import plan_batches
 from colab_utils.loading.batch import PackedBatch, Target
-from colab_utils.loading.sampler import AllArrived, BatchSampler
+from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import Tuning, tune_workers
-from colab_utils.loading.workers import (
-    Backend,
-    DeadWorker,
-    Fetcher,
-    Loaded,
-    Prefetcher,
-    WorkerJob,
-    describe_workers,
-)
+from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
 
 __all__ = ["Loader", "LoaderSettings", "find_device", "make_loader"]
@@ -233,8 +226,7 @@ class Loader:
         self._fetcher, self._order = fetcher, order
         self._totals: dict[int, int] = {}
         self._delivered, self._skipped = 0, set[int]()
-        self._joined: list[tuple[int, int]] = []  # shards that arrived in this epoch, and before which batch
-        self._planned = 0
+        self._windows: list[list[int]] = []  # of shards, in an epoch that began while they arrived
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
@@ -262,14 +254,14 @@ class Loader:
         self._passes += 1
         this_pass = self._passes
         self._order.epoch = self.epoch
-        for loaded in self._run():
-            self._count_bad(loaded)
-            self._delivered = loaded.number + 1
-            self.total = self._totals.pop(loaded.number)
+        for number, batch, bad in self._run():
+            self._count_bad(bad)
+            self._delivered = number + 1
+            self.total = self._totals.pop(number)
             if not self.left:
                 self._end_epoch()
-            if loaded.batch is not None or self.settings.ranks > 1:
-                yield self._place(loaded.batch) if loaded.batch is not None else None
+            if batch is not None or self.settings.ranks > 1:
+                yield batch and self._place(batch)
                 if this_pass != self._passes:  # before waiting: the results of this pass went to the other one
                     raise ColabUtilsError(
                         "expected one pass over a loader at a time, found a second one. Make two loaders."
@@ -278,10 +270,10 @@ class Loader:
     def _end_epoch(self) -> None:
         self.epoch += 1
         self._delivered, self._skipped = 0, set()
-        self._joined, self._planned = [], 0
+        self._windows = []
         self._order.go_on(())
 
-    def _run(self) -> Iterator[Loaded]:
+    def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
         self._dead = None
         try:
@@ -297,27 +289,19 @@ class Loader:
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
         """The batches of the epoch that were not delivered yet."""
         arrival, first, skipped = self._fetcher.arrival, self._delivered, set(self._skipped)
-        shard_of: Any = self._fetcher.shard_of
-        if self._joined or not (arrival is None or arrival.is_complete):
-            from_where = arrival or AllArrived(np.unique(shard_of).tolist())
-            plan: Any = self._order.plan_arriving(shard_of, from_where, self._joined, self._planned)
-        else:
-            plan = iter(self._order.plan())
-        number = 0
-        for parts in plan:
-            if parts is None:
-                yield None
-                continue
-            indices = [index for _, part in parts for index in part]
-            self._planned = max(self._planned, number + 1)
-            if number >= first and number not in skipped:
-                if arrival is not None and arrival.window is not None:
-                    needed = {int(shard_of[index]) for index in indices}
-                    while not arrival.has(needed):
-                        yield None
+        is_new = not (first or skipped or self._windows or self._order.before)
+        if is_new and arrival is not None and not arrival.is_complete:
+            self._windows = arrival.plan_windows(self.epoch)
+
+        def is_due(number: int) -> bool:
+            return number >= first and number not in skipped
+
+        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, is_due):
+            if due is not None:
+                number, indices = due
                 self._totals[number] = len(indices)
-                yield number, indices[self.settings.rank :: self.settings.ranks]
-            number += 1
+                due = number, indices[self.settings.rank :: self.settings.ranks]
+            yield due
 
     def _start(self) -> Prefetcher:
         if self._prefetcher is None:
@@ -350,8 +334,8 @@ class Loader:
         if skip is not None:
             self._skipped.add(skip)
 
-    def _count_bad(self, loaded: Loaded) -> None:
-        for index, found in loaded.bad:
+    def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
+        for index, found in bad:
             self.bad.append((index, found))
             if len(self.bad) > self.settings.max_bad:
                 self.close()
@@ -379,12 +363,12 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands after the batches delivered so far: plain whole numbers; ``skipped`` lists batches
-        to leave out; ``joined`` when shards arrived that were copied; ``before`` what this epoch delivered in batches
-        of another size.
+        to leave out; ``joined`` the windows of shards of an epoch that began while they arrived; ``before`` what this
+        epoch delivered in batches of another size.
         """
         state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": self._delivered}
-        if self._joined:
-            state |= {"joined": [list(one) for one in self._joined], "planned": self._planned}
+        if self._windows:
+            state["joined"] = [list(one) for one in self._windows]
         if self._order.before:
             state["before"] = [list(one) for one in self._order.before]
         return state | ({"skipped": sorted(self._skipped)} if self._skipped else {})
@@ -409,8 +393,7 @@ class Loader:
         done = [[size, count, *later]] if resized and (count or later) else []
         self._order.go_on([*state.get("before", ()), *done])
         self._delivered, self._skipped = (0, set()) if resized else (count, skipped)
-        self._joined = [(shard, number) for shard, number in state.get("joined", ())]
-        self._planned = state.get("planned", 0)
+        self._windows = [list(one) for one in state.get("joined", ())]
 
     def _describe_order(self) -> dict[str, int]:
         return {

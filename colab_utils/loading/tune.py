@@ -184,8 +184,8 @@ def _try_way(fetcher: Fetcher, order: list[list[int]], backend: Backend, workers
         ):  # the start of the workers, and the first touch of their memory
             pass
         images, began_s = 0, perf_counter()
-        for item in loaded:
-            images += len(item.batch or ())
+        for _, batch, _ in loaded:
+            images += len(batch or ())
             if perf_counter() - began_s > _TRIAL_S:
                 break
         return Trial(backend, workers, prefetch, images / (perf_counter() - began_s))

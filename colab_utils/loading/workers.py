@@ -6,19 +6,18 @@ import gc
 import multiprocessing
 import os
 import pickle
-import queue
 import random
 import re
-import selectors
 import shutil
 import signal
 import threading
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple
 
@@ -46,17 +45,7 @@ from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.transforms import Transforms, apply_transforms
 from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork
 
-__all__ = [
-    "Backend",
-    "DeadWorker",
-    "Fetcher",
-    "Loaded",
-    "Prefetcher",
-    "WorkerJob",
-    "describe_exit",
-    "describe_workers",
-    "explain_death",
-]
+__all__ = ["Backend", "DeadWorker", "Fetcher", "Prefetcher", "WorkerJob", "describe_workers", "explain_death"]
 
 Backend = Literal["processes", "loader_process", "threads"]
 """Worker processes; one loader process with threads; threads in the training process."""
@@ -86,7 +75,6 @@ class Fetcher:
         rows: NDArray[np.int64] | None = None
         while type(base) is Subset:
             picked = np.asarray(base.indices, np.int64)
-            picked = np.where(picked < 0, picked + len(base.dataset), picked)  # type: ignore[arg-type]
             base, rows = base.dataset, picked if rows is None else picked[rows]
         self._base, self._rows = base, rows
         plain = transforms is None and getattr(base, "transforms", None) is None
@@ -180,14 +168,6 @@ class Result(NamedTuple):
     error: Exception | None = None
 
 
-class Loaded(NamedTuple):
-    """A batch of the order; ``batch`` is None where it holds no image for this process, or only bad ones."""
-
-    number: int
-    batch: PackedBatch | None
-    bad: Sequence[tuple[int, str]]
-
-
 class WorkerJob(NamedTuple):
     """A batch that was asked for and did not come yet."""
 
@@ -209,7 +189,7 @@ class DeadWorker(NamedTuple):
     pid: int
     ending: str
     """How it ended, such as "killed by signal: Killed"."""
-    jobs: tuple[WorkerJob, ...]
+    jobs: tuple[WorkerJob, ...] = ()
     """The batches that it had, oldest first."""
 
 
@@ -249,21 +229,20 @@ def _do_job(fetcher: Fetcher, buffers: list[SharedBuffer], job: Job) -> Result:
 class _Threads:
     """Jobs run in this process: by threads, or, without any, when their results are asked for."""
 
+    dead: DeadWorker | None = None
+
     def __init__(self, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
         self.pids = [os.getpid()]
-        self._fetcher, self._buffers = fetcher, buffers
+        self._do_job = partial(_do_job, fetcher, buffers)
         self._pool = ThreadPoolExecutor(threads, "loader") if threads else None
-        self._jobs: deque[Job] = deque()
-        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._results: deque[Callable[[], Result]] = deque()
 
     def send(self, worker: int, job: Job) -> None:
-        if self._pool:
-            self._pool.submit(lambda: self._results.put(_do_job(self._fetcher, self._buffers, job)))
-        else:
-            self._jobs.append(job)
+        run = partial(self._do_job, job)
+        self._results.append(self._pool.submit(run).result if self._pool else run)
 
     def receive(self) -> Result:
-        return self._results.get() if self._pool else _do_job(self._fetcher, self._buffers, self._jobs.popleft())
+        return self._results.popleft()()
 
     def close(self) -> None:
         if self._pool:
@@ -278,20 +257,18 @@ class WorkerPool:
     """
 
     def __init__(self, processes: int, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
-        self._selector = selectors.DefaultSelector()
         self._processes: list[Any] = []
-        self._connections: list[Connection] = []
-        self.dead: tuple[int, str] | None = None  # the worker that died, and how
+        self._connections: list[Any] = []
+        self.dead: DeadWorker | None = None
         context = multiprocessing.get_context("fork")
         try:
-            for worker in range(processes):
+            for _ in range(processes):
                 here, there = context.Pipe()
                 self._connections.append(here)
                 process = context.Process(target=_serve, args=(there, threads, fetcher, buffers), daemon=True)
                 with there, quiet_fork():
                     process.start()
                 self._processes.append(process)
-                self._selector.register(here, selectors.EVENT_READ, worker)
         except OSError:
             self.close()
             raise
@@ -305,33 +282,29 @@ class WorkerPool:
 
     def receive(self) -> Result:
         """Wait for the next result; raises ColabUtilsError if a worker died."""
-        key, _ = self._selector.select()[0]
+        connection: Any = wait(self._connections)[0]
         try:
-            result: Result = self._connections[key.data].recv()
+            result: Result = connection.recv()
         except (EOFError, OSError):
-            raise self._explain_death(key.data) from None
+            raise self._explain_death(self._connections.index(connection)) from None
         return result
 
     def close(self) -> None:
         """End the workers; what they were doing is lost."""
         for process in self._processes:
-            process.terminate()
+            process.kill()
         for process in self._processes:
-            process.join(5)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+            process.join()
             process.close()
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
-        self._selector.close()
 
     def _explain_death(self, worker: int) -> ColabUtilsError:
         process = self._processes[worker]
         process.join(5)
-        self.dead = worker, describe_exit(process.exitcode or 0)
-        return explain_death(self.dead[1])
+        self.dead = DeadWorker(worker, process.pid, describe_exit(process.exitcode or 0))
+        return explain_death(self.dead.ending)
 
 
 def describe_exit(code: int) -> str:
@@ -377,25 +350,23 @@ def _serve(connection: Connection, threads: int, fetcher: Fetcher, buffers: list
 
     def work(job: Job) -> None:
         result = _do_job(fetcher, buffers, job)
-        if result.error is not None and not isinstance(result.error, ColabUtilsError):
-            result = result._replace(error=_make_portable(result.error))
+        result = result._replace(error=_make_portable(result.error))
         with lock:
             connection.send(result)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads) as pool, suppress(EOFError, OSError):
         while True:
-            try:
-                job = connection.recv()
-            except (EOFError, OSError):
-                return
+            job = connection.recv()
             if threads == 1:
                 work(job)
             else:
                 pool.submit(work, job)
 
 
-def _make_portable(error: Exception) -> Exception:
+def _make_portable(error: Exception | None) -> Exception | None:
     """The error as another process can take it, with its traceback as a note."""
+    if error is None or isinstance(error, ColabUtilsError):
+        return error
     trace = "".join(traceback.format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))
@@ -423,13 +394,14 @@ class Prefetcher:
         else:
             self._pool = _Threads(workers, fetcher, self._buffers.buffers)
         self.close = self._pool.close
-        self._sent: dict[int, tuple[Job, int, float]] = {}  # by number: the job, its worker, when it was asked for
+        self._sent: dict[int, tuple[Job, WorkerJob]] = {}
         self._done: dict[int, Result] = {}
 
     def run(
         self, batches: Iterable[tuple[int, list[int]] | None], *, seed: tuple[int, ...], skips_bad: bool
-    ) -> Iterator[Loaded]:
-        """Load numbered batches in the order given; None: the next one has to wait.
+    ) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
+        """Load numbered batches in the order given (None: the next one has to wait): the number of each, the batch, and
+        what was left out of it. The batch is None where no image of it was asked for, or all are bad.
 
         Raises:
             ColabUtilsError: if a worker died; and what a sample raises (not with ``skips_bad``).
@@ -456,50 +428,40 @@ class Prefetcher:
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first."""
-        return [
-            WorkerJob(
-                worker if isinstance(self._pool, WorkerPool) else None, self._pool.pids[worker], number,
-                tuple(job.indices), asked_s,
-            )
-            for number, (job, worker, asked_s) in list(self._sent.items())
-            if number not in self._done
-        ]  # fmt: skip
+        return [job for number, (_, job) in list(self._sent.items()) if number not in self._done]
 
     def find_dead(self) -> DeadWorker | None:
         """The worker that ended, if one did."""
-        if isinstance(self._pool, _Threads) or self._pool.dead is None:
-            return None
-        worker, ending = self._pool.dead
-        jobs = tuple(job for job in self.list_jobs() if job.worker == worker)
-        return DeadWorker(worker, self._pool.pids[worker], ending, jobs)
+        dead = self._pool.dead
+        return dead and dead._replace(jobs=tuple(job for job in self.list_jobs() if job.pid == dead.pid))
 
     def _drop_pass(self) -> None:
         """Free the buffers of a pass that was broken off."""
         while self._sent.keys() - self._done.keys():
             self._receive()
-        for job, _, _ in self._sent.values():
+        for job, _ in self._sent.values():
             self._buffers.give_back(job.buffer)
         self._sent, self._done = {}, {}
 
     def _send(self, job: Job) -> None:
         """Give a job to the worker that has the fewest."""
-        loads = [0] * len(self._pool.pids)
-        for number, (_, worker, _) in self._sent.items():
-            loads[worker] += number not in self._done
-        worker = loads.index(min(loads))
-        self._sent[job.number] = job, worker, monotonic()
+        jobs = Counter(other.pid for other in self.list_jobs())
+        worker, pid = min(enumerate(self._pool.pids), key=lambda pair: jobs[pair[1]])
+        here = pid == os.getpid()
+        seen = WorkerJob(None if here else worker, pid, job.number, tuple(job.indices), monotonic())
+        self._sent[job.number] = job, seen
         self._pool.send(worker, job)
 
     def _receive(self) -> None:
         result = self._pool.receive()
         self._done[result.number] = result
 
-    def _finish(self, number: int) -> Loaded:
-        (job, _, _), result = self._sent.pop(number), self._done.pop(number)
+    def _finish(self, number: int) -> tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]:
+        (job, _), result = self._sent.pop(number), self._done.pop(number)
         if result.shape is None:
             self._buffers.give_back(job.buffer)
             if result.error is not None:
                 raise result.error
-            return Loaded(number, None, result.bad)
+            return number, None, result.bad
         content = self._buffers.lend(job.buffer, result.shape.lay_out()[1])
-        return Loaded(number, open_batch(content, result.shape), result.bad)
+        return number, open_batch(content, result.shape), result.bad

@@ -265,6 +265,8 @@ def _is_running(pid: int, since: float) -> bool:
 def hold_folder(folder: Path, retries: Retries | None = None) -> Iterator[None]:
     """Lock ``folder``: no other process writes into it while the block runs. The folder is made if need be.
 
+    What killed writers left half-written goes before the block, and what the block leaves so, after it.
+
     The lock is the file ``writer.json``, which only one process can create. The lock of a process that was killed on
     this machine is removed at once. A writer on another machine touches its lock every 30 seconds; when it has not for
     100 seconds, its session has ended, and the lock is removed. (Drive shows another machine's files with a delay, so
@@ -303,11 +305,14 @@ def hold_folder(folder: Path, retries: Retries | None = None) -> Iterator[None]:
     try:
         (retries or Retries()).run(acquire)
         threading.Thread(target=touch, name="writer", daemon=True).start()
+        with explain_write(folder):
+            remove_leftovers(folder)
         yield
     finally:
         done.set()
         with suppress(OSError):
             if owned:
+                remove_leftovers(folder)
                 path.unlink()
             if made:
                 folder.rmdir()  # if it stayed empty

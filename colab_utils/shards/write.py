@@ -25,7 +25,6 @@ from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progr
 from colab_utils.shards.arrays import ArraysBuilder, dump_arrays, load_arrays, read_head
 from colab_utils.shards.format import (
     BLOCK_BYTES,
-    FORMAT_VERSION,
     INDEX_NAME,
     WRITER_NAME,
     ShardIndex,
@@ -37,7 +36,6 @@ from colab_utils.shards.format import (
     hash_bytes,
     hold_folder,
     read_index,
-    remove_leftovers,
     split_member,
     write_index,
 )  # fmt: skip
@@ -94,11 +92,16 @@ class Sample(NamedTuple):
 class ShardJob(NamedTuple):
     """One shard to write: everything that a process needs, on this machine or another."""
 
-    name: str
+    number: int
     dataset: CocoDataset
     images: Path
     folder: Path
     recipe: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        """Of the tar."""
+        return self.folder / f"shard-{self.number:06d}.tar"
 
 
 class ShardResult(NamedTuple):
@@ -167,11 +170,18 @@ def write_shards(
     if index is None:
         with hold_folder(folder, retries):
             recipe = call(_begin_folder, folder, images, dataset, recipe)
-            jobs = _plan_jobs(dataset, images.absolute(), folder.absolute(), recipe)
+            count = recipe["images_per_shard"]
+            parts = [dataset.subset(i, min(i + count, len(dataset))) for i in range(0, len(dataset), count)]
+            jobs = [ShardJob(n, part, images.absolute(), folder.absolute(), recipe) for n, part in enumerate(parts)]
             with explain_write(folder):
                 results = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
-            index = _make_index(dataset, recipe, results)
-            remove_leftovers(folder)
+            index = ShardIndex(
+                fingerprint=dataset.fingerprint,
+                recipe=recipe,
+                categories=dataset.categories,
+                shards=tuple(result.info for result in results if result.info.images),
+                skipped=tuple(image for result in results for image in result.skipped),
+            )
             call(write_index, folder, index)
     return ShardReport(
         images=index.images,
@@ -348,7 +358,6 @@ def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict
                 f"{format_bytes(free)}. Free some, name another folder, or store smaller images (--min-size)."
             )
         found = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
-    remove_leftovers(folder)
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return found
 
@@ -371,15 +380,6 @@ def explain_bad(images: Path, found: Any) -> ColabUtilsError:
     )
 
 
-def _plan_jobs(dataset: CocoDataset, images: Path, folder: Path, recipe: dict[str, Any]) -> list[ShardJob]:
-    step = recipe["images_per_shard"]
-    starts = range(0, len(dataset), step)
-    return [
-        ShardJob(f"shard-{n:06d}", dataset.subset(i, min(i + step, len(dataset))), images, folder, recipe)
-        for n, i in enumerate(starts)
-    ]
-
-
 def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float) -> list[ShardResult]:
     """Write every shard, on the executor or on processes of our own.
 
@@ -396,11 +396,8 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
         with fork_pool(min(processes, len(jobs)), _start_worker, *shared) as pool:
             try:
                 return _collect([pool.submit(_write_shard, job) for job in jobs], total, allowed, bar, shared[0])
-            except BaseException:
-                shared[1].set()  # each worker gives up at its next image
-                pool.shutdown(wait=True, cancel_futures=True)
-                remove_leftovers(jobs[0].folder)  # of a worker that the system ended
-                raise
+            finally:
+                shared[1].set()  # after an error each worker gives up at its next image
 
 
 @contextmanager
@@ -468,27 +465,27 @@ def _write_shard(job: ShardJob) -> ShardResult:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
-    tar_path, arrays_path = job.folder / f"{job.name}.tar", job.folder / f"{job.name}.arrays"
     retries = Retries(_shared[1])
-    found = retries.run(partial(_find_shard, job, tar_path, arrays_path))
+    found = retries.run(partial(_find_shard, job))
     if found is not None:
         _count(len(job.dataset))
         return found
     tar, arrays, head = _build_shard(job, retries)
     if head["images"]:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
-        for path, parts in ((arrays_path, [arrays]), (tar_path, tar)):
-            _call(retries, job.folder, write_file, path, *parts)
+        _call(retries, job.folder, write_file, job.path.with_suffix(".arrays"), arrays)
+        _call(retries, job.folder, write_file, job.path, *tar)
     return _make_result(head, arrays, retries.count)
 
 
-def _find_shard(job: ShardJob, tar_path: Path, arrays_path: Path) -> ShardResult | None:
+def _find_shard(job: ShardJob) -> ShardResult | None:
     """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
+    path = job.path.with_suffix(".arrays")
     try:
         with guard_drive(job.folder):
-            head = read_head(arrays_path)
-            load_arrays(arrays_path)
-            arrays = arrays_path.read_bytes()
-            same = has_size(tar_path, head["bytes"])
+            head = read_head(path)
+            load_arrays(path)
+            arrays = path.read_bytes()
+            same = has_size(job.path, head["bytes"])
         if not same or (head["fingerprint"], head["recipe"]) != (job.dataset.fingerprint, job.recipe):
             return None
         result = _make_result(head, arrays)
@@ -519,10 +516,9 @@ def _build_shard(job: ShardJob, retries: Retries) -> tuple[list[bytes], bytes, d
             annotations += len(sample.record["annotations"])
     tar.append(bytes(2 * BLOCK_BYTES))
     head = {
-        "format_version": FORMAT_VERSION,
         "fingerprint": job.dataset.fingerprint,
         "recipe": job.recipe,
-        "name": f"{job.name}.tar",
+        "name": job.path.name,
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
         "bytes": size + 2 * BLOCK_BYTES,
@@ -554,13 +550,3 @@ def _make_result(head: dict[str, Any], arrays: bytes, retries: int = 0) -> Shard
         arrays_xxh3_64=hash_bytes(arrays),
     )
     return ShardResult(info, tuple(SkippedImage(**image) for image in head["skipped"]), retries)
-
-
-def _make_index(dataset: CocoDataset, recipe: dict[str, Any], results: list[ShardResult]) -> ShardIndex:
-    return ShardIndex(
-        fingerprint=dataset.fingerprint,
-        recipe=recipe,
-        categories=dataset.categories,
-        shards=tuple(result.info for result in results if result.info.images),
-        skipped=tuple(image for result in results for image in result.skipped),
-    )

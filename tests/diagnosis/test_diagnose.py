@@ -47,7 +47,7 @@ def _sleep_step(seconds):
 
 
 def _make_times(wait_s, step_s, batches=20):
-    return BatchTimes((wait_s,) * batches, (step_s,) * batches, 4 * batches, 0.1, 1.0, 0.5, 0.1)
+    return BatchTimes((wait_s,) * batches, (step_s,) * batches, 4 * batches, 0.1, 1.0, 0.5)
 
 
 # Whole diagnoses
@@ -96,9 +96,7 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     assert "(emulated)" in found.verdict
     assert [stage.name for stage in found.reads] == ["cold", "warm"]
     assert list(by_id) == ["shards", "data_and_workers", "local_files", "workers", "prefetch", "faster_step"]
-    for fix in found.fixes:
-        assert fix.minutes_per_epoch * 60 * fix.forecast_images_per_second == pytest.approx(len(dataset)), fix
-    assert by_id["shards"].once_gb > 0
+    assert " an epoch in place of " in by_id["shards"].sentence
     assert by_id["shards"].forecast_images_per_second > 1.5 * found.images_per_second
     json.dumps(dataclasses.asdict(found), allow_nan=False)
 

@@ -106,9 +106,9 @@ def test_cold_and_warm_reads(tiny_dataset, tiny_shards):
 def test_stages_of_a_folder_and_of_shards(tiny_dataset, tiny_shards):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
     for dataset in (folder, ShardDataset(tiny_shards)):
-        stages = time_dataset_stages(dataset, range(6), dense=True, packs=False, seconds=2)
+        stages = time_dataset_stages(dataset, range(6), dense=True, seconds=2)
         assert list(stages) == ["read", "decode", "masks"]
-    slow = time_dataset_stages(folder, range(6), dense=True, packs=False, seconds=2)
+    slow = time_dataset_stages(folder, range(6), dense=True, seconds=2)
     assert slow["read"].median_ms >= 20 > slow["read"].cpu_ms
 
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
-from colab_utils.diagnosis import stacks, watch, watchdog
+from colab_utils.diagnosis import stacks, watchdog
+from colab_utils.diagnosis.watchdog import watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader

@@ -103,7 +103,7 @@ def test_a_batch_is_one_buffer_and_plain_numbers():
     assert isinstance(again, PackedBatch)
     parts = [part for part in (*vars(again).values(), *again.masks) if torch.is_tensor(part)]
     assert all(0 <= part.data_ptr() - memory.ctypes.data < memory.size for part in parts)
-    with pytest.raises(TypeError, match="not iterable|cannot unpack"):
+    with pytest.raises(TypeError, match=r"not iterable|cannot unpack"):
         _, _ = again  # as of a loader that delivers dense batches
     for seed, image, target in zip(range(3), again.to_images("cpu"), again.to_targets("cpu"), strict=True):
         assert_same(make_sample(seed), image, target)

@@ -9,8 +9,11 @@ import random
 import shutil
 import signal
 import tarfile
+import threading
+import time
 import warnings
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +195,91 @@ def test_a_broken_image_in_a_shard_is_left_out_and_named(tiny_shards, tmp_path, 
     assert sorted([*got, int(dataset.image_ids[3])]) == sorted(dataset.image_ids.tolist())
 
 
+def act_with_other_errors(index):
+    if index == 5:
+        raise OSError("image file is truncated (31 bytes not processed)")  # as Pillow says
+    if index == 6:
+        raise KeyError("segmentation")
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_any_exception_of_a_sample_counts_as_bad(make, count):
+    options = {"batch_size": 2, "workers": count, "deliver": "packed", "shuffle": False}
+    loader = make(Numbers(8, act_with_other_errors), max_bad=2, **options)
+    with pytest.warns(ColabUtilsWarning, match=r"OSError: image file is truncated|KeyError: 'segmentation'"):
+        assert list_ids(loader) == [[0, 1], [2, 3], [4], [7]]
+    assert [index for index, _ in loader.bad] == [5, 6]
+    with pytest.raises(OSError, match="truncated") as error:
+        list_ids(make(Numbers(8, act_with_other_errors), **options))
+    assert any(entry.name == "act_with_other_errors" for entry in error.traceback) or "in act_with" in str(
+        error.value.__notes__
+    )
+
+
+# what the workers do, and going on without a batch
+
+
+def sleep_at_five(index):
+    time.sleep(60 if index == 5 else 0)
+
+
+@pytest.mark.parametrize("backend", ["processes", "loader_process"])
+def test_jobs_are_listed_and_a_hung_worker_is_done_without(make, backend):
+    loader = make(Numbers(12, sleep_at_five), batch_size=2, workers=2, backend=backend, deliver="packed", shuffle=False)
+    assert loader.list_jobs() == []
+    killer = threading.Timer(0.5, lambda: os.kill(loader.list_jobs()[0].pid, signal.SIGKILL))
+    killer.start()
+    got, began_s = [], time.monotonic()
+    with pytest.raises(ColabUtilsError, match="killed by signal: Killed"):
+        got.extend(batch.image_ids.tolist() for batch in loader)
+    assert got == [[0, 1], [2, 3]]
+    dead = loader.find_dead()
+    assert (dead.jobs[0].number, dead.jobs[0].indices, dead.ending) == (2, (4, 5), "killed by signal: Killed")
+    assert {(job.worker, job.pid) for job in dead.jobs} == {(dead.worker, dead.pid)}
+    assert began_s <= dead.jobs[0].asked_s <= time.monotonic()
+    assert loader.list_jobs() == []
+    loader.restart(skip=dead.jobs[0].number)
+    assert loader.left == 3
+    state = loader.state_dict()
+    assert (state["batch"], state["skipped"]) == (2, [2])
+    assert list_ids(loader) == [[6, 7], [8, 9], [10, 11]]
+    assert (loader.epoch, loader.find_dead()) == (1, None)
+    again = make(Numbers(12), batch_size=2, workers=0, deliver="packed", shuffle=False)
+    again.load_state_dict(state)
+    assert list_ids(again) == [[6, 7], [8, 9], [10, 11]]
+    assert len(list_ids(again)) == 6  # the next epoch has all
+    loader.dataset.act = None
+    loader.restart()
+    assert len(list_ids(loader)) == 6
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_jobs_of_this_process_are_listed(tiny_shards, make, count):
+    loader = make(ShardDataset(tiny_shards), batch_size=2, workers=count, backend="threads", shuffle=False)
+    batches = iter(loader)
+    next(batches)
+    jobs = loader.list_jobs()
+    assert {(job.worker, job.pid) for job in jobs} <= {(None, os.getpid())}
+    assert [job.number for job in jobs] == sorted(job.number for job in jobs)
+    assert all(job.indices == (2 * job.number, 2 * job.number + 1) for job in jobs)
+
+
+# ranks
+
+
+def test_ranks_are_those_of_torch_distributed(make):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        loader = make(Numbers(6), batch_size=4, workers=0, deliver="packed", shuffle=False)
+        alone = make(Numbers(6), batch_size=4, workers=0, deliver="packed", shuffle=False, rank=0, ranks=1)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list_ids(loader) == [[1, 3], [5]]
+    assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
+
+
 # subsets, subclasses, raw pixels
 
 
@@ -204,6 +292,9 @@ def test_a_subset_is_read_as_its_dataset(tiny_shards, make):
     assert source.sizes.shape == (4, 2)
     loader = make(subset, batch_size=4, workers=1, deliver="packed", shuffle=False)
     assert list_ids(loader) == [dataset.image_ids[[0, 3, 3, 7]].tolist()]
+    backwards = Subset(Subset(dataset, [-1, 2, -3]), [-1, 0])
+    loader = make(backwards, batch_size=2, workers=0, deliver="packed", shuffle=False)
+    assert list_ids(loader) == [dataset.image_ids[[-3, -1]].tolist()]
 
 
 class Darker(ShardDataset):
@@ -329,18 +420,40 @@ class Chance:
         return image + shift, target
 
 
-def test_chance_on_the_worker_is_the_seeds_whatever_the_workers(tiny_shards, make):
-    dataset, runs = ShardDataset(tiny_shards), []
-    state = random.getstate(), torch.get_rng_state()
-    for count in (0, 1, 2):
-        loader = make(
-            dataset, batch_size=5, workers=count, transforms=Chance(), transform_on="worker", deliver="packed"
-        )
-        runs.append([batch.pixels.clone() for _ in range(2) for batch in loader])
-    assert (random.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
+class Drawing(Numbers):
+    """Somebody's own dataset that draws random numbers, slowly enough for another thread to draw in between."""
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        for _ in range(3):
+            image, _ = Chance()(image, target)
+            time.sleep(0.002)
+        return image, target
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_random_samples_are_the_seeds_with_any_backend_and_any_number_of_workers(tiny_shards, make, own):
+    dataset = Drawing(12) if own else ShardDataset(tiny_shards)
+    options = {} if own else {"transforms": Chance(), "transform_on": "worker"}
+    state, runs = (random.getstate(), torch.get_rng_state()), []
+    for backend, count in [*BACKENDS, ("threads", 3), ("loader_process", 3), ("processes", 1)]:
+        for draws in (False, True):
+            loader, pixels = (
+                make(dataset, batch_size=3, workers=count, backend=backend, deliver="packed", **options),
+                [],
+            )
+            for batch in chain(loader, loader):
+                pixels.append(batch.pixels.clone())
+                if draws:  # as a training step does
+                    torch.rand(1), np.random.random(), random.random()
+                    time.sleep(0.005)
+            runs.append(pixels)
+            assert draws or (random.getstate(), torch.get_rng_state().tolist()) == (state[0], state[1].tolist())
+            random.setstate(state[0])
+            torch.set_rng_state(state[1])
     for other in runs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
-    assert any(not torch.equal(one, two) for one, two in zip(runs[0][:3], runs[0][3:], strict=True))
+    assert any(not torch.equal(one, two) for one, two in zip(runs[0][:4], runs[0][4:], strict=True))
 
 
 def test_objects_that_a_transform_drops_are_gone_everywhere(tiny_shards, make):

@@ -170,7 +170,7 @@ def start_slow_run(data, folder, workers, tmp_path):
     script.write_text(SLOW_RUN)
     command = [sys.executable, str(script), *map(str, data), str(folder), str(SHARD_MB), str(workers)]
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
-    while not list(folder.glob("shard-*.arrays")):
+    while not list(folder.glob("shard-*.tar")):
         assert process.poll() is None
         time.sleep(0.01)
     return process
@@ -189,9 +189,9 @@ def test_killed_in_the_middle_the_same_call_ends_byte_identical(tiny_dataset, un
     left = snapshot(folder)
     expected = snapshot(undisturbed)
     assert "index.json" not in left
-    finished = {name for name in left if name.endswith(".arrays")}
+    finished = {name for name in left if name.endswith(".tar")}  # the arrays of each were written before
     assert finished
-    assert len(finished) < sum(name.endswith(".arrays") for name in expected)
+    assert len(finished) < sum(name.endswith(".tar") for name in expected)
     (folder / f".shard-000009.tar.{process.pid}.part").write_bytes(b"half")  # as a kill in a write leaves it
     times = {name: (folder / name).stat().st_mtime_ns for name in finished}
     run(data, folder, workers=3 - workers)
