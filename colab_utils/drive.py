@@ -82,13 +82,15 @@ def is_on_drive(path: str | Path) -> bool:
         >>> is_on_drive("/tmp")
         False
     """
-    real = Path(os.path.realpath(path))
-    if is_colab() and real.is_relative_to(COLAB_ROOT / "drive"):
-        return True
     table = Path("/proc/self/mounts")
     mounts = [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
-    found = [(len(at), kind) for at, kind in mounts if real.is_relative_to(at.replace(r"\040", " "))]  # a space
-    return max(found, default=(0, ""))[1] == "fuse.drive"
+    for find in (os.path.abspath, os.path.realpath):  # the second asks the mounts on its way
+        place = Path(find(path))
+        kinds = [(len(at), kind) for at, kind in mounts if place.is_relative_to(at.replace(r"\040", " "))]  # a space
+        on_colab = is_colab() and place.is_relative_to(COLAB_ROOT / "drive")
+        if on_colab or max(kinds, default=(0, ""))[1] == "fuse.drive":
+            return True
+    return False
 
 
 @contextmanager

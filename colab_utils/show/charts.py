@@ -9,21 +9,25 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, make_figure
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from colab_utils.diagnosis.diagnose import Diagnosis
     from colab_utils.diagnosis.simulator import Simulation
     from colab_utils.loading.arriving import Arrival
 
-__all__ = ["draw_lanes", "format_figure", "plot_arrival", "plot_bars", "plot_stages", "plot_timeline", "plot_training"]
+__all__ = [
+    "draw_lanes",
+    "format_figure",
+    "label_axes",
+    "plot_arrival",
+    "plot_bars",
+    "plot_stages",
+    "plot_timeline",
+    "plot_training",
+]
 
-_BLUE, _ORANGE, _RED = PALETTE[0], PALETTE[1], PALETTE[3]
-
-
-_GREY = "#B8B8B8"
-
-
-_INK = "#1a1a1a"
+_BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#B8B8B8", "#1a1a1a"
 
 
 def plot_bars(
@@ -59,8 +63,7 @@ def plot_bars(
         raise ColabUtilsError("expected values to draw, found none: measure at least one")
     notes, spread = notes or {}, spread or {}
     lit = {highlight} if isinstance(highlight, str) else set(highlight) or {max(values, key=lambda name: values[name])}
-    figure = make_figure(title, width=12, height=1.7 + 0.72 * len(values) + (0.4 if limit else 0))
-    axis = figure.add_subplot()
+    figure, axis = _make_rows(title, values, unit=unit, height=1.7 + 0.72 * len(values) + (0.4 if limit else 0))
     longest = max([*values.values(), *(high for _, high in spread.values()), limit[0] if limit else 0])
     for row, (name, value) in enumerate(values.items()):
         axis.barh(row, value, height=0.62, color=_BLUE if name in lit else _GREY)
@@ -69,22 +72,16 @@ def plot_bars(
             axis.plot([low, high], [row, row], color=_INK, linewidth=1.5, marker="|", markersize=9)
         text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
         axis.text(
-            max(value, high) + longest * 0.012, row, text, va="center", fontsize=15, color=_INK,
+            max(value, high) + longest * 0.012, row, text, va="center", fontsize=15, color=_INK, parse_math=False,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
     if limit is not None:
         axis.axvline(limit[0], color=_RED, linestyle="--", linewidth=2, zorder=0)
         axis.annotate(
             f"{limit[1]}: {format_figure(limit[0])}", (limit[0], 1), xycoords=("data", "axes fraction"), fontsize=14,
-            xytext=(-4, 4), textcoords="offset points", ha="right", va="bottom", color=_RED,
+            xytext=(-4, 4), textcoords="offset points", ha="right", va="bottom", color=_RED, parse_math=False,
         )  # fmt: skip
-    axis.set_yticks(range(len(values)), list(values), fontsize=16)
     axis.set_xlim(0, (longest or 1) * (1.32 if notes else 1.12))
-    axis.set_xlabel(unit, fontsize=14)
-    axis.tick_params(axis="y", length=0)
-    axis.tick_params(axis="x", labelsize=12)
-    axis.invert_yaxis()
-    axis.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
 
@@ -96,25 +93,22 @@ def plot_stages(diagnosis: Diagnosis) -> Figure:
     Args:
         diagnosis: from `diagnose`.
     """
-    median_ms = {stage.name: stage.median_ms for stage in diagnosis.stages}
-    spread = {stage.name: (stage.median_ms, stage.p95_ms) for stage in diagnosis.stages}
-    step_ms = median_ms.pop("step", None)
-    wait_ms = median_ms.pop("wait", 0.0)
-    loading = median_ms or {"wait": wait_ms}
+    mean_ms = {stage.name: stage.mean_ms or stage.median_ms for stage in diagnosis.stages}
+    step_ms, wait_ms = mean_ms.pop("step", None), mean_ms.pop("wait", 0.0)
+    loading = mean_ms or {"wait": wait_ms}
     largest = max(loading, key=lambda name: loading[name])
     title = f"The step waits {diagnosis.stall_share:.0%} of the time"
     if step_ms is None:
         title = f"The loader alone gives {format_figure(diagnosis.images_per_second)} images/s"
-    if median_ms:
+    if mean_ms:
         title += f"; {largest} is {loading[largest] / max(sum(loading.values()), 1e-9):.0%} of loading an image"
-    notes = {"step": f"({diagnosis.step})" if diagnosis.step.startswith("emulated") else ""}
     bars = loading if step_ms is None else {**loading, "step": step_ms}
     figure = plot_bars(
         bars,
         title=title,
-        unit="milliseconds per image (thin line: to the 95th percentile)",
-        notes=notes,
-        spread={name: spread[name] for name in bars},
+        unit="mean milliseconds per image (thin line: to the 95th percentile)",
+        notes={"step": f"({diagnosis.step})" if diagnosis.step.startswith("emulated") else ""},
+        spread={stage.name: (bars[stage.name], stage.p95_ms) for stage in diagnosis.stages if stage.name in bars},
         highlight=largest,
     )
     if step_ms is not None:
@@ -135,15 +129,14 @@ def plot_timeline(simulation: Simulation, *, seconds: float | None = None) -> Fi
         >>> figure.get_suptitle()
         'With 2 workers the step waits 53% of the time'
     """
-    shown_s = simulation.seconds if seconds is None else seconds
     workers = f"{simulation.workers} worker" + ("" if simulation.workers == 1 else "s")
     title = f"With {workers} the step waits {simulation.stall_share:.0%} of the time"
-    lanes = [*simulation.loads, simulation.steps]
     names = [f"worker {n}" if simulation.workers else "loading" for n in range(len(simulation.loads))]
-    spans = [list(zip(lane.start_s, lane.end_s - lane.start_s, strict=True)) for lane in lanes]
-    figure = draw_lanes(title, dict(zip([*names, "step"], spans, strict=True)))
-    figure.axes[0].set_xlim(0, shown_s)
-    return figure
+    lanes = {
+        name: list(zip(trace.start_s, trace.end_s - trace.start_s, strict=True))
+        for name, trace in zip([*names, "step"], [*simulation.loads, simulation.steps], strict=True)
+    }
+    return draw_lanes(title, lanes, seconds=seconds or simulation.seconds)
 
 
 def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figure:
@@ -171,25 +164,23 @@ def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figu
         if free is None:
             lanes.append(free := [])
         free.append((begin_s, took_s))
-    rows = {f"copy {number}": spans for number, spans in enumerate(lanes, start=1)}
-    return draw_lanes(title, {**rows, "training": trained})
+    names = [f"copy {number}" for number in range(1, len(lanes) + 1)] if len(lanes) > 1 else ["copy"]
+    return draw_lanes(title, {**dict(zip(names, lanes, strict=False)), "training": trained})
 
 
 def draw_lanes(
-    title: str, lanes: Mapping[str, Sequence[tuple[float, float]]], *, lit: Collection[int] = (), height: float = 0.62
+    title: str,
+    lanes: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    seconds: float | None = None,
+    lit: int = 1,
 ) -> Figure:
-    """A row of bars (begin and length, seconds) for each name; ``lit`` rows stand out, by default the last."""
-    figure = make_figure(title, width=12, height=1.6 + height * len(lanes))
-    axis = figure.add_subplot()
+    """A row of bars (begin and length, seconds) for each name, the last ``lit`` of them in orange."""
+    figure, axis = _make_rows(title, lanes, unit="seconds", height=1.6 + 0.5 * len(lanes))
     for row, spans in enumerate(lanes.values()):
-        colour = _ORANGE if row in (lit or [len(lanes) - 1]) else _BLUE
+        colour = _BLUE if row < len(lanes) - lit else _ORANGE
         axis.broken_barh(spans, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.8)
-    axis.set_yticks(range(len(lanes)), [*lanes], fontsize=15)
-    axis.set_xlabel("seconds", fontsize=14)
-    axis.tick_params(axis="y", length=0)
-    axis.tick_params(axis="x", labelsize=12)
-    axis.invert_yaxis()
-    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.set_xlim(0, seconds)
     return figure
 
 
@@ -197,7 +188,7 @@ def plot_training(points: Sequence[Any], *, window: int = 10, note: str = "") ->
     """The loss at every step, and its running mean over ``window`` steps, which is what you look at.
 
     Args:
-        points: with ``step`` and ``loss``, as attributes or keys: `TrainReport.losses`.
+        points: with ``step`` and ``loss``: `TrainReport.losses`.
         window: steps in the running mean; less where there are few points.
         note: a few words for the end of the title.
 
@@ -205,7 +196,8 @@ def plot_training(points: Sequence[Any], *, window: int = 10, note: str = "") ->
         ColabUtilsError: there are no points.
 
     Example:
-        >>> figure = plot_training([{"step": n, "loss": 4 / n} for n in range(1, 41)])
+        >>> from types import SimpleNamespace
+        >>> figure = plot_training([SimpleNamespace(step=n, loss=4 / n) for n in range(1, 41)])
         >>> figure.get_suptitle()
         'The loss fell from 1.17 to 0.11 in 40 steps'
     """
@@ -213,9 +205,7 @@ def plot_training(points: Sequence[Any], *, window: int = 10, note: str = "") ->
 
     if not points:
         raise ColabUtilsError("expected the losses of a training, found none: train at least one step")
-    read = (lambda point, key: point[key]) if isinstance(points[0], Mapping) else getattr
-    steps = np.array([read(point, "step") for point in points])
-    losses = np.array([read(point, "loss") for point in points], float)
+    steps, losses = [point.step for point in points], np.array([point.loss for point in points], float)
     width = max(1, min(window, len(losses) // 2))
     mean = np.convolve(losses, np.full(width, 1 / width), mode="valid")
     title = f"The loss is {mean[-1]:.2f} after one step"
@@ -225,18 +215,31 @@ def plot_training(points: Sequence[Any], *, window: int = 10, note: str = "") ->
     figure = make_figure(title + (f", {note}" if note else ""), width=12, height=5.2)
     axis = figure.add_subplot()
     axis.plot(steps, losses, color=_GREY, linewidth=1.5, marker="o" if len(losses) < 40 else "", markersize=4)
-    axis.plot(steps[width - 1 :], mean, color=_BLUE, linewidth=3.5)
-    axis.annotate(
-        f"mean of {width} steps" if width > 1 else "each step", (steps[-1], mean[-1]), xytext=(0, 12),
-        textcoords="offset points", ha="right", va="bottom", fontsize=14, color=_BLUE,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
-    )  # fmt: skip
+    axis.plot(steps[width - 1 :], mean, color=_BLUE, linewidth=3.5, label=f"mean of {width} steps")
+    axis.legend(fontsize=14, frameon=False)
+    label_axes(axis, "step", "loss")
+    return figure
+
+
+def label_axes(axis: Axes, across: str, up: str) -> None:
+    """Name both axes, begin the upright one at 0, and leave out what frames the drawing."""
     axis.set_ylim(bottom=0)
-    axis.set_xlabel("step", fontsize=14)
-    axis.set_ylabel("loss", fontsize=14)
+    axis.set_xlabel(across, fontsize=14, parse_math=False)
+    axis.set_ylabel(up, fontsize=14)
     axis.tick_params(labelsize=12)
     axis.spines[["top", "right"]].set_visible(False)
-    return figure
+
+
+def _make_rows(title: str, names: Collection[str], *, unit: str, height: float) -> tuple[Figure, Axes]:
+    """A figure with a row for each name, the first on top."""
+    figure = make_figure(title, width=12, height=height)
+    axis = figure.add_subplot()
+    label_axes(axis, unit, "")
+    axis.spines["left"].set_visible(False)
+    axis.set_yticks(range(len(names)), [*names], fontsize=15, parse_math=False)
+    axis.set_ylim(len(names) - 0.45, -0.55)
+    axis.tick_params(axis="y", length=0)
+    return figure, axis
 
 
 def format_figure(value: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.charts import draw_lanes, format_figure, plot_bars
+from colab_utils.show.charts import draw_lanes, format_figure, label_axes, plot_bars
 from colab_utils.show.pictures import PALETTE, make_figure
 
 if TYPE_CHECKING:
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
 __all__ = ["name_strategy", "plot_comparison", "plot_epochs", "plot_first_seconds"]
-
-_BLUE, _ORANGE, _GREEN = PALETTE[0], PALETTE[1], PALETTE[2]
-
-
-_GREY, _BASE = "#B8B8B8", "#777777"
-
 
 _STRATEGY_NAMES = {
     "sequential": "loose files on Drive, no workers",
@@ -37,13 +31,8 @@ _STRATEGY_NAMES = {
     "shards_on_ssd": "shards on SSD",
     "packed": "packed shards on SSD",
     "train_while_copying": "packed shards, while copied",
-    "webdataset": "WebDataset over the shards on SSD",
-    "litdata": "LitData on SSD",
-    "mosaicml-streaming": "MosaicML Streaming on SSD",
-    "tf_data": "tf.data on SSD",
 }
-
-
+_BASE = "#777777"
 _TIE = 0.95  # closer than this, the order of two bars means nothing
 
 
@@ -56,27 +45,25 @@ def plot_comparison(comparison: Comparison | Mapping[str, Any]) -> Figure:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = {row["name"]: row for row in content["strategies"] if row["images_per_second"] is not None}
-    if not rows:
-        raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
+    content, rows = _read_rows(comparison, "images_per_second")
     fair = {name: row for name, row in rows.items() if row["comparable"]} or rows
     best = max(row["images_per_second"] for row in fair.values())
     winners = [row for row in fair.values() if row["images_per_second"] >= _TIE * best]
     limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in rows.values())
+    names = {name: name_strategy(name) for name in rows}
     return plot_bars(
-        {name_strategy(name): row["images_per_second"] for name, row in rows.items()},
+        {names[name]: row["images_per_second"] for name, row in rows.items()},
         title=_find_headline(fair.get("dataloader") or next(iter(fair.values())), winners),
         unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
         notes={
-            name_strategy(name): f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
+            names[name]: f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
             for name, row in rows.items()
         },
         spread={
-            name_strategy(name): (min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"]))
+            names[name]: (min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"]))
             for name, row in rows.items()
         },
-        highlight=[name_strategy(row["name"]) for row in winners],
+        highlight=[names[row["name"]] for row in winners],
         limit=(limit, "the step alone"),
     )
 
@@ -104,10 +91,8 @@ def plot_first_seconds(comparison: Comparison | Mapping[str, Any], *, seconds: f
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    lanes = {row["name"]: row["timeline"] for row in content["strategies"] if row.get("timeline")}
-    if not lanes:
-        raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
+    _, rows = _read_rows(comparison, "timeline")
+    lanes = {name: row["timeline"] for name, row in rows.items()}
     shown_s = seconds or min(30.0, *(spans[-1][2] for spans in lanes.values()))
     done = {name: sum(end <= shown_s for _, _, end in spans) for name, spans in lanes.items()}
     most, least = max(done, key=lambda name: done[name]), min(done, key=lambda name: done[name])
@@ -117,15 +102,14 @@ def plot_first_seconds(comparison: Comparison | Mapping[str, Any], *, seconds: f
         name_strategy(name): [(begin, end - begin) for _, begin, end in lane if begin < shown_s]
         for name, lane in lanes.items()
     }
-    figure = draw_lanes(title, spans, lit=range(len(spans)), height=0.46)
-    figure.axes[0].set_xlim(0, shown_s)
-    return figure
+    return draw_lanes(title, spans, seconds=shown_s, lit=len(spans))
 
 
 def plot_epochs(comparison: Comparison | Mapping[str, Any]) -> Figure:
     """Minutes since the beginning over the epochs of one session, what is made and copied before included.
 
-    The baseline is drawn in grey, the three that end first in colour, the others thin.
+    Drawn are the baseline, in grey, and the three strategies that end first; a dot is where one has caught up with the
+    baseline.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
@@ -133,53 +117,51 @@ def plot_epochs(comparison: Comparison | Mapping[str, Any]) -> Figure:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = {
-        row["name"]: row for row in content["strategies"]
-        if row["comparable"] and row["epoch_minutes"] is not None and row["first_epoch_minutes"] is not None
-    }  # fmt: skip
-    if not rows:
-        raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
-    base = rows.get(content["baseline"])
-    paid = {name: row["paid_back_epochs"] for name, row in rows.items() if row["paid_back_epochs"]}
-    epochs = max(3, min(12, math.ceil(1.5 * min(paid.values(), default=2))))
+    import numpy as np
+
+    content, rows = _read_rows(comparison, "epoch_minutes", fair=True)
+    base, paid = content["baseline"], {name: row["paid_back_epochs"] or 0.0 for name, row in rows.items()}
+    epochs = max(3, min(12, math.ceil(1.5 * min(filter(None, paid.values()), default=2))))
     minutes = {name: _add_up(row, epochs) for name, row in rows.items()}
-    order = sorted((name for name in rows if name != content["baseline"]), key=lambda name: minutes[name][-1])
-    best = order[0] if order else content["baseline"]
+    order = sorted(minutes, key=lambda name: minutes[name][-1])
+    drawn = [name for name in order if name != base][:3]
+    best = next(iter(drawn), base)
     title = f"{epochs} epochs take {format_figure(minutes[best][-1])} minutes with {name_strategy(best)}"
-    if base is not None and order:
-        title += f", {format_figure(minutes[base['name']][-1])} with {name_strategy(base['name'])}"
-    if paid.get(best):
-        title += f": paid back after {paid[best]:.1f} epochs"
+    if base in minutes and base != best:
+        title += f", {format_figure(minutes[base][-1])} with {name_strategy(base)}"
+        title += f": paid back after {paid[best]:.1f} epochs" if paid[best] else ""
     figure = make_figure(title, width=12, height=6)
     axis = figure.add_subplot()
-    colours = dict(zip(order[:3], (_BLUE, _GREEN, _ORANGE), strict=False))
-    for name, line in minutes.items():
-        is_base = base is not None and name == base["name"]
-        width = 3.5 if name in colours or is_base else 1.0
-        colour = colours.get(name, _BASE if is_base else _GREY)
-        axis.plot(
-            range(epochs + 1), line, color=colour, linewidth=width, label=name_strategy(name) if width > 1 else None
-        )
-        if name in colours and paid.get(name) and paid[name] <= epochs:
-            at = paid[name]
-            height = line[int(at)] + (at % 1) * (line[min(int(at) + 1, epochs)] - line[int(at)])
-            axis.plot([at], [height], marker="o", markersize=9, color=colour)
-    axis.set_xlabel("epochs of one session", fontsize=14)
-    axis.set_ylabel("minutes", fontsize=14)
+    label_at = -math.inf
+    for name in (name for name in order if name in (*drawn, base)):
+        colour = _BASE if name == base else PALETTE[drawn.index(name)]
+        axis.plot(range(epochs + 1), minutes[name], color=colour, linewidth=3.5)
+        label_at = max(minutes[name][-1], label_at + 0.06 * minutes[order[-1]][-1])  # names that would overlap move up
+        axis.text(epochs, label_at, f" {name_strategy(name)}", color=colour, fontsize=14, va="center", parse_math=False)
+        if name != base and 0 < paid[name] <= epochs:
+            axis.plot(paid[name], np.interp(paid[name], range(epochs + 1), minutes[name]), "o", color=colour, ms=10)
     axis.set_xlim(0, epochs)
     axis.set_xticks(range(epochs + 1))
-    axis.set_ylim(bottom=0)
-    axis.tick_params(labelsize=12)
-    axis.legend(fontsize=13, frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
+    label_axes(axis, "epochs of one session", "minutes")
     return figure
+
+
+def _read_rows(
+    comparison: Comparison | Mapping[str, Any], key: str, *, fair: bool = False
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The comparison as ``comparison.json`` has it, and its strategies with ``key``, ``fair``: the comparable ones."""
+    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
+    timed = [row for row in content["strategies"] if row[key] not in (None, (), [])]
+    rows = {row["name"]: row for row in timed if row["comparable"] or not fair}
+    if not rows:
+        raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
+    return content, rows
 
 
 def _add_up(row: Mapping[str, Any], epochs: int) -> list[float]:
     """Minutes at the start, after the first epoch, and after each later one."""
     start = (row["once_minutes"] or 0) + (row["session_minutes"] or 0)
-    first = start + row["first_epoch_minutes"]
+    first = start + (row["first_epoch_minutes"] or row["epoch_minutes"])
     return [start, *(first + n * row["epoch_minutes"] for n in range(epochs))]
 
 
@@ -188,12 +170,8 @@ def _find_headline(now: Mapping[str, Any], winners: Sequence[Mapping[str, Any]])
     name, wait = name_strategy(now["name"]), f"the step waits {now['wait_share']:.0%} of the time"
     factor = max(row["images_per_second"] for row in winners) / max(now["images_per_second"], 1e-9)
     if factor < 1.1:
-        return f"{_capitalise(name)}: {wait}, and no other way of loading is 10% faster"
+        return f"{name[:1].upper()}{name[1:]}: {wait}, and no other way of loading is 10% faster"
     if len(winners) > 1:
         return f"{len(winners)} other ways train about {factor:.1f} times as fast as {name}, where {wait}"
-    best = _capitalise(name_strategy(winners[0]["name"]))
-    return f"{best} train {factor:.1f} times as fast as {name}, where {wait}"
-
-
-def _capitalise(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    best = name_strategy(winners[0]["name"])
+    return f"{best[:1].upper()}{best[1:]} train {factor:.1f} times as fast as {name}, where {wait}"

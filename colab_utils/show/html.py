@@ -45,9 +45,10 @@ def build_page(title: str, body: str, *, style: str = "") -> str:
     )
 
 
-def embed_figure(figure: Figure, *, alt: str) -> str:
-    """The figure as an ``<img>`` that holds its own drawing (SVG), with ``alt`` as its text for screen readers."""
+def embed_figure(figure: Figure, *, alt: str = "") -> str:
+    """The figure as an ``<img>`` that holds its own drawing (SVG), with ``alt``, or its title, for screen readers."""
     drawing = io.BytesIO()
     figure.savefig(drawing, format="svg", metadata={"Date": None})
     data = base64.b64encode(drawing.getvalue()).decode("ascii")
+    alt = alt or figure.get_suptitle().replace("\n", " ")
     return f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}">'

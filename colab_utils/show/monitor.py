@@ -1,29 +1,20 @@
-"""A training run while it goes on: its loss, pace, waiting and memory, redrawn in place by the loop itself."""
+"""A training run while it goes on: its loss, throughput, waiting and memory, redrawn in place by the loop itself."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from statistics import fmean
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from colab_utils.runtime import format_bytes, is_notebook
 from colab_utils.show.pictures import PALETTE
 
 __all__ = ["LiveMonitor", "draw_run"]
 
-_MOST_POINTS = 240  # of a curve: more cannot be told apart
 _WIDTH, _HEIGHT = 240, 84  # of a curve, px
-_GREY = "#b8b8b8"
-
-
-class _Panel(NamedTuple):
-    name: str
-    values: list[float]
-    text: str
-    colour: str
-    top: float | None = None
 
 
 class LiveMonitor:
@@ -80,54 +71,38 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
         >>> draw_run([], plan="a < b")
         '<div style="..."><p style="...">a &lt; b</p></div>'
     """
-    parts = [f'<p style="margin:.2em 0;color:#555">{escape(plan)}</p>'] if plan else []
+    parts = [f'<p style="margin:.2em 0;opacity:.7">{escape(plan)}</p>'] if plan else []
     if lines:
         last = lines[-1]
-        losses = [line.loss for line in lines]
-        panels = [
-            _Panel("loss", losses, f"{fmean(losses[-3:]):.3f}", PALETTE[0]),
-            _Panel("images/s", [line.images_per_second for line in lines], f"{last.images_per_second:.1f}", PALETTE[2]),
-            _Panel("waits for data", [line.wait_share for line in lines], f"{last.wait_share:.0%}", PALETTE[3], 1.0),
+        parts += [
+            f'<div style="border:1px solid;height:6px;margin:.4em 0"><div style="background:{PALETTE[0]};height:6px;'
+            f'width:{last.step / max(last.steps, 1):.1%}"></div></div>',
+            f'<p style="margin:.2em 0">step {last.step:,} of {last.steps:,}</p>',
+            '<div style="display:flex;flex-wrap:wrap;gap:1.2em">',
+            _draw_curve("loss", [line.loss for line in lines], f"{fmean(line.loss for line in lines[-3:]):.3f}", 0),
+            _draw_curve("images/s", [line.images_per_second for line in lines], f"{last.images_per_second:.1f}", 2),
+            _draw_curve("waits for data", [line.wait_share for line in lines], f"{last.wait_share:.0%}", 3, top=1.0),
         ]
         if last.gpu_bytes:
-            held = [float(line.gpu_bytes) for line in lines if line.gpu_bytes]
-            panels.append(_Panel("GPU memory", held, format_bytes(last.gpu_bytes), PALETTE[4]))
-        share = last.step / max(last.steps, 1)
-        parts.append(
-            f'<div style="background:#eef0f3;height:6px;margin:.4em 0"><div style="background:{PALETTE[0]};'
-            f'height:6px;width:{share:.1%}"></div></div><p style="margin:.2em 0">step {last.step:,} of '
-            f"{last.steps:,}</p>"
-        )
-        parts.append(
-            '<div style="display:flex;flex-wrap:wrap;gap:1.2em">' + "".join(map(_draw_panel, panels)) + "</div>"
-        )
-        judged = [line for line in lines if line.ap]
-        if judged:
-            parts.append(
-                f'<p style="margin:.4em 0">after step {judged[-1].ap_step:,}: {escape(str(judged[-1].ap))}</p>'
-            )
-    return f'<div style="font:15px/1.4 system-ui,sans-serif;color:#1a1a1a;max-width:72rem">{"".join(parts)}</div>'
+            held = [float(line.gpu_bytes or 0) for line in lines]
+            parts.append(_draw_curve("GPU memory", held, format_bytes(last.gpu_bytes), 4))
+        parts.append("</div>")
+        evaluated = next((line for line in reversed(lines) if line.ap), None)
+        if evaluated:
+            parts.append(f'<p style="margin:.4em 0">after step {evaluated.ap_step:,}: {escape(str(evaluated.ap))}</p>')
+    return f'<div style="font:15px/1.4 system-ui,sans-serif;max-width:72rem">{"".join(parts)}</div>'
 
 
-def _draw_panel(panel: _Panel) -> str:
-    values = _thin(panel.values)
-    top = panel.top if panel.top is not None else max([*values, 1e-9])
-    across = _WIDTH / max(1, len(values) - 1)
-    points = " ".join(
-        f"{n * across:.1f},{_HEIGHT - 2 - (_HEIGHT - 6) * min(max(value, 0.0) / top, 1.0):.1f}"
-        for n, value in enumerate(values)
-    )
+def _draw_curve(name: str, values: Sequence[float], text: str, colour: int, top: float = 0.0) -> str:
+    """A figure in large type, and its curve up to ``top``, by default its highest value; text has the page's colour."""
+    each = -(-len(values) // _WIDTH)  # values that share a pixel
+    shown = [value if math.isfinite(value) else 0.0 for value in values[(len(values) - 1) % each :: each]]
+    top, across = top or max([*shown, 1e-9]), _WIDTH / max(1, len(shown) - 1)
+    points = " ".join(f"{n * across:.1f},{_HEIGHT - 2 - 78 * value / top:.1f}" for n, value in enumerate(shown))
     return (
-        f'<div><div style="color:#555">{panel.name}</div>'
-        f'<div style="font-size:26px;font-weight:600;color:{panel.colour}">{panel.text}</div>'
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{panel.name}: {panel.text}">'
-        f'<line x1="0" y1="{_HEIGHT - 2}" x2="{_WIDTH}" y2="{_HEIGHT - 2}" stroke="{_GREY}"/>'
-        f'<polyline points="{points}" fill="none" stroke="{panel.colour}" stroke-width="2"/></svg></div>'
+        f'<div><div style="opacity:.7">{name}</div>'
+        f'<div style="font-size:26px;font-weight:600;color:{PALETTE[colour]}">{text}</div>'
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{name}: {text}">'
+        f'<path d="M0 {_HEIGHT - 2}H{_WIDTH}" stroke="currentColor" stroke-opacity=".3"/>'
+        f'<polyline points="{points}" fill="none" stroke="{PALETTE[colour]}" stroke-width="2"/></svg></div>'
     )
-
-
-def _thin(values: Sequence[float]) -> list[float]:
-    """At most so many values, each the mean of those it stands for."""
-    each = -(-len(values) // _MOST_POINTS)
-    finite = [value if abs(value) < float("inf") else 0.0 for value in values]
-    return [fmean(finite[n : n + each]) for n in range(0, len(finite), max(1, each))]

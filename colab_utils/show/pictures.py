@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from colab_utils.errors import ColabUtilsError
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -16,27 +15,17 @@ __all__ = ["PALETTE", "draw_pairs", "draw_predictions", "draw_samples", "make_fi
 
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
-_PANEL_INCHES = 3.6  # of width for one image: names stay readable from the back of a room
+_DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these
+_Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
 
 
-class Samples(Protocol):
-    """What is drawn: `ShardDataset`, `CocoFolder`, or your own dataset of ``(image, target)``."""
-
-    @property
-    def class_names(self) -> Mapping[int, str]:
-        """The name of each label."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> tuple[Any, dict[str, Any]]: ...
-
-
-def draw_samples(dataset: Samples, *, indices: Sequence[int] | None = None, columns: int = 4) -> Figure:
+def draw_samples(dataset: Any, *, indices: Sequence[int] | None = None, columns: int = 4) -> Figure:
     """Draw samples as the model gets them: image, masks, boxes and class names.
 
     Args:
         dataset: gives ``(image, target)``: image uint8 [3,H,W], target with ``boxes`` [N,4] xyxy in pixels,
-            ``labels`` [N] and ``masks`` uint8 [N,H,W].
+            ``labels`` [N] and ``masks`` uint8 [N,H,W]; and has ``class_names``, the name of each label:
+            `ShardDataset`, `CocoFolder`, or your own.
         indices: samples to draw; ``None`` takes ``columns`` of them, evenly spread.
         columns: images in a row.
 
@@ -53,18 +42,15 @@ def draw_samples(dataset: Samples, *, indices: Sequence[int] | None = None, colu
         >>> figure.get_suptitle()
         '1 sample with 1 object: disc'
     """
-    chosen = _spread(len(dataset), columns) if indices is None else list(indices)
+    count = min(len(dataset), columns)
+    chosen = [n * len(dataset) // count for n in range(count)] if indices is None else list(indices)
     if not chosen:
         raise ColabUtilsError("expected samples to draw, found none: give `indices`, or a dataset with images")
-    samples = [dataset[i] for i in chosen]
-    names = [dataset.class_names[int(label)] for _, target in samples for label in target["labels"]]
+    panels: list[_Panel] = [(f"sample {i}", *dataset[i]) for i in chosen]
+    names = [dataset.class_names[int(label)] for *_, target in panels for label in target["labels"]]
     kinds = ", ".join(sorted(set(names), key=lambda name: (-names.count(name), name))[:5])
     title = f"{_count(len(chosen), 'sample')} with {_count(len(names), 'object')}" + (f": {kinds}" if kinds else "")
-    figure, axes = _make_grid(title, len(chosen), min(columns, len(chosen)), samples)
-    for axis, index, (image, target) in zip(axes, chosen, samples, strict=False):
-        _draw_objects(axis, image, target, dataset.class_names)
-        axis.set_title(f"sample {index}", fontsize=12, loc="left", color="#444444")
-    return figure
+    return _draw_grid(title, panels, dataset.class_names, columns=min(columns, len(chosen)), inches=3.6)
 
 
 def draw_pairs(
@@ -95,16 +81,12 @@ def draw_pairs(
     same_masks = all(_count_differing(a["masks"], b["masks"]) == 0 for (_, a), (_, b) in pairs)
     title = f"{differing:,} image values differ" if differing else "Pixel for pixel the same image"
     title += f", {'and' if differing else 'with'} the same masks" if same_masks else ", and the masks differ"
-    samples = [sample for pair in pairs for sample in pair]
-    figure, axes = _make_grid(title, len(samples), 2, samples, inches=5.2)
-    for n, (axis, (image, target)) in enumerate(zip(axes, samples, strict=True)):
-        _draw_objects(axis, image, target, class_names)
-        axis.set_title(titles[n % 2], fontsize=14, loc="left", color="#444444")
-    return figure
+    panels = [(heading, *sample) for pair in pairs for heading, sample in zip(titles, pair, strict=True)]
+    return _draw_grid(title, panels, class_names)
 
 
 def draw_predictions(
-    dataset: Samples,
+    dataset: Any,
     predictions: Sequence[Mapping[str, Any]],
     *,
     indices: Sequence[int] | None = None,
@@ -128,24 +110,23 @@ def draw_predictions(
             f"expected one prediction for each of {len(chosen)} samples, found {len(predictions)}: "
             "give `indices` as long as `predictions`"
         )
-    samples = [dataset[i] for i in chosen]
-    kept = [_keep_sure(prediction, min_score) for prediction in predictions]
-    truths = sum(len(target["labels"]) for _, target in samples)
-    shown = sum(len(prediction["labels"]) for prediction in kept)
-    title = f"{_count(truths, 'object')} to find, {_count(shown, 'prediction')} with a score of {min_score:g} or more"
-    pictures = [sample for sample in samples for _ in range(2)]
-    figure, axes = _make_grid(title, len(pictures), 2, pictures, inches=5.2)
-    for row, ((image, target), prediction) in enumerate(zip(samples, kept, strict=True)):
-        for axis, objects, label in zip(
-            axes[2 * row : 2 * row + 2], (target, prediction), ("ground truth", "prediction"), strict=True
-        ):
-            _draw_objects(axis, image, objects, dataset.class_names)
-            axis.set_title(f"{label}, sample {chosen[row]}", fontsize=14, loc="left", color="#444444")
-    return figure
+    panels: list[_Panel] = []
+    for i, prediction in zip(chosen, predictions, strict=True):
+        image, target = dataset[i]
+        sure = prediction["scores"] >= min_score
+        shown = {key: prediction[key][sure] for key in ("boxes", "labels", "scores", "masks")}
+        shown["masks"] = shown["masks"][:, 0] > 0.5
+        panels += [(f"ground truth, sample {i}", image, target), (f"prediction, sample {i}", image, shown)]
+    truths, found = (sum(len(objects["labels"]) for *_, objects in panels[side::2]) for side in (0, 1))
+    title = f"{_count(truths, 'object')} to find, {_count(found, 'prediction')} with a score of {min_score:g} or more"
+    return _draw_grid(title, panels, dataset.class_names)
 
 
 def make_figure(title: str, *, width: float, height: float) -> Figure:
-    """An empty figure, ``width`` x ``height`` inches, with a finding for a title; a notebook shows it once."""
+    """An empty figure, ``width`` x ``height`` inches, with a finding for a title; a notebook shows it once.
+
+    Names of users stand in titles and labels: ``parse_math=False`` keeps ``$`` from starting a formula.
+    """
     import textwrap
 
     import matplotlib.pyplot as plt
@@ -153,24 +134,27 @@ def make_figure(title: str, *, width: float, height: float) -> Figure:
     figure = plt.figure(figsize=(width, height), layout="constrained", facecolor="white")
     plt.close(figure)  # pyplot would show it a second time at the end of the cell
     figure.suptitle(
-        textwrap.fill(title, int(width * 6.7)), x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a"
-    )
+        textwrap.fill(title, int(width * 6)), x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a",
+        parse_math=False,
+    )  # fmt: skip
     return figure
 
 
-def _make_grid(
-    title: str, count: int, columns: int, samples: Sequence[tuple[Any, Any]], inches: float = _PANEL_INCHES
-) -> tuple[Figure, list[Axes]]:
-    rows = -(-count // columns)
-    tallest = max(image.shape[1] / image.shape[2] for image, _ in samples)
-    figure = make_figure(
-        title, width=max(columns * inches, 7.2), height=rows * (inches * min(tallest, 1.4) + 0.4) + 0.8
-    )
-    axes = [figure.add_subplot(rows, columns, n + 1) for n in range(count)]
-    for axis in axes:
+def _draw_grid(
+    title: str, panels: Sequence[_Panel], names: Mapping[int, str], *, columns: int = 2, inches: float = 5.2
+) -> Figure:
+    """A grid of images, each ``inches`` wide: names stay readable from the back of a room."""
+    rows = -(-len(panels) // columns)
+    tallest = max(image.shape[1] / image.shape[2] for _, image, _ in panels)
+    height = rows * (inches * min(tallest, 1.4) + 0.4) + 0.8
+    figure = make_figure(title, width=max(columns * inches, 7.2), height=height)
+    for n, (heading, image, objects) in enumerate(panels, start=1):
+        axis = figure.add_subplot(rows, columns, n)
         axis.set_axis_off()
         axis.set_anchor("N")
-    return figure, axes
+        axis.set_title(heading, fontsize=13, loc="left", color="#444444", parse_math=False)
+        _draw_objects(axis, image, objects, names)
+    return figure
 
 
 def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str]) -> None:
@@ -180,9 +164,11 @@ def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Map
 
     pixels = np.asarray(image).transpose(1, 2, 0)
     canvas = pixels.astype(np.float32) / (255 if pixels.dtype.kind in "ui" else 1)
-    boxes, masks = np.asarray(objects["boxes"]), np.asarray(objects["masks"])
-    labels, scores = np.asarray(objects["labels"]), objects.get("scores")
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]) if len(boxes) else np.zeros(0)
+    boxes, labels, masks, scores = (
+        np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+        for values in (objects["boxes"], objects["labels"], objects["masks"], objects.get("scores", ()))
+    )
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     for n in np.argsort(-areas, kind="stable"):  # small objects last, on top
         colour = PALETTE[int(n) % len(PALETTE)]  # an object each, so that neighbours of one class stay apart
         inside = masks[n].astype(bool)
@@ -190,27 +176,13 @@ def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Map
         x0, y0, x1, y1 = (float(value) for value in boxes[n])
         axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=2))
         name = names.get(int(labels[n]), f"label {int(labels[n])}")
-        inside_box = y0 < 0.06 * len(canvas)  # above the box, unless it touches the top
         axis.text(
-            x0, y0, name if scores is None else f"{name} {float(scores[n]):.2f}", fontsize=10,
-            va="top" if inside_box else "bottom",
-            color="white" if _is_dark(colour) else "black", clip_on=True,
+            x0, y0, f"{name} {scores[n]:.2f}" if len(scores) else name, fontsize=10, parse_math=False, clip_on=True,
+            va="top" if y0 < 0.06 * len(canvas) else "bottom",  # above the box, unless it touches the top
+            color="white" if colour in _DARK else "black",
             bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
         )  # fmt: skip
     axis.imshow(canvas.clip(0, 1))
-
-
-def _keep_sure(prediction: Mapping[str, Any], min_score: float) -> dict[str, np.ndarray]:
-    import numpy as np
-
-    arrays = {
-        key: np.asarray(prediction[key].cpu() if hasattr(prediction[key], "cpu") else prediction[key])
-        for key in ("boxes", "labels", "scores", "masks")
-    }
-    sure = arrays["scores"] >= min_score
-    kept = {key: values[sure] for key, values in arrays.items()}
-    kept["masks"] = kept["masks"].reshape(len(kept["labels"]), *arrays["masks"].shape[-2:]) > 0.5
-    return kept
 
 
 def _count_differing(left: Any, right: Any) -> int:
@@ -218,18 +190,6 @@ def _count_differing(left: Any, right: Any) -> int:
 
     a, b = np.asarray(left), np.asarray(right)
     return max(a.size, b.size) if a.shape != b.shape else int((a != b).sum())
-
-
-def _is_dark(colour: str) -> bool:
-    from matplotlib.colors import to_rgb
-
-    red, green, blue = to_rgb(colour)
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-
-
-def _spread(count: int, wanted: int) -> list[int]:
-    shown = min(count, wanted)
-    return [n * count // shown for n in range(shown)]
 
 
 def _count(number: int, noun: str) -> str:

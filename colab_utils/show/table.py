@@ -13,7 +13,6 @@ from colab_utils.errors import ColabUtilsError
 __all__ = ["Table", "make_table"]
 
 _CELL = "padding:.4em .7em;border-bottom:1px solid #d9d9d9;font-size:15px;"
-_WIDEST_LINE = 34  # characters of a cell that stay on one line
 
 
 @dataclass(frozen=True)
@@ -26,36 +25,28 @@ class Table:
 
     def to_html(self) -> str:
         """The table as one HTML element, every text escaped; it brings its own style."""
-        sides = ["right" if number else "left" for number in self.is_number]
-        head = "".join(
-            f'<th style="{_CELL}text-align:{side};background:#f2f4f7;color:#1a1a1a">{escape(text)}</th>'
-            for side, text in zip(sides, self.headings, strict=True)
-        )
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f'<td style="{_CELL}text-align:{side};{_keep_line(text)}">{escape(text)}</td>'
-                for side, text in zip(sides, row, strict=True)
+
+        def write_row(tag: str, texts: Sequence[str], style: str = "") -> str:
+            cells = (
+                f'<{tag} style="{_CELL}{style}text-align:{"right" if number else "left"};'
+                f'min-width:{min(len(text), 24) / 2}em">{escape(text)}</{tag}>'
+                for text, number in zip(texts, self.is_number, strict=True)
             )
-            + "</tr>"
-            for row in self.rows
-        )
-        return (
-            '<table style="border-collapse:collapse;margin:.5em 0;font-variant-numeric:tabular-nums">'
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        )
+            return f"<tr>{''.join(cells)}</tr>"
+
+        head = write_row("th", self.headings, "background:#f2f4f7;color:#1a1a1a;")
+        body = "".join(write_row("td", row) for row in self.rows)
+        style = "border-collapse:collapse;margin:.5em 0;font-variant-numeric:tabular-nums"
+        return f'<table style="{style}"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
     _repr_html_ = to_html
 
     def __str__(self) -> str:
         lines = [self.headings, *self.rows]
-        widths = [max(len(line[n]) for line in lines) for n in range(len(self.headings))]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        sides = [str.rjust if number else str.ljust for number in self.is_number]
         return "\n".join(
-            "  ".join(
-                text.rjust(width) if number else text.ljust(width)
-                for text, width, number in zip(line, widths, self.is_number, strict=True)
-            ).rstrip()
-            for line in lines
+            "  ".join(map(lambda side, *cell: side(*cell), sides, line, widths)).rstrip() for line in lines
         )
 
     __repr__ = __str__
@@ -80,21 +71,16 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         if tuple(row) != headings:
             raise ColabUtilsError(f"expected the columns {list(headings)} in every row, found {list(row)}")
     texts = tuple(tuple(_to_text(value) for value in row.values()) for row in rows)
-    is_number = tuple(all(re.fullmatch(r"–|-?[\d.,]+%?", row[n]) for row in texts) for n in range(len(headings)))
-    return Table(headings, texts, is_number)
-
-
-def _keep_line(text: str) -> str:
-    return "white-space:nowrap" if len(text) <= _WIDEST_LINE else f"min-width:{_WIDEST_LINE / 3:.0f}em"
+    numbers = tuple(
+        all(re.fullmatch(r"–|not tried|[-+]?[\d.,]+%?", text) for text in column) for column in zip(*texts, strict=True)
+    )
+    return Table(headings, texts, numbers)
 
 
 def _to_text(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "–", True: "yes", False: "no"}[value]
     if isinstance(value, float):
-        if value == 0 or abs(value) >= 1000:
-            return f"{value:,.0f}"
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+        text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        return f"{value:.4f}" if "e" in text else text
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -301,23 +301,13 @@ def collect_truth(dataset: ShardDataset | CocoFolder) -> dict[str, Any]:
     Raises:
         ColabUtilsError: The images hold no objects.
     """
-    images, objects = list[dict[str, Any]](), list[dict[str, Any]]()
-    for i, (height, width) in enumerate(dataset.sizes.tolist()):
-        image_id = int(dataset.image_ids[i])
-        images.append({"id": image_id, "height": height, "width": width})
-        found = dataset.coco.annotations(i) if isinstance(dataset, CocoFolder) else dataset.record(i)["annotations"]
-        # Ids from 1: COCOeval takes an annotation with id 0 for "no match".
-        objects += [{**one, "image_id": image_id, "id": id} for id, one in enumerate(found, len(objects) + 1)]
-    if all(one["iscrowd"] for one in objects):
+    truth: dict[str, Any] = dataset.to_coco().dataset
+    if all(one["iscrowd"] for one in truth["annotations"]):
         raise ColabUtilsError(
             f"expected objects to measure against, found none in {len(dataset)} images. "
             "Evaluate on a dataset with annotations."
         )
-    categories = [
-        {"id": int(category), "name": dataset.class_names[label]}
-        for label, category in sorted(dataset.category_ids.items())
-    ]
-    return {"info": {}, "images": images, "annotations": objects, "categories": categories}
+    return truth
 
 
 # What follows runs in the other process.

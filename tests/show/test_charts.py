@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from colab_utils.diagnosis.diagnose import Diagnosis, Stage
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.charts import plot_bars, plot_stages, plot_timeline, plot_training
+from colab_utils.show.charts import draw_lanes, plot_bars, plot_stages, plot_timeline, plot_training
 from colab_utils.show.comparison_charts import name_strategy, plot_comparison, plot_epochs, plot_first_seconds
+from colab_utils.show.pictures import draw_pairs
 
 
 def read_bars(figure):
@@ -136,7 +140,7 @@ def test_the_timeline_without_workers():
     ],
 )
 def test_training_says_where_the_loss_went(losses, title):
-    figure = plot_training([{"step": n, "loss": loss} for n, loss in enumerate(losses, 1)])
+    figure = plot_training([SimpleNamespace(step=n, loss=loss) for n, loss in enumerate(losses, 1)])
     figure.canvas.draw()
     assert figure.get_suptitle() == title
 
@@ -163,9 +167,10 @@ def test_epochs_say_when_it_is_paid_back(timing, fast, make_comparison):
     assert figure.get_suptitle().replace("\n", " ") == (
         "3 epochs take 19 minutes with packed shards on SSD, 32 with loose files on Drive: paid back after 0.9 epochs"
     )
-    lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].get_lines()}
-    assert list(lines["loose files on Drive"]) == [0, 12, 22, 32]
-    assert list(lines["packed shards on SSD"]) == [7, 11, 15, 19]
+    packed, dot, loose = (list(line.get_ydata()) for line in figure.axes[0].get_lines())
+    assert (loose, packed) == ([0, 12, 22, 32], [7, 11, 15, 19])
+    assert dot == [10.5]  # 0.875 epochs after the copy
+    assert read_texts(figure) == [" packed shards on SSD", " loose files on Drive"]
     with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
         plot_epochs(make_comparison(replace(timing, epoch_minutes=None)))
 
@@ -183,3 +188,36 @@ def test_epochs_say_when_it_is_paid_back(timing, fast, make_comparison):
 )
 def test_strategies_are_named_as_people_say_it(name, said):
     assert name_strategy(name) == said
+
+
+NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]  # formulas, one of them wrong; what legends hide; other signs
+
+
+def make_odd_figures(timing, make_comparison):
+    """Every figure that shows a user's names, with these names."""
+    bars = dict.fromkeys(NAMES, 1.0)
+    yield plot_bars(
+        bars,
+        title=NAMES[2],
+        unit=NAMES[2],
+        notes=dict.fromkeys(NAMES, NAMES[2]),
+        highlight=NAMES[0],
+        limit=(2, NAMES[2]),
+    )
+    yield draw_lanes(NAMES[2], {name: [(0.0, 1.0)] for name in NAMES})
+    rows = [replace(timing, name=name, paid_back_epochs=1.0, epoch_minutes=9.0 + n) for n, name in enumerate(NAMES)]
+    comparison = replace(make_comparison(*rows), step=NAMES[2])
+    for plot in (plot_comparison, plot_first_seconds, plot_epochs):
+        yield plot(comparison)
+    target = {"boxes": np.array([[2, 2, 6, 6]] * 4), "labels": np.arange(4), "masks": np.ones((4, 8, 8), np.uint8)}
+    sample = (np.zeros((3, 8, 8), np.uint8), target)
+    yield draw_pairs([sample], [sample], class_names=dict(enumerate(NAMES)), titles=(NAMES[0], NAMES[2]))
+
+
+def test_names_in_figures_are_shown_as_they_are(timing, make_comparison):
+    for figure in make_odd_figures(timing, make_comparison):
+        figure.canvas.draw()  # a formula that is none would raise here
+        texts = [text for text in figure.findobj(Text) if text.get_text()]
+        shown = {text.get_text().strip() for text in texts}
+        assert all(any(name in text for text in shown) for name in NAMES), shown
+        assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]

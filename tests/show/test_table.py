@@ -15,6 +15,7 @@ from colab_utils.show.table import make_table
         (True, "yes"),  # a flag
         (0.0, "0"),  # zero has no digits
         (0.04567, "0.0457"),  # small: three digits
+        (7.97e-05, "0.0001"),  # smaller: no powers of ten
         (12.34, "12.3"),  # middle: three digits
         (118287, "118,287"),  # whole numbers keep all digits
         (29114.4, "29,114"),  # large: no decimals
@@ -39,8 +40,8 @@ def test_a_notebook_gets_html_and_a_terminal_text():
 
 
 def test_numbers_stand_on_the_right():
-    table = make_table([{"a": "x", "b": 1, "c": None, "d": True}])
-    assert table.is_number == (False, True, True, False)
+    table = make_table([{"a": "x", "b": 1, "c": None, "d": True, "e": 7.97e-05, "f": "+7%"}])
+    assert table.is_number == (False, True, True, False, True, True)
 
 
 def test_wrong_rows_are_said():
