@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.arriving import plan_batches
 from colab_utils.loading.batch import PackedBatch, Target
-from colab_utils.loading.sampler import AllArrived, BatchSampler
+from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import Tuning, tune_workers
 from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
@@ -225,8 +226,7 @@ class Loader:
         self._fetcher, self._order = fetcher, order
         self._totals: dict[int, int] = {}
         self._delivered, self._skipped = 0, set[int]()
-        self._joined: list[tuple[int, int]] = []  # shards that arrived in this epoch, and before which batch
-        self._planned = 0
+        self._windows: list[list[int]] = []  # of shards, in an epoch that began while they arrived
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
@@ -270,7 +270,7 @@ class Loader:
     def _end_epoch(self) -> None:
         self.epoch += 1
         self._delivered, self._skipped = 0, set()
-        self._joined, self._planned = [], 0
+        self._windows = []
         self._order.go_on(())
 
     def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
@@ -289,27 +289,19 @@ class Loader:
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
         """The batches of the epoch that were not delivered yet."""
         arrival, first, skipped = self._fetcher.arrival, self._delivered, set(self._skipped)
-        shard_of: Any = self._fetcher.shard_of
-        if self._joined or not (arrival is None or arrival.is_complete):
-            from_where = arrival or AllArrived(np.unique(shard_of).tolist())
-            plan: Any = self._order.plan_arriving(shard_of, from_where, self._joined, self._planned)
-        else:
-            plan = iter(self._order.plan())
-        number = 0
-        for parts in plan:
-            if parts is None:
-                yield None
-                continue
-            indices = [index for _, part in parts for index in part]
-            self._planned = max(self._planned, number + 1)
-            if number >= first and number not in skipped:
-                if arrival is not None and arrival.window is not None:
-                    needed = {int(shard_of[index]) for index in indices}
-                    while not arrival.has(needed):
-                        yield None
+        is_new = not (first or skipped or self._windows or self._order.before)
+        if is_new and arrival is not None and not arrival.is_complete:
+            self._windows = arrival.plan_windows(self.epoch)
+
+        def is_due(number: int) -> bool:
+            return number >= first and number not in skipped
+
+        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, is_due):
+            if due is not None:
+                number, indices = due
                 self._totals[number] = len(indices)
-                yield number, indices[self.settings.rank :: self.settings.ranks]
-            number += 1
+                due = number, indices[self.settings.rank :: self.settings.ranks]
+            yield due
 
     def _start(self) -> Prefetcher:
         if self._prefetcher is None:
@@ -371,12 +363,12 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands after the batches delivered so far: plain whole numbers; ``skipped`` lists batches
-        to leave out; ``joined`` when shards arrived that were copied; ``before`` what this epoch delivered in batches
-        of another size.
+        to leave out; ``joined`` the windows of shards of an epoch that began while they arrived; ``before`` what this
+        epoch delivered in batches of another size.
         """
         state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": self._delivered}
-        if self._joined:
-            state |= {"joined": [list(one) for one in self._joined], "planned": self._planned}
+        if self._windows:
+            state["joined"] = [list(one) for one in self._windows]
         if self._order.before:
             state["before"] = [list(one) for one in self._order.before]
         return state | ({"skipped": sorted(self._skipped)} if self._skipped else {})
@@ -401,8 +393,7 @@ class Loader:
         done = [[size, count, *later]] if resized and (count or later) else []
         self._order.go_on([*state.get("before", ()), *done])
         self._delivered, self._skipped = (0, set()) if resized else (count, skipped)
-        self._joined = [(shard, number) for shard, number in state.get("joined", ())]
-        self._planned = state.get("planned", 0)
+        self._windows = [list(one) for one in state.get("joined", ())]
 
     def _describe_order(self) -> dict[str, int]:
         return {

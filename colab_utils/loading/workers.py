@@ -75,7 +75,6 @@ class Fetcher:
         rows: NDArray[np.int64] | None = None
         while type(base) is Subset:
             picked = np.asarray(base.indices, np.int64)
-            picked = np.where(picked < 0, picked + len(base.dataset), picked)  # type: ignore[arg-type]
             base, rows = base.dataset, picked if rows is None else picked[rows]
         self._base, self._rows = base, rows
         plain = transforms is None and getattr(base, "transforms", None) is None
