@@ -236,7 +236,7 @@ def _draw_box(x: float, y: float, width: float, height: float, names: str, text_
 
 def explore_simulation(
     *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, step_cv: float = 0.0,
-    prefetch: int = 2, in_order: bool = True, max_workers: int = 8,
+    prefetch: int = 2, max_workers: int = 8,
 ) -> Any:  # fmt: skip
     """Sliders for what `simulate` takes: each redraws the chart and says in a sentence what would end the waiting.
 
@@ -250,7 +250,6 @@ def explore_simulation(
         load_cv: spread of the loading times, standard deviation / mean.
         step_cv: the same for the step; it has no slider.
         prefetch: batches asked for ahead of time for each worker.
-        in_order: whether the step takes the batches in the order in which they were asked for.
         max_workers: the end of the workers' slider, and the most that is recommended.
 
     Returns:
@@ -271,7 +270,7 @@ def explore_simulation(
         raise ColabUtilsError(f"expected load_s and step_s to be numbers, more than 0; found {load_s!r}, {step_s!r}")
     html = _draw_advice(find_cures(
         workers=workers, load_s=load_s, step_s=step_s, load_cv=load_cv, step_cv=step_cv, prefetch=prefetch,
-        in_order=in_order, max_workers=max_workers,
+        max_workers=max_workers,
     ))  # fmt: skip
     view = ipywidgets.HTML(html)
     name = f"colab-sim-{hashlib.sha256(html.encode()).hexdigest()[:12]}"
@@ -291,7 +290,6 @@ def explore_simulation(
         "load_cv": ipywidgets.FloatSlider(load_cv, min=0, max=max(1.5, load_cv), step=0.05, description="its spread"),
         "step_s": make_time_slider(step_s, "a step, seconds"),
         "prefetch": ipywidgets.IntSlider(prefetch, 1, max(prefetch, 8), description="prefetch, a worker"),
-        "in_order": ipywidgets.Checkbox(in_order, description="batches in order"),
     }
     for slider in sliders.values():
         slider.style.description_width, slider.layout.width, slider.continuous_update = "14em", "36em", False
