@@ -108,11 +108,7 @@ def _pack_dense(masks: NDArray[Any]) -> PackedMasks:
 
 
 class BadSampleError(Exception):
-    """Inside the loader: which sample of a batch cannot be loaded, and the error that says why."""
-
-    def __init__(self, error: Exception, place: int) -> None:
-        super().__init__(error, place)
-        self.error, self.place = error, place
+    """Inside the loader: the error of a sample that cannot be loaded, and its place in the batch."""
 
 
 @contextmanager
@@ -203,9 +199,11 @@ class PackedBatch:
         moved = {name: send(getattr(self, name), device) for name in ("pixels", *_PARTS)}
         return replace(self, masks=self.masks._replace(bits=send(self.masks.bits, device)), **moved)
 
-    def to_images(self, device: torch.device | str) -> list[Tensor]:
-        """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device."""
+    def to_images(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """The images as torchvision models take them: float32 [3, h, w] in 0 to 1, on the device; uint8: as stored."""
         images = replace(self, pixels=send(self.pixels, device)).split_images()
+        if dtype == torch.uint8:
+            return images
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # several would spin for a core that the workers need
         try:

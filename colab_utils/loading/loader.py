@@ -51,11 +51,10 @@ class LoaderSettings:
     ranks: int
 
     def __post_init__(self) -> None:
-        for name, known in (("deliver", get_args(Delivery)), ("backend", get_args(Backend))):
+        choices: dict[str, tuple[Any, ...]] = {"deliver": get_args(Delivery), "backend": get_args(Backend)}
+        for name, known in (choices | {"image_dtype": (torch.float32, torch.uint8)}).items():
             if (value := getattr(self, name)) not in known:
-                raise ColabUtilsError(f"expected {name} as one of {', '.join(known)}, found {value!r}")
-        if self.image_dtype not in (torch.float32, torch.uint8):
-            raise ColabUtilsError(f"expected image_dtype as torch.float32 or torch.uint8, found {self.image_dtype!r}")
+                raise ColabUtilsError(f"expected {name} as one of {', '.join(map(str, known))}, found {value!r}")
         least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0, "ranks": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
@@ -347,14 +346,13 @@ class Loader:
         transforms, dtype = self.settings.transforms, self.settings.image_dtype
         if self.deliver == "packed":
             return batch.to(self.device)
-        if transforms is None and dtype == torch.float32:
-            return batch.to_images(self.device), batch.to_targets(self.device)
-        images, targets = batch.to(self.device).split_images(), batch.to_targets(self.device)
-        if transforms is not None:
+        images = batch.to_images(self.device, torch.uint8 if transforms else dtype)
+        targets = batch.to_targets(self.device)
+        if transforms:
             pairs = [apply_transforms(transforms, *pair) for pair in zip(images, targets, strict=True)]
             images, targets = [image for image, _ in pairs], [target for _, target in pairs]
-        if dtype == torch.float32:
-            images = [image.float().div_(255) if image.dtype == torch.uint8 else image for image in images]
+            if dtype == torch.float32:
+                images = [image.float().div_(255) if image.dtype == torch.uint8 else image for image in images]
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:

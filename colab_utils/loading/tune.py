@@ -201,7 +201,7 @@ def _measure_batch(fetcher: Fetcher, order: list[list[int]], *, most: int) -> tu
         try:
             shape = fetcher.write(indices, lambda size: np.empty(size, np.uint8), (0,))
         except BadSampleError as failure:
-            error = failure.error
+            error = failure.args[0]
             continue
         sizes.append(int(shape.lay_out()[1] * _SPARE))
         if sizes[-1] > most:

@@ -276,11 +276,11 @@ def _do_job(fetcher: Fetcher, buffers: list[SharedBuffer], job: Job) -> Result:
         try:
             return Result(job.number, fetcher.write(indices, buffers[job.buffer].reserve, job.seed), bad)
         except BadSampleError as failure:
-            error = failure.error
+            error, place = failure.args
             if not job.skips_bad:
                 return Result(job.number, error=error)
             found = str(error) if isinstance(error, ColabUtilsError) else f"{type(error).__name__}: {error}"
-            bad.append((indices.pop(failure.place), found))
+            bad.append((indices.pop(place), found))
         except Exception as error:
             return Result(job.number, error=error)
     return Result(job.number, bad=bad)
