@@ -8,7 +8,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
-from colab_utils.diagnosis.stages import time_dataset_stages
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, count_workers, describe_error, time_batches
 from colab_utils.drive import is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
@@ -89,8 +88,6 @@ class Situation:
     """Your loader with your step."""
     cached: BatchTimes
     """Your step on batches that lie ready."""
-    alone: BatchTimes
-    """Your loader without a step."""
     stages: dict[str, Stage]
     """Of an image's way to a sample."""
     indices: Sequence[int]
@@ -106,6 +103,11 @@ class Situation:
     def batch_size(self) -> int:
         """Images in a batch."""
         return round(self.now.images / len(self.now.wait_s))
+
+    @property
+    def cpu_ms(self) -> float:
+        """Of an image's way to a sample."""
+        return sum(stage.cpu_ms for stage in self.stages.values())
 
     @property
     def prefetch(self) -> int:
@@ -183,7 +185,6 @@ class _Plan:
     name: str = ""
     faster: float = 1.0
     once: str = ""
-    stages: dict[str, Stage] = field(default_factory=dict)
 
 
 def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
@@ -224,14 +225,9 @@ def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share
 
 
 def _describe_gain(now: Situation, rate: float, plan: _Plan) -> str:
-    rate_now, dataset = now.now.images_per_second, now.loader.dataset
-    if rate <= 1.05 * rate_now:
+    if rate <= 1.05 * now.now.images_per_second:
         return "wins nothing"
-    said = f"about {rate:.1f} images/s"
-    if hasattr(dataset, "__len__"):
-        epoch_s = len(dataset) / rate
-        said += f", {format_seconds(epoch_s)} an epoch in place of {format_seconds(epoch_s * rate / rate_now)}"
-    return f"{said}; once, about {plan.once}" if plan.once else said
+    return f"about {rate:.1f} images/s" + (f"; once, about {plan.once}" if plan.once else "")
 
 
 def _describe_once(seconds: float, size_bytes: float) -> str:
@@ -253,8 +249,7 @@ def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:
 
 def _plan_workers(now: Situation) -> _Plan:
     workers = count_workers(now.loader)
-    load_ms = 1000 * max(1, workers) / now.alone.images_per_second
-    count = now.choose_workers(load_ms, now.alone.cpu_ms_per_image)
+    count = now.choose_workers(now.now.find_load_ms(workers), now.now.cpu_ms_per_image)
     return _Plan(f"Use workers={count}, not {workers}", {"workers": count})
 
 
@@ -294,35 +289,17 @@ def _plan_data(now: Situation, folder: Path, sizes: tuple[int, int]) -> dict[str
 
 def _plan_shards(now: Situation, folder: Path, id: str, sizes: tuple[int, int] | None = None, note: str = "") -> _Plan:
     """Shards of a sample on the local disk, with images as they are or shrunk to these ``sizes``."""
-    sample, packs = _make_sample(now, folder / f"shards-{sizes}", sizes), id == "packed_masks"
-    dense, seconds = not (packs or isinstance(now.loader, Loader)), _TRIAL_SHARE * now.seconds / 3
-    stages = time_dataset_stages(sample, range(len(sample)), dense=dense, seconds=seconds)
-    wait_ms, cpu_ms = _split_times(now.stages)
+    sample, total = _make_sample(now, folder / f"shards-{sizes}", sizes), len(now.loader.dataset)
     # reading every image once, decoding it and encoding it again or drawing its masks, on all cores
-    each_s = max(wait_ms / READ_STREAMS, 2 * cpu_ms) / count_cores() / 1000
-    stored = sum(shard.bytes + shard.arrays_bytes for shard in sample.index.shards) / max(len(sample), 1)
-    total, said = len(now.loader.dataset), f"{FIXES[id][1]} {note}".strip() + _compare(stages, now.stages)
-    once = _describe_once(total * each_s, total * stored)
-    return _Plan(said, {"dataset": sample, "packs": packs}, once=once, stages=stages)
-
-
-def _split_times(stages: dict[str, Stage]) -> tuple[float, float]:
-    """Waiting and CPU time of an image in all stages, milliseconds."""
-    return sum(max(s.mean_ms - s.cpu_ms, 0.0) for s in stages.values()), sum(s.cpu_ms for s in stages.values())
-
-
-def _compare(stages: dict[str, Stage], before: dict[str, Stage]) -> str:
-    changed = [name for name in stages if abs(stages[name].mean_ms - before[name].mean_ms) > 0.1]
-    times = (f"{name} takes {stages[name].mean_ms:.1f} ms an image, not {before[name].mean_ms:.1f}" for name in changed)
-    return f" ({', '.join(times)})" if changed else ""
+    once_ms = total * max(now.stages["read"].mean_ms / READ_STREAMS, 2 * now.cpu_ms) / count_cores()
+    stored = total / len(sample) * sum(shard.bytes + shard.arrays_bytes for shard in sample.index.shards)
+    options = {"dataset": sample, "packs": id == "packed_masks"}
+    return _Plan(f"{FIXES[id][1]} {note}".strip(), options, once=_describe_once(once_ms / 1000, stored))
 
 
 def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
-    plan = make_plan()
-    wait_ms, cpu_ms = _split_times(plan.stages)
-    workers = now.choose_workers(wait_ms + cpu_ms, cpu_ms)
-    options, name = {**plan.options, "workers": workers}, f"{name}, and workers={workers}"
-    return replace(plan, sentence=FIXES["data_and_workers"][1], name=name, options=options)
+    plan, workers = make_plan(), now.choose_workers(now.cpu_ms, now.cpu_ms)  # near the GPU, no file is waited for
+    return replace(plan, name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
 
 
 def _plan_files(now: Situation, folder: Path) -> _Plan:
@@ -335,9 +312,9 @@ def _plan_files(now: Situation, folder: Path) -> _Plan:
         sizes.append(path.write_bytes(read_file(dataset.find_path(index))))
     local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
     os.sync()  # what was copied is written now, and not during the trial
-    read_ms, total = now.stages["read"].mean_ms, len(dataset)
-    once = _describe_once(total * read_ms / 1000 / COPY_STREAMS, total * sum(sizes) / len(sizes))
-    return _Plan(f"{FIXES['local_files'][1]} (read takes {read_ms:.1f} ms an image)", {"dataset": local}, once=once)
+    total, read_s = len(dataset), now.stages["read"].mean_ms / 1000
+    once = _describe_once(total * read_s / COPY_STREAMS, total * sum(sizes) / len(sizes))
+    return _Plan(FIXES["local_files"][1], {"dataset": local}, once=once)
 
 
 def _make_sample(now: Situation, shards: Path, sizes: tuple[int, int] | None) -> ShardDataset:

@@ -1,16 +1,20 @@
-"""Shards as a dataset that is trained on while they are still copied from Drive."""
+"""Shards as a dataset that is trained on while they are still copied from Drive: the copy, and the order meanwhile."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -18,229 +22,164 @@ from numpy.typing import NDArray
 
 from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.dataset import ShardDataset, load_shard
+from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
+from colab_utils.loading.sampler import BatchSampler
+from colab_utils.loading.transforms import Transforms
 from colab_utils.runtime import format_bytes
-from colab_utils.shards.copy import Copying, check_space, has_size, read_target
-from colab_utils.shards.format import INDEX_NAME, ShardIndex, explain_write, read_index, remove_leftovers, write_index
+from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
+from colab_utils.shards.format import ShardIndex, explain_write, hash_bytes, read_index, remove_leftovers, write_index
 
-__all__ = ["Arrival", "ArrivingShards", "RollingArrival"]
+__all__ = ["Arrival", "ArrivingShards", "plan_batches"]
+
+STATUS_NAME = "arriving.json"  # in the target: marks the folder, and tells all processes what has arrived
+
+_READERS = 32  # of the tables, which lie at the start of a small file beside each shard
+_POLL_S = 0.02
 
 
 class Arrival:
     """A copy of shards under way in a thread: from ``source``, whose ``index`` this is, into ``target``.
 
-    The first shard comes alone, at all the speed that Drive has; then several at a time, in an order by chance. What
+    The first shard comes alone, at all the speed that Drive has; then several at a time, in a random order. What
     lies in ``target`` from an earlier copy is compared with its checksum in place of a copy, and copied again where it
     is damaged. Where Drive fails, ``retries`` try again; the index in ``target`` comes last.
 
+    Where the shards take more than ``limit_bytes``, they take turns, and the copy never ends. A shard is removed when
+    another one is needed earlier, and Drive still has it. Then ``target`` is a folder that was new or empty, marked by
+    the file ``arriving.json``, and without an index.
+
     Attributes:
+        rolls: whether shards take turns.
         spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of ``perf_counter``), by its
             number, in the order of arrival.
         retries: how many times Drive failed and was tried again, and whether it fails now.
 
     Raises:
-        ColabUtilsError: too little free disk, or other shards in ``target``.
+        ColabUtilsError: too little free disk, other files in ``target``, or a limit below two shards.
     """
-
-    window: int | None = None  # as many as there are
 
     def __init__(
         self, source: Path, target: Path, index: ShardIndex, *, profile: DriveProfile | None, workers: int, seed: int,
-        retries: Retries,
+        retries: Retries, limit_bytes: float = math.inf,
     ) -> None:  # fmt: skip
-        self.target, self.index = target, index
-        before = read_target(source, target, index)
-        check_space(target, self._choose_files(), cached=is_on_drive(source))
-        self.retries = retries
-        self._job = Copying(source, target, profile, retries, overwrite=before is not None)
-        self._order = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
-        self._workers = workers
-        self._news = threading.Condition()
+        self.source, self.target, self.index, self.retries = source, target, index, retries
+        self.rolls, self._limit, self._workers = limit_bytes < index.bytes, limit_bytes, workers
+        self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
+        if limit_bytes < (least := min(index.bytes, 2 * max(self._sizes, default=0))):
+            raise ColabUtilsError(
+                f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {format_bytes(limit_bytes)}: "
+                "allow more, or preprocess into smaller shards (--shard-mb)"
+            )
+        self._key = hash_bytes(repr(sorted(index.files())).encode())
+        overwrite = self._check_target()
+        fitting = zip(index.shards, accumulate(self._sizes), strict=True)
+        files = [file for shard, end in fitting if end <= limit_bytes for file in shard.files()]
+        check_space(target, files, cached=is_on_drive(source))
+        self._job = Copying(source, target, profile, retries, overwrite=overwrite)
+        self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
+        self._wanted, self._used, self._moving = self._order, set[int](), set[int]()
+        self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
         self._told = False
-        self._thread: threading.Thread | None = None
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
+        with explain_write(target):
+            target.mkdir(parents=True, exist_ok=True)
+            self._write_status()
+        self._thread = threading.Thread(target=self._run, name="arrival", daemon=True)
+        self._thread.start()
 
-    def want(self, shards: Collection[int]) -> None:
-        """Say which shards are needed; here all come anyway, and stay."""
-
-    def use(self, shards: Collection[int]) -> None:
-        """Say that shards are in use."""
-
-    def release(self, shards: Collection[int]) -> None:
-        """Say that shards were used."""
-
-    def has(self, shards: Collection[int]) -> bool:
-        """Whether these may be asked for now: they are there, or will be waited for."""
-        return True
-
-    def start(self) -> None:
-        """Begin to copy; a second call does nothing."""
-        if self._thread is None and not self.is_complete:
-            self.began_s = perf_counter()
-            self._thread = threading.Thread(target=self._run, name="arrival", daemon=True)
-            self._thread.start()
+    def _check_target(self) -> bool:
+        """Whether damaged shards in the target may be replaced: an index or an earlier arrival tells that they are of
+        this copy.
+        """
+        previous, status = read_target(self.source, self.target, self.index), _read_status(self.target)
+        is_ours = previous is None and status.get("key") == self._key
+        if self.rolls and not (is_ours and status["rolls"]) and self.target.exists() and any(self.target.iterdir()):
+            raise ColabUtilsError(
+                f"expected a new or empty folder for shards that take turns (limit_gb), found files in {self.target}, "
+                "which are never removed: name another folder, or leave limit_gb out"
+            )
+        return is_ours or previous is not None
 
     def stop(self) -> None:
         """End at the next piece; what has arrived stays, and a copy made anew continues there."""
         self._job.stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _choose_files(self) -> list[tuple[str, int, str]]:
-        return list(self.index.files())
+        self._thread.join()
 
     @property
     def is_complete(self) -> bool:
-        """Whether all shards have arrived."""
-        return len(self.spans_s) == len(self.index.shards)
+        """Whether all shards have arrived, to stay."""
+        return not self.rolls and len(self.spans_s) == len(self.index.shards)
 
-    def list_arrived(self, *, more_than: int = -1) -> list[int]:
-        """Numbers of the shards there are, in the order of arrival.
+    def plan_windows(self, epoch: int) -> list[list[int]]:
+        """The shards in the order of their arrival, in windows that are trained on one after another.
+
+        A window holds as many shards as came before it, and at most as many as are copied at a time. Where shards take
+        turns, every second epoch begins with those that the one before left on the disk.
+        """
+        order = self._order[::-1] if self.rolls and epoch % 2 else self._order
+        most = min(COPY_STREAMS, max(1, int(self._limit / max(self._sizes) / 2))) if self.rolls else COPY_STREAMS
+        windows: list[list[int]] = []
+        while (first := sum(map(len, windows))) < len(order):
+            windows.append(order[first : first + min(most, max(1, first))])
+        return windows
+
+    def want(self, used: Collection[int], wanted: list[int]) -> None:
+        """Keep the shards that are in use; copy those that are wanted, in this order (and the others, if all stay)."""
+        with self._lock:
+            self._used, self._wanted = set(used), wanted if self.rolls else [*wanted, *self._order]
+
+    def has(self, shards: Collection[int]) -> bool:
+        """Whether these shards are there.
 
         Raises:
-            DriveLostError: there are not ``more_than`` so many, and Drive is lost for good; the message says what is
-                safe.
-            ColabUtilsError: likewise, where a shard is damaged on Drive too, or the disk is full.
+            DriveLostError: they are not, and Drive is lost for good; the message says what is safe.
+            ColabUtilsError: likewise, where a shard is damaged on Drive too, the disk is full, or the copy was stopped.
         """
-        with self._news:
-            if self._error is not None and len(self.spans_s) <= more_than:
+        with self._lock:
+            missing = not self.spans_s.keys() >= set(shards)
+            if missing and self._error is not None:
                 raise self._error
             if self.retries.failing and self.spans_s and not self._told:
                 self._told = True
-                here = f"{len(self.spans_s)} of {len(self.index.shards)} shards"
                 warnings.warn(
-                    f"Drive does not answer: it is tried again, and training goes on with the {here} in {self.target}",
+                    f"Drive does not answer: it is tried again, and training goes on with the {self._count_arrived()}",
                     ColabUtilsWarning,
                     stacklevel=2,
                 )
-            return list(self.spans_s)
-
-    def wait_for(self, number: int) -> None:
-        """Return when this shard has arrived; raises as `list_arrived`."""
-        with self._news:
-            self._news.wait_for(lambda: number in self.spans_s or self._error is not None)
-            if number not in self.spans_s and self._error is not None:
-                raise self._error
-
-    def _run(self) -> None:
-        try:
-            with explain_write(self.target):
-                self.target.mkdir(parents=True, exist_ok=True)
-                remove_leftovers(self.target)
-                self._copy_all()
-        except CancelledError:
-            return  # stopped
-        except (ColabUtilsError, OSError) as error:
-            self._job.stop.set()
-            found = f"expected to copy shards to {self.target}, found: {error}. Check the disk, or mount Drive again."
-            with self._news:
-                self._error = error if isinstance(error, ColabUtilsError) else ColabUtilsError(found)
-                self._news.notify_all()
-
-    def _copy_all(self) -> None:
-        first, *rest = self._order
-        with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
-            self._fetch(first, pool.map)
-            for _ in pool.map(self._fetch, rest):
-                pass
-        write_index(self.target, self.index)
-
-    def _fetch(self, number: int, do_each: Callable[..., Iterable[Any]] = map) -> None:
-        began_s = perf_counter()
-        if self._job.stop.is_set():
-            raise CancelledError  # or the index would be written without this shard
-        try:
-            for _ in do_each(lambda file: self._job.copy_file(*file), self.index.shards[number].files()):
-                pass
-        except DriveLostError as error:
-            raise DriveLostError(
-                f"{error}; {len(self.spans_s)} of {len(self.index.shards)} shards are safe in {self.target}, "
-                "and the same call continues there"
-            ) from error
-        with self._news:
-            self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
-            self._news.notify_all()
-
-
-class RollingArrival(Arrival):
-    """An `Arrival` that never ends: at most ``limit_bytes`` of shards lie in ``target``.
-
-    Half of them are trained on while the other half arrives. A shard is removed when it was used, another one needs
-    its room, and Drive still has it. There is no index in ``target``, which is a cache and no copy.
-
-    Attributes:
-        window: how many shards are to be used together.
-    """
-
-    window: int
-
-    def __init__(self, source: Path, target: Path, index: ShardIndex, *, limit_bytes: float, **options: Any) -> None:
-        self._source, self._limit = source, limit_bytes
-        self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
-        if limit_bytes < sum(sorted(self._sizes)[-2:]):
-            raise ColabUtilsError(
-                f"expected a limit that holds two shards, {sum(sorted(self._sizes)[-2:]) / 1e9:.3g} GB, found "
-                f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards (--shard-mb)"
-            )
-        self.window = max(1, int(limit_bytes / float(np.mean(self._sizes))) // 2)
-        self._wanted: list[int] = []
-        self._used: set[int] = set()
-        self._moving: set[int] = set()
-        super().__init__(source, target, index, **options)
-
-    def _choose_files(self) -> list[tuple[str, int, str]]:
-        """Files that fill the limit."""
-        left, files = self._limit, list[tuple[str, int, str]]()
-        for shard, size in zip(self.index.shards, self._sizes, strict=True):
-            left -= size
-            files += shard.files() if left >= 0 else ()
-        return files
-
-    @property
-    def is_complete(self) -> bool:
-        """Never: what is there now may go."""
-        return False
-
-    def wait_for(self, number: int) -> None:
-        """Nothing: an image whose shard is not there is read on Drive."""
-
-    def want(self, shards: Collection[int]) -> None:
-        """These are needed, and no others."""
-        with self._news:
-            self._wanted = [number for number in self._order if number in shards]
-            self._news.notify_all()
-
-    def use(self, shards: Collection[int]) -> None:
-        """These must not go before they are released."""
-        with self._news:
-            self._used.update(shards)
-
-    def release(self, shards: Collection[int]) -> None:
-        """These were used."""
-        with self._news:
-            self._used.difference_update(shards)
-            self._news.notify_all()
-
-    def has(self, shards: Collection[int]) -> bool:
-        """Whether all of these are there; those that are not come next."""
-        with self._news:
-            missing = [number for number in shards if number not in self.spans_s]
-            if missing and self._error is not None:
-                raise self._error
-            if missing:
-                self._wanted = [*missing, *(number for number in self._wanted if number not in missing)]
-                self._news.notify_all()
             return not missing
 
+    def _count_arrived(self) -> str:
+        return f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target}"
+
+    def _run(self) -> None:
+        error: Exception = ColabUtilsError("expected all shards, found the copy stopped")
+        try:
+            with explain_write(self.target):
+                remove_leftovers(self.target)
+                self._copy_all()
+                if self.is_complete:
+                    write_index(self.target, self.index)
+                    (self.target / STATUS_NAME).unlink()
+                    return
+        except CancelledError:
+            pass
+        except Exception as found:
+            error = found
+        kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
+        with self._lock:
+            self._error = kind(f"{error}; {self._count_arrived()} are safe, and the same call continues there")
+            try:
+                self._write_status()
+            except OSError:
+                with suppress(OSError):
+                    (self.target / STATUS_NAME).unlink()  # or readers would wait for ever
+
     def _copy_all(self) -> None:
-        with suppress(FileNotFoundError):
-            (self.target / INDEX_NAME).unlink()
-        for number, shard in enumerate(self.index.shards):  # what an earlier session left
+        for number, shard in enumerate(self.index.shards if self.rolls else ()):  # what an earlier session left
             if any((self.target / name).exists() for name, _, _ in shard.files()):
-                fits = self._sizes[number] <= self._limit - sum(self._sizes[there] for there in self.spans_s)
-                self._fetch(number) if fits else self._remove(number)
+                self._fetch(number) if self._fits(number) else self._remove(number)
         with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
             for work in [pool.submit(self._work) for _ in range(self._workers)]:
                 work.result()
@@ -249,29 +188,37 @@ class RollingArrival(Arrival):
         try:
             while (number := self._choose()) is not None:
                 self._fetch(number)
-                with self._news:
-                    self._moving.discard(number)
+        except CancelledError:
+            pass  # stopped, or another thread says why
         except BaseException:
-            self._job.stop.set()  # or the other threads would go on for ever
+            self._job.stop.set()
             raise
+
+    def _fits(self, number: int) -> bool:
+        return self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moving) <= self._limit
 
     def _choose(self) -> int | None:
         """The next shard to copy, once there is room for it; None when it is over."""
         while not self._job.stop.is_set():
-            with self._news:
-                there = self.spans_s.keys() | self._moving
-                number = next((number for number in self._wanted if number not in there), None)
-                left = self._limit - sum(self._sizes[number] for number in there)
-                if number is not None and self._sizes[number] <= left:
-                    self._moving.add(number)
-                    return number
-                kept = self._used.union(self._wanted)
-                leaving = next((number for number in self.spans_s if number not in kept), None)
-                if number is None or leaving is None:
-                    self._news.wait(0.2)
-                    continue
-                self._moving.add(leaving)
-                span = self.spans_s.pop(leaving)
+            with self._lock:
+                here = self.spans_s.keys() | self._moving
+                number = next((number for number in self._wanted if number not in here), None)
+                if number is None and not self.rolls:
+                    return None
+                leaving = None
+                if number is not None and (self.spans_s or not self._moving):  # the first shard comes alone
+                    if self._fits(number):
+                        self._moving.add(number)
+                        return number
+                    rank = {one: place for place, one in enumerate(self._wanted)}
+                    later = {one for one in self.spans_s if rank.get(one, math.inf) > rank[number]} - self._used
+                    leaving = max(later, key=lambda one: rank.get(one, math.inf), default=None)
+                if leaving is not None:
+                    self._moving.add(leaving)
+                    span = self.spans_s.pop(leaving)
+            if leaving is None:
+                self._job.stop.wait(_POLL_S)
+                continue
             try:
                 self._remove(leaving)
             except BaseException:
@@ -281,17 +228,28 @@ class RollingArrival(Arrival):
                 self._moving.discard(leaving)
         return None
 
+    def _fetch(self, number: int) -> None:
+        began_s = perf_counter()
+        for file in self.index.shards[number].files():
+            if self._job.stop.is_set():
+                raise CancelledError  # or the index would be written without this shard
+            self._job.copy_file(*file)
+        with self._lock:
+            self._moving.discard(number)
+            self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
+            self._write_status()
+
     def _remove(self, number: int) -> None:
         """Remove a shard from the disk; never the only one left."""
         files = self.index.shards[number].files()
 
         def look() -> bool:
-            with guard_drive(self._source):
-                return all(has_size(self._source / name, size) for name, size, _ in files)
+            with guard_drive(self.source):
+                return all(has_size(self.source / name, size) for name, size, _ in files)
 
         if not self.retries.run(look):
             raise ColabUtilsError(
-                f"expected {files[0][0]} in {self._source}, found none of its size: that in {self.target} is the last "
+                f"expected {files[0][0]} in {self.source}, found none of its size: that in {self.target} is the last "
                 "one, and is kept. Copy it back, then run the same again"
             )
         for name, _, _ in files:
@@ -300,16 +258,73 @@ class RollingArrival(Arrival):
                 (self.target / name).unlink()
                 file.truncate(0)
 
+    def _write_status(self) -> None:
+        status = {
+            "key": self._key, "rolls": self.rolls, "pid": os.getpid(), "arrived": list(self.spans_s),
+            "error": str(self._error or ""), "is_lost": isinstance(self._error, DriveLostError),
+        }  # fmt: skip
+        temporary = self.target / f".{STATUS_NAME}.part"
+        temporary.write_text(json.dumps(status))
+        temporary.replace(self.target / STATUS_NAME)
 
-_READERS = 32  # of the tables, which lie at the start of a small file beside each shard
+
+def _read_status(target: Path) -> dict[str, Any]:
+    """What an `Arrival` says about itself, to any process; empty where there is none, or it is complete."""
+    try:
+        status: dict[str, Any] = json.loads((target / STATUS_NAME).read_text())
+    except FileNotFoundError:
+        return {}
+    return status
+
+
+class _ArrivingFiles(ShardFiles):
+    """Files of shards that arrive: those of one that is not there are waited for, or read in ``source`` where shards
+    take turns; in any process.
+    """
+
+    def __init__(self, source: Path, target: Path, *, rolls: bool) -> None:
+        super().__init__(target, None)
+        self._drive, self._rolls = ShardFiles(source, None), rolls
+        self._arrived: Collection[int] = ()
+
+    def __reduce__(self) -> Any:
+        return partial(_ArrivingFiles, rolls=self._rolls), (self._drive.folder, self.folder)
+
+    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
+        if not self._rolls:
+            self._wait_for(shard)
+            super().read_into(shard, name, start, buffer)
+            return
+        for _ in range(2):
+            try:
+                super().read_into(shard, name, start, buffer)
+                return
+            except ColabUtilsError:
+                self._open.cache_clear()  # it was removed, and may have come back since
+        self._drive.read_into(shard, name, start, buffer)
+
+    def _wait_for(self, shard: int) -> None:
+        import psutil
+
+        while shard not in self._arrived:
+            status = _read_status(self.folder)
+            self._arrived = status.get("arrived", range(sys.maxsize))
+            if shard in self._arrived:
+                return
+            if status["error"] or not psutil.pid_exists(status["pid"]):
+                ended = f"expected shards to arrive in {self.folder}, found that the process that copied them has ended"
+                kind = DriveLostError if status["is_lost"] else ColabUtilsError
+                raise kind(status["error"] or f"{ended}: make ArrivingShards again, it continues there")
+            sleep(_POLL_S)
 
 
 class ArrivingShards(ShardDataset):
     """A `ShardDataset` whose shards are copied from Drive to the SSD while it is used.
 
     The copy begins at once, in a thread. A loader made over it by `make_loader` begins with the first shard that has
-    arrived and goes on with those there are, in an order by chance; every image comes once in each epoch, from the
-    first one on. When all have arrived it reads the SSD alone. An image whose shard has not arrived is waited for.
+    arrived and goes on with the next ones, in a random order; every image comes once in each epoch, from the first one
+    on. When all have arrived it reads the SSD alone. An image whose shard has not arrived is waited for,
+    in the workers of any ``DataLoader``, too.
 
     Args:
         source: folder of shards, usually on Drive.
@@ -317,12 +332,14 @@ class ArrivingShards(ShardDataset):
         profile: the speed at which ``source`` is read (see `colab_utils.drive`); ``None`` is full speed.
         workers: shards copied at the same time (threads).
         limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is smaller than all of
-            them: they take turns there, in every epoch. Half of them are trained on while the other half arrives.
+            them: they take turns there, in every epoch. ``target`` must then be a new or empty folder, or one that such
+            a run left.
         seed: of the order in which the shards are copied.
+        transforms: as for `ShardDataset`.
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``.
+        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; None in other processes.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.
@@ -337,45 +354,66 @@ class ArrivingShards(ShardDataset):
 
     def __init__(
         self, source: str | Path, target: str | Path, *, profile: str | DriveProfile | None = None, workers: int = 4,
-        limit_gb: float | None = None, seed: int = 0, contiguous_labels: bool = False,
+        limit_gb: float | None = None, seed: int = 0, transforms: Transforms | None = None,
+        contiguous_labels: bool = False,
     ) -> None:  # fmt: skip
         source, target, speed, retries = Path(source), Path(target), get_profile(profile), Retries()
         index = read_index(source, retries)
-        options: dict[str, Any] = {"profile": speed, "workers": workers, "seed": seed, "retries": retries}
-        if limit_gb is None or limit_gb * 1e9 >= index.bytes:
-            arrival = Arrival(source, target, index, **options)
-        else:
-            arrival = RollingArrival(source, target, index, limit_bytes=limit_gb * 1e9, **options)
-        arrival.start()
-        ids = [category["id"] for category in index.categories]
-        load = partial(load_shard, source, category_ids=ids, profile=speed, retries=retries)
+        arrival = Arrival(
+            source, target, index, profile=speed, workers=workers, seed=seed, retries=retries,
+            limit_bytes=math.inf if limit_gb is None else limit_gb * 1e9,
+        )  # fmt: skip
+        load = partial(load_shard, source, index=index, profile=speed, retries=retries)
         with ThreadPoolExecutor(_READERS) as pool:  # one after the other, 150 shards take Drive 10 to 90 seconds
             try:
                 shards = list(pool.map(load, index.shards))
             except BaseException:
                 arrival.stop()
                 raise
-        self._open(target, index, shards, None, whole_shards=False, contiguous_labels=contiguous_labels)
-        self._process, self.arrival = os.getpid(), arrival
-        if arrival.window is not None:
-            self._files.source = source
+        files = _ArrivingFiles(source, target, rolls=arrival.rolls)
+        self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
+        self.arrival = arrival
 
     def stop(self) -> None:
         """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards` continues there."""
         if self.arrival is not None:
             self.arrival.stop()
 
-    def _read_pixels(self, index: int, pixels: NDArray[np.uint8]) -> None:
-        self._wait_for(index)
-        super()._read_pixels(index, pixels)
-
-    def _read_bits(self, index: int, bits: NDArray[np.uint8]) -> None:
-        self._wait_for(index)
-        super()._read_bits(index, bits)
-
-    def _wait_for(self, index: int) -> None:
-        if self.arrival is not None and self._process == os.getpid():  # workers are asked for what has arrived
-            self.arrival.wait_for(int(self.shard_of[index]))
-
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "arrival": None}  # the copy stays in the process that began it
+
+
+def plan_batches(
+    order: BatchSampler, arrival: Arrival | None, shard_of: NDArray[np.int64] | None, windows: list[list[int]],
+    is_due: Callable[[int], bool],
+) -> Iterator[tuple[int, list[int]] | None]:  # fmt: skip
+    """The batches of an epoch that are due, each with its number in the epoch; None where the next one has to wait.
+
+    ``windows`` of shards (`Arrival.plan_windows`) are trained on one after another, each shuffled together with what
+    the one before left over; without windows it is the order of all images. ``shard_of``: int64 [I], of each image.
+    """
+    plan = _order_windows(order, windows, shard_of) if windows else ((0, indices) for indices in order)
+    for number, (place, indices) in enumerate(plan):
+        if not is_due(number):
+            continue
+        if arrival is not None and shard_of is not None:
+            arrival.want([*chain(*windows[max(0, place - 1) : place + 1])], [*chain(*windows[place:])])
+            needed = set(shard_of[indices].tolist())
+            if arrival.rolls:  # what is left of earlier windows is read on Drive, if it was removed
+                needed.intersection_update(*windows[place : place + 1])
+            while not arrival.has(needed):
+                yield None
+        yield number, indices
+
+
+def _order_windows(
+    order: BatchSampler, windows: list[list[int]], shard_of: NDArray[np.int64] | None
+) -> Iterator[tuple[int, list[int]]]:
+    """The batches of an epoch, each with the number of the window that it belongs to."""
+    left = np.zeros(0, np.int64)
+    for place, window in enumerate(windows):
+        left = order.shuffle(np.concatenate([left, np.flatnonzero(np.isin(shard_of, window))]), place)
+        batches, left = order.group(left, order.batch_size)
+        if place == len(windows) - 1:
+            batches += order.cut(left, order.batch_size)
+        yield from ((place, indices) for indices in batches)

@@ -11,13 +11,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.arriving import plan_batches
 from colab_utils.loading.batch import PackedBatch, Target
-from colab_utils.loading.sampler import AllArrived, BatchSampler
+from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
-from colab_utils.loading.tune import Tuning, tune_workers
+from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
 from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
 
@@ -55,14 +56,14 @@ class LoaderSettings:
                 raise ColabUtilsError(f"expected {name} as one of {', '.join(known)}, found {value!r}")
         if self.image_dtype not in (torch.float32, torch.uint8):
             raise ColabUtilsError(f"expected image_dtype as torch.float32 or torch.uint8, found {self.image_dtype!r}")
-        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0}
+        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0, "ranks": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
                 raise ColabUtilsError(f"expected {name} as a whole number of {lowest} or more, found {value!r}")
             object.__setattr__(self, name, int(value))
-        if not self.rank < self.ranks:
-            raise ColabUtilsError(f"expected ranks over rank {self.rank}, found {self.ranks!r}")
+        if self.rank >= self.ranks:
+            raise ColabUtilsError(f"expected a rank under {self.ranks} (ranks), found {self.rank}")
         if self.transforms is not None and self.deliver == "packed":
             raise ColabUtilsError(
                 "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or "
@@ -80,8 +81,10 @@ def make_loader(
     deliver: Delivery = "dense",
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
+    sampler: Sampler[int] | None = None,
+    drop_last: bool = False,
     seed: int = 0,
-    prefetch: int | Literal["auto"] = "auto",
+    prefetch: int = PREFETCH,
     group_by_aspect_ratio: bool = True,
     transforms: Transforms | None = None,
     transform_on: Literal["device", "worker"] = "device",
@@ -108,9 +111,12 @@ def make_loader(
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
             normalises itself.
         shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
+        sampler: gives the indices of each epoch instead, as in torch's ``DataLoader``, such as a
+            ``WeightedRandomSampler``; it has a length, and draws from ``seed`` unless it has a generator of its own.
+        drop_last: leave out the last batch of an epoch where it is not full.
         seed: of the order, and of all random numbers in your dataset and in ``transforms`` on the worker: the same
             samples with any backend and any number of workers.
-        prefetch: batches that each worker prepares ahead; "auto" is what was tuned, or 2.
+        prefetch: batches that each worker prepares ahead.
         group_by_aspect_ratio: fill shuffled batches with wide images or with tall ones, where the dataset has
             ``sizes``: less padding, as in torchvision's references.
         transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors. A
@@ -120,7 +126,8 @@ def make_loader(
         max_bad: images in all that may fail to load, with whatever exception, and are left out, each with a warning;
             one more is an error.
         rank: of this process, where several train together: it gets its share of the images of each batch, or None in
-            place of a batch that has none for it. Taken from ``torch.distributed`` where that is initialised.
+            place of a batch that has none for it. Taken from ``torch.distributed`` where that is initialised and there
+            is no ``sampler``.
         ranks: how many processes those are.
 
     Raises:
@@ -146,26 +153,26 @@ def make_loader(
     if transform_on not in ("device", "worker"):
         raise ColabUtilsError(f"expected transform_on as one of device, worker, found {transform_on!r}")
     on_worker = transform_on == "worker"
-    rank, ranks = _find_ranks(rank, ranks)
+    if sampler is None and rank is None and ranks is None:
+        rank, ranks = _find_ranks()
     settings = LoaderSettings(
         batch_size=batch_size, device=find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
-        workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank, ranks=ranks,
-        backend="processes" if backend == "auto" else backend, prefetch=2 if prefetch == "auto" else prefetch,
-        transforms=None if on_worker else transforms,
+        workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank or 0,
+        backend="processes" if backend == "auto" else backend, prefetch=prefetch,
+        transforms=None if on_worker else transforms, ranks=1 if ranks is None else ranks,
     )  # fmt: skip
     fetcher, settings = _make_fetcher(dataset, settings, transforms if on_worker else None)
     order = BatchSampler(
-        len(fetcher), settings.batch_size, settings.seed if shuffle else None,
+        len(fetcher), settings.batch_size, settings.seed if shuffle else None, sampler=sampler, drop_last=drop_last,
         sizes=fetcher.sizes if group_by_aspect_ratio else None,
     )  # fmt: skip
-    tuning = None
-    is_here = fetcher.arrival is None or fetcher.arrival.is_complete
+    is_here, tuning = fetcher.arrival is None or fetcher.arrival.is_complete, None
+    if sampler is not None and not is_here:
+        raise ColabUtilsError("expected no sampler while shards arrive, found one. Wait until all are here.")
     if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * settings.batch_size:
         only = None if backend == "auto" else settings.backend
         tuning = tune_workers(fetcher, batch_size=settings.batch_size, backend=only)
-        best = tuning.best
-        ahead = best.prefetch if prefetch == "auto" else settings.prefetch
-        settings = replace(settings, backend=best.backend, workers=best.workers, prefetch=ahead)
+        settings = replace(settings, backend=tuning.best.backend, workers=tuning.best.workers)
     return Loader(fetcher, order, settings, tuning)
 
 
@@ -179,12 +186,12 @@ def _check_dataset(dataset: Any) -> None:
         raise ColabUtilsError("expected a dataset with images, found an empty one")
 
 
-def _find_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
+def _find_ranks() -> tuple[int, int]:
     """Which of how many processes this is."""
     distributed = torch.distributed
-    if rank is None and ranks is None and distributed.is_available() and distributed.is_initialized():
+    if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    return rank or 0, 1 if ranks is None else ranks
+    return 0, 1
 
 
 def _make_fetcher(
@@ -208,7 +215,7 @@ class Loader:
 
     Attributes:
         epoch: the epoch that the next pass runs, or that the pass under way is in.
-        settings: what it does; ``workers`` and ``backend`` are what really runs.
+        settings: what it does.
         tuning: how the workers were found, where they were.
         total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
@@ -225,8 +232,7 @@ class Loader:
         self._fetcher, self._order = fetcher, order
         self._totals: dict[int, int] = {}
         self._delivered, self._skipped = 0, set[int]()
-        self._joined: list[tuple[int, int]] = []  # shards that arrived in this epoch, and before which batch
-        self._planned = 0
+        self._windows: list[list[int]] = []  # of shards, in an epoch that began while they arrived
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
@@ -242,7 +248,7 @@ class Loader:
 
     def __str__(self) -> str:
         way = describe_workers(self.backend, self.workers, self.prefetch)
-        return f"{len(self):,} batches of {self.batch_size}, {self.deliver}, by {way}"
+        return f"{len(self):,} batches of {self.batch_size}, {self.deliver} ({way})"
 
     __repr__ = __str__
 
@@ -270,7 +276,7 @@ class Loader:
     def _end_epoch(self) -> None:
         self.epoch += 1
         self._delivered, self._skipped = 0, set()
-        self._joined, self._planned = [], 0
+        self._windows = []
         self._order.go_on(())
 
     def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
@@ -289,41 +295,23 @@ class Loader:
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
         """The batches of the epoch that were not delivered yet."""
         arrival, first, skipped = self._fetcher.arrival, self._delivered, set(self._skipped)
-        shard_of: Any = self._fetcher.shard_of
-        if self._joined or not (arrival is None or arrival.is_complete):
-            from_where = arrival or AllArrived(np.unique(shard_of).tolist())
-            plan: Any = self._order.plan_arriving(shard_of, from_where, self._joined, self._planned)
-        else:
-            plan = iter(self._order.plan())
-        number = 0
-        for parts in plan:
-            if parts is None:
-                yield None
-                continue
-            indices = [index for _, part in parts for index in part]
-            self._planned = max(self._planned, number + 1)
-            if number >= first and number not in skipped:
-                if arrival is not None and arrival.window is not None:
-                    needed = {int(shard_of[index]) for index in indices}
-                    while not arrival.has(needed):
-                        yield None
+        is_new = not (first or skipped or self._windows or self._order.before)
+        if is_new and arrival is not None and not arrival.is_complete:
+            self._windows = arrival.plan_windows(self.epoch)
+
+        def is_due(number: int) -> bool:
+            return number >= first and number not in skipped
+
+        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, is_due):
+            if due is not None:
+                number, indices = due
                 self._totals[number] = len(indices)
-                yield number, indices[self.settings.rank :: self.settings.ranks]
-            number += 1
+                due = number, indices[self.settings.rank :: self.settings.ranks]
+            yield due
 
     def _start(self) -> Prefetcher:
         if self._prefetcher is None:
-            try:
-                self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
-            except OSError as error:  # no more processes
-                warnings.warn(
-                    f"expected {self.workers} worker processes, found that they cannot be started ({error}): batches "
-                    "are loaded in this process. Close what you do not need, or use workers=0.",
-                    ColabUtilsWarning,
-                    stacklevel=4,
-                )
-                self.workers, self.backend = 0, "threads"
-                self._prefetcher = Prefetcher(self._fetcher, "threads", 0, self.prefetch)
+            self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         return self._prefetcher
 
@@ -371,12 +359,12 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands after the batches delivered so far: plain whole numbers; ``skipped`` lists batches
-        to leave out; ``joined`` when shards arrived that were copied; ``before`` what this epoch delivered in batches
-        of another size.
+        to leave out; ``joined`` the windows of shards of an epoch that began while they arrived; ``before`` what this
+        epoch delivered in batches of another size.
         """
         state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": self._delivered}
-        if self._joined:
-            state |= {"joined": [list(one) for one in self._joined], "planned": self._planned}
+        if self._windows:
+            state["joined"] = [list(one) for one in self._windows]
         if self._order.before:
             state["before"] = [list(one) for one in self._order.before]
         return state | ({"skipped": sorted(self._skipped)} if self._skipped else {})
@@ -392,7 +380,7 @@ class Loader:
         here = self._describe_order()
         there = {key: state.get(key, value) for key, value in here.items()}
         size, count, skipped = there["batch_size"], state["batch"], set(state.get("skipped", ()))
-        resized = size != self.batch_size and not state.get("joined")
+        resized = size != self.batch_size and not state.get("joined") and self._order.sampler is None
         if there != (here | {"batch_size": size} if resized else here):
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
         self.epoch = self._order.epoch = state["epoch"]
@@ -401,8 +389,7 @@ class Loader:
         done = [[size, count, *later]] if resized and (count or later) else []
         self._order.go_on([*state.get("before", ()), *done])
         self._delivered, self._skipped = (0, set()) if resized else (count, skipped)
-        self._joined = [(shard, number) for shard, number in state.get("joined", ())]
-        self._planned = state.get("planned", 0)
+        self._windows = [list(one) for one in state.get("joined", ())]
 
     def _describe_order(self) -> dict[str, int]:
         return {

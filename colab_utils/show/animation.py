@@ -162,7 +162,7 @@ def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> dict[st
 
 def explore_simulation(
     *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, step_cv: float = 0.0,
-    prefetch: int = 2, in_order: bool = True, max_workers: int = 8,
+    prefetch: int = 2, max_workers: int = 8,
 ) -> Any:  # fmt: skip
     """Sliders for what `simulate` takes: each redraws the chart and says in a sentence what would end the waiting.
 
@@ -175,7 +175,6 @@ def explore_simulation(
         load_cv: spread of the loading times, standard deviation / mean.
         step_cv: the same for the step; it has no slider.
         prefetch: batches asked for ahead of time for each worker.
-        in_order: whether the step takes the batches in the order in which they were asked for.
         max_workers: the end of the workers' slider, and the most that is recommended.
 
     Returns:
@@ -205,11 +204,10 @@ def explore_simulation(
         "load_cv": ipywidgets.FloatSlider(load_cv, min=0, max=max(1.5, load_cv), step=0.05, description="its spread"),
         "step_s": make_time_slider(step_s, "a step, seconds"),
         "prefetch": ipywidgets.IntSlider(prefetch, 1, max(prefetch, 8), description="prefetch, a worker"),
-        "in_order": ipywidgets.Checkbox(in_order, description="batches in order"),
     }
     view = ipywidgets.HTML(_draw_advice(find_cures(
         workers=workers, load_s=load_s, step_s=step_s, load_cv=load_cv, step_cv=step_cv, prefetch=prefetch,
-        in_order=in_order, max_workers=max_workers,
+        max_workers=max_workers,
     )))  # fmt: skip
 
     def redraw(_change: Any) -> None:

@@ -94,9 +94,8 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
     assert "the largest stage is read" in found.verdict
     assert "(emulated)" in found.verdict
-    assert [stage.name for stage in found.reads] == ["cold", "warm"]
     assert list(by_id) == ["shards", "data_and_workers", "local_files", "workers", "prefetch", "faster_step"]
-    assert " an epoch in place of " in by_id["shards"].sentence
+    assert "; once, about " in by_id["shards"].sentence
     assert by_id["shards"].forecast_images_per_second > 1.5 * found.images_per_second
     json.dumps(dataclasses.asdict(found), allow_nan=False)
 
@@ -105,19 +104,16 @@ def test_without_a_step_only_the_loader_is_judged(tiny_shards, no_fixes):
     found = diagnose(make_loader(ShardDataset(tiny_shards), batch_size=4, workers=0), seconds=0.5)
     assert found.verdict.startswith("The loader alone gives")
     assert found.step == "none"
-    assert found.headspace > 0
+    assert found.headspace == 1
     assert "step" not in [stage.name for stage in found.stages]
 
 
-def test_three_images_on_drive(tiny_dataset, tmp_path, monkeypatch, no_fixes):
+def test_three_images(tiny_dataset, tmp_path, no_fixes):
     annotations = write_subset(read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json")
-    monkeypatch.setattr(module, "is_on_drive", lambda folder: True)
     loader = make_loader(CocoFolder(tiny_dataset.images, annotations), batch_size=2, workers=0)
     found = diagnose(loader, EmulatedStep(5), seconds=0.5)
     assert found.images_per_second > 0
     assert found.batches >= 3
-    assert found.drive.files
-    assert str(found.drive).splitlines()[0] in str(found)
     json.dumps(dataclasses.asdict(found), allow_nan=False)
 
 

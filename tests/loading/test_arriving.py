@@ -3,7 +3,10 @@
 import errno
 import json
 import os
+import pickle
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -11,6 +14,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.drive import DriveLostError, DriveProfile
@@ -76,7 +80,7 @@ def test_samples_are_those_of_the_shards(drive, tmp_path):
     dataset.arrival.stop()
 
 
-def test_the_order_comes_again_from_a_state_and_its_log(drive, tmp_path):
+def test_the_order_comes_again_from_a_state(drive, tmp_path):
     dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW, workers=1)
     loader = make_loader(dataset, batch_size=2, workers=1, seed=3)
     batches, before, state = iter(loader), [], {}
@@ -85,21 +89,28 @@ def test_the_order_comes_again_from_a_state_and_its_log(drive, tmp_path):
         if len(before) == 3:
             state = json.loads(json.dumps(loader.state_dict()))
             break
-        time.sleep(0.05)
     after = list_ids(batches)
-    log, planned = state["joined"], state["planned"]
-    assert log[0][1] == 0
-    assert planned >= 3
     loader.close()
-    again = make_loader(ArrivingShards(drive, tmp_path / "ssd"), batch_size=2, workers=1, seed=3)
+    assert sorted(flatten(state["joined"])) == list(range(len(dataset.index.shards)))
+    for again in (
+        ArrivingShards(drive, tmp_path / "other", seed=5),  # on a new machine
+        ShardDataset(tmp_path / "ssd"),  # when all is there
+    ):
+        loader = make_loader(again, batch_size=2, workers=0, seed=3)
+        loader.load_state_dict(state)
+        assert list_ids(loader) == after
+    with pytest.raises(ColabUtilsError, match="a state of the same order"):
+        make_loader(again, batch_size=3, workers=0, seed=3).load_state_dict(state)
+
+
+def test_an_epoch_begun_on_a_finished_copy_goes_on_while_shards_arrive(drive, tmp_path):
+    loader = make_loader(ShardDataset(drive), batch_size=2, workers=0, seed=3)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    again = make_loader(ArrivingShards(drive, tmp_path / "ssd", profile=SLOW), batch_size=2, workers=0, seed=3)
     again.load_state_dict(state)
-    rest = list_ids(again)
-    assert rest[: planned - 3] == after[: planned - 3]
-    assert sorted(flatten(before + rest)) == sorted(dataset.image_ids.tolist())
-    again.close()
-    anew = make_loader(ShardDataset(tmp_path / "ssd"), batch_size=2, workers=0, seed=3)  # when all is there
-    anew.load_state_dict(state)
-    assert list_ids(anew)[: planned - 3] == after[: planned - 3]
+    assert list_ids(again) == list_ids(batches)
 
 
 def test_a_drive_that_fails_for_a_while_is_tried_again(drive, tmp_path, monkeypatch):
@@ -136,7 +147,7 @@ def test_a_drive_that_is_gone_ends_in_a_line_that_says_what_is_safe(drive, tmp_p
         for _, targets in batches:
             delivered.extend(int(target["image_id"]) for target in targets)
 
-    with pytest.raises(DriveLostError, match=r"\d+ of \d+ shards are safe in .*ssd, and the same call continues"):
+    with pytest.raises(DriveLostError, match=r"\d+ of \d+ shards in .*ssd are safe, and the same call continues"):
         train()
     assert delivered
     assert len(set(delivered)) == len(delivered)
@@ -159,6 +170,64 @@ def test_a_copy_that_is_stopped_leaves_no_index(drive, tmp_path, monkeypatch):
     dataset.arrival.stop()
     assert not dataset.arrival.is_complete
     assert not (tmp_path / "ssd" / "index.json").exists()
+
+
+READERS = {
+    "the dataset": lambda dataset: dataset[0],
+    "its last": lambda dataset: dataset.record(-1),
+    "make_loader": lambda dataset: list(make_loader(dataset, batch_size=2, workers=0)),
+    "make_loader's worker": lambda dataset: list(make_loader(dataset, batch_size=2, workers=1)),
+    "DataLoader": lambda dataset: list(DataLoader(dataset, batch_size=2, num_workers=2, collate_fn=list)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(drive, tmp_path, monkeypatch, reader):
+    monkeypatch.setattr(Copying, "copy_file", lambda self, *_: self.stop.wait())  # nothing ever arrives
+    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
+    timer = threading.Timer(0.5, dataset.stop)
+    timer.start()
+    with pytest.raises(
+        ColabUtilsError, match=r"found the copy stopped; 0 of \d+ shards in .*ssd are safe, and the same"
+    ):
+        READERS[reader](dataset)
+    timer.join()
+    dataset.stop()  # a second time does nothing
+
+
+def sum_up(samples):
+    """Plain numbers, which cost no hand-off between processes."""
+    return [(target["image_id"], int(image.sum()), int(target["masks"].sum())) for image, target in samples]
+
+
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+def test_workers_of_a_stock_dataloader_wait_for_shards(drive, tmp_path, monkeypatch, method, workers):
+    real, gate = Copying.copy_file, threading.Event()
+    monkeypatch.setattr(Copying, "copy_file", lambda self, *file: gate.wait() and real(self, *file))
+    dataset, whole = ArrivingShards(drive, tmp_path / "ssd", workers=1), ShardDataset(drive)
+    loader = DataLoader(
+        dataset, batch_size=2, num_workers=workers, collate_fn=sum_up, multiprocessing_context=method, timeout=60
+    )
+    batches = iter(loader)  # the workers begin
+    time.sleep(0.2)
+    gate.set()
+    assert flatten(batches) == sum_up(whole)
+    dataset.stop()
+
+
+def test_a_worker_whose_copying_process_is_gone_says_so(drive, tmp_path):
+    script = """if True:
+        import os, pickle, sys
+        from colab_utils.loading.arriving import ArrivingShards
+        from colab_utils.shards.copy import Copying
+        Copying.copy_file = lambda self, *_: self.stop.wait()
+        sys.stdout.buffer.write(pickle.dumps(ArrivingShards(sys.argv[1], sys.argv[2])))
+        sys.stdout.flush()
+        os._exit(0)
+    """
+    run = subprocess.run([sys.executable, "-c", script, drive, tmp_path / "ssd"], capture_output=True, check=True)
+    with pytest.raises(ColabUtilsError, match="found that the process that copied them has ended: make ArrivingShards"):
+        pickle.loads(run.stdout)[0]
 
 
 def test_other_shards_in_the_target_are_refused(drive, tmp_path, tiny_shards):
@@ -225,6 +294,7 @@ def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
     mount.fail(**fault)
     assert train_two_epochs(dataset) == [sorted(dataset.image_ids.tolist())] * 2
     assert bool(dataset.arrival.retries.count) == ("errors" in fault)
+    dataset.stop()
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
@@ -248,18 +318,34 @@ def test_a_mount_that_is_lost_after_the_copy_is_not_missed(mount, tmp_path):
     loader.close()
 
 
-@pytest.mark.parametrize("index", [True, False], ids=["after a whole copy", "after one that was broken off"])
-def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, index):
-    copy_shards(drive, tmp_path / "ssd")
+@pytest.mark.parametrize("is_complete", [True, False], ids=["after a whole copy", "after one that was broken off"])
+def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_complete):
+    if is_complete:
+        copy_shards(drive, tmp_path / "ssd")
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(arriving, "write_index", lambda *_: 1 / 0)
+            before = ArrivingShards(drive, tmp_path / "ssd")
+            while before.arrival._error is None:
+                time.sleep(0.01)
     tar = tmp_path / "ssd" / "shard-000001.tar"
     good = tar.read_bytes()
     tar.write_bytes(good[:8000] + bytes(100) + good[8100:])
-    if not index:
-        (tmp_path / "ssd" / "index.json").unlink()
     dataset = ArrivingShards(drive, tmp_path / "ssd")
     assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(dataset.image_ids)
     dataset.stop()
     assert tar.read_bytes() == good
+    assert verify_shards(tmp_path / "ssd").bad == ()
+
+
+def test_a_file_of_the_user_is_not_replaced(drive, tmp_path):
+    (tmp_path / "ssd").mkdir()
+    own = tmp_path / "ssd" / "shard-000001.tar"
+    own.write_bytes(b"mine")
+    dataset = ArrivingShards(drive, tmp_path / "ssd")
+    with pytest.raises(ColabUtilsError, match="found another shard-000001"):
+        list(make_loader(dataset, batch_size=2, workers=0))
+    assert own.read_bytes() == b"mine"
 
 
 def measure_folder(folder):
@@ -293,13 +379,42 @@ def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
 
 
 def test_what_an_earlier_session_left_counts_too(drive, tmp_path):
-    copy_shards(drive, tmp_path / "ssd")
     limit = read_index(drive).bytes * 0.6
-    dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)
-    loader = make_loader(dataset, batch_size=2, workers=0)
-    assert sorted(flatten(list_ids(loader))) == sorted(dataset.image_ids.tolist())
-    assert measure_folder(tmp_path / "ssd") <= limit
-    dataset.stop()
+    for _ in range(2):
+        dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)
+        loader = make_loader(dataset, batch_size=2, workers=0)
+        assert sorted(flatten(list_ids(loader))) == sorted(dataset.image_ids.tolist())
+        assert measure_folder(tmp_path / "ssd") <= limit
+        dataset.stop()
+
+
+@pytest.mark.parametrize("kind", ["a finished copy", "a copy broken off", "other files", "other shards"])
+def test_shards_take_turns_in_no_folder_that_holds_files(drive, tmp_path, tiny_shards, monkeypatch, kind):
+    ssd, limit_gb = tmp_path / "ssd", read_index(drive).bytes * 0.6 / 1e9
+    if kind == "a finished copy":
+        copy_shards(drive, ssd)
+    elif kind == "a copy broken off":
+        with monkeypatch.context() as patch:
+            patch.setattr(arriving, "write_index", lambda *_: 1 / 0)
+            ArrivingShards(drive, ssd).arrival._thread.join()
+    elif kind == "other files":
+        ssd.mkdir()
+        (ssd / "thesis.txt").write_text("mine")
+    else:  # marked, but of another dataset
+        ArrivingShards(tiny_shards, ssd, limit_gb=read_index(tiny_shards).bytes * 0.9 / 1e9).stop()
+    before = {path.name: path.read_bytes() for path in ssd.iterdir()}
+    with pytest.raises(
+        ColabUtilsError, match=r"expected a new or empty folder .* found files in .*ssd, which are never"
+    ):
+        ArrivingShards(drive, ssd, limit_gb=limit_gb)
+    assert {path.name: path.read_bytes() for path in ssd.iterdir()} == before
+
+
+def test_a_rolling_folder_becomes_a_finished_copy_without_a_limit(drive, tmp_path):
+    ArrivingShards(drive, tmp_path / "ssd", limit_gb=read_index(drive).bytes * 0.6 / 1e9).stop()
+    ArrivingShards(drive, tmp_path / "ssd").arrival._thread.join()
+    assert verify_shards(tmp_path / "ssd").bad == ()
+    assert not (tmp_path / "ssd" / arriving.STATUS_NAME).exists()
 
 
 def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):
@@ -315,7 +430,8 @@ def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):
     again = ArrivingShards(drive, tmp_path / "other", limit_gb=limit)
     resumed = make_loader(again, batch_size=2, workers=1, seed=3)
     resumed.load_state_dict(state)
-    assert sorted(flatten(before + list_ids(resumed))) == sorted(again.image_ids.tolist())
+    after = list_ids(resumed)
+    assert sorted(flatten(before + after)) == sorted(again.image_ids.tolist())
     resumed.close()
     again.stop()
 
@@ -339,6 +455,7 @@ def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
 def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
     with pytest.raises(ColabUtilsError, match=r"expected a limit that holds two shards, .* GB, found 1\.0 kB"):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=1e-6)
+    assert not (tmp_path / "ssd").exists()
 
 
 def test_the_folder_that_shards_come_from_is_no_target(drive):
@@ -349,11 +466,14 @@ def test_the_folder_that_shards_come_from_is_no_target(drive):
 def test_it_says_so_when_drive_does_not_answer(mount, tmp_path, monkeypatch):
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.5,) * 20)
     dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=1)
-    dataset.arrival.wait_for(dataset.arrival._order[0])
+    first, *_, [*_, last] = dataset.arrival.plan_windows(0)
+    while not dataset.arrival.has(first):
+        time.sleep(0.01)
     mount.fail(lost=True)
     while not dataset.arrival.retries.failing:
         time.sleep(0.01)
     with pytest.warns(ColabUtilsWarning, match=r"Drive does not answer: .* training goes on with the \d of \d+ shards"):
-        assert dataset.arrival.list_arrived()
+        assert not dataset.arrival.has([last])
     mount.fail()
-    dataset.arrival.wait_for(dataset.arrival._order[-1])
+    while not dataset.arrival.has([last]):
+        time.sleep(0.01)

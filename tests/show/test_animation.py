@@ -69,13 +69,6 @@ def test_no_batch_at_all_is_drawn():
     assert all(end > 10 for lane in data["lanes"] for end in lane["end"])
 
 
-def test_out_of_order_the_queue_stands_in_the_order_of_taking():
-    run = simulate(workers=4, load_s=0.4, step_s=0.1, load_cv=1.0, in_order=False, seconds=20)
-    data = read_data(animate_simulation(run, seconds=10))
-    assert data["order"] != sorted(data["order"])
-    assert data["order"] == run.steps.batch[: len(data["order"])].tolist()
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -126,9 +119,9 @@ def list_sliders(box):
 
 
 def test_the_sliders_start_where_they_are_told():
-    box = explore_simulation(workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12, in_order=False, max_workers=2)
+    box = explore_simulation(workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12, max_workers=2)
     values = [slider.value for slider in list_sliders(box).values()]
-    assert values == [3, pytest.approx(0.03), 0.5, pytest.approx(70), 12, False]
+    assert values == [3, pytest.approx(0.03), 0.5, pytest.approx(70), 12]
     assert all(slider.continuous_update is False for slider in list_sliders(box).values())
 
 
