@@ -154,7 +154,7 @@ def open_like(
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
         rebuilt: Any = make_loader(
-            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or "auto",
+            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or 2,
             device=getattr(loader, "device", device), deliver=getattr(loader, "deliver", "dense"),
         )  # fmt: skip
     else:
@@ -211,7 +211,8 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
             measured = None
             if now.verify and (plan.faster == 1 or isinstance(now.step, EmulatedStep)):  # yours cannot be made faster
                 measured = _time(now, plan, step if plan.faster != 1 else now.step, share=_VERIFY_SHARE)
-            return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {_describe_gain(now, rate, plan)}.")
+            gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.now.images_per_second else "wins nothing"
+            return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}{plan.once}.")
         except Exception as error:  # what was found out so far is worth more
             why = describe_error(error)
     return Fix(id, name, None, None, f"{advice}. Not tried: {why.removesuffix('.')}.")
@@ -224,14 +225,8 @@ def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share
     return times.images_per_second
 
 
-def _describe_gain(now: Situation, rate: float, plan: _Plan) -> str:
-    if rate <= 1.05 * now.now.images_per_second:
-        return "wins nothing"
-    return f"about {rate:.1f} images/s" + (f"; once, about {plan.once}" if plan.once else "")
-
-
 def _describe_once(seconds: float, size_bytes: float) -> str:
-    return f"{format_seconds(seconds)} and {format_bytes(size_bytes)}"
+    return f"; once, about {format_seconds(seconds)} and {format_bytes(size_bytes)}"
 
 
 def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:

@@ -338,10 +338,8 @@ class WorkerPool:
         self.pids: list[int] = [process.pid for process in self._processes]
 
     def send(self, worker: int, job: Job) -> None:
-        try:
+        with suppress(OSError):  # it died: what it has done is received first
             self._connections[worker].send(job)
-        except OSError:
-            raise self._explain_death(worker) from None
 
     def receive(self) -> Result:
         """Wait for the next result; raises ColabUtilsError if a worker died."""
