@@ -328,21 +328,18 @@ def _score() -> AveragePrecision:
         coco = COCO()
         coco.dataset = _truth
         coco.createIndex()
-        box, box_50, boxes = _compute_precision(coco, _results, "bbox")
-        mask, mask_50, masks = _compute_precision(coco, _results, "segm")
+        found = coco.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
+        box, box_50, boxes = _compute_precision(coco, found, "bbox")
+        mask, mask_50, masks = _compute_precision(coco, found, "segm")
     names = [category["name"] for category in _truth["categories"]]
     per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
     return AveragePrecision(box, mask, box_50, mask_50, len(_truth["images"]), per_class)
 
 
-def _compute_precision(truth: Any, results: list[dict[str, Any]], kind: str) -> tuple[float, float, list[float | None]]:
+def _compute_precision(truth: Any, found: Any, kind: str) -> tuple[float, float, list[float | None]]:
     """AP over all IoU, at IoU 0.5, and of each class in the order of the category ids."""
-    from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    if kind == "segm":  # where a result has a box, loadRes does not look at the mask
-        results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
-    found = truth.loadRes(results) if results else COCO()  # loadRes takes no empty list
     evaluation = COCOeval(truth, found, kind)
     evaluation.evaluate()
     evaluation.accumulate()
