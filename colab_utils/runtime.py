@@ -170,9 +170,12 @@ def is_notebook() -> bool:
 
 def end_with_parent() -> None:
     """In a worker process: end when the process that started it is killed; nobody would end it then."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()  # when the wait is over
+
+    def wait(parent: Any) -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 
 def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:

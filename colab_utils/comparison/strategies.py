@@ -90,7 +90,7 @@ class PillowFolder(CocoFolder):
     """Image files and polygons as in torchvision's references: decoded by Pillow, masks drawn for each sample."""
 
     @staticmethod
-    def decode(data: bytes) -> Tensor:
+    def decode(data: bytes | bytearray) -> Tensor:
         """Image bytes as uint8 [3, H, W]."""
         return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(2, 0, 1)
 

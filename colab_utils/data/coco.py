@@ -204,9 +204,7 @@ def resolve_image(folder: str | Path, file_name: str) -> Path:
         'photos/a/b.jpg'
     """
     if not is_safe_name(file_name):
-        raise ColabUtilsError(
-            f"expected a file_name below {folder}, found {file_name!r:.80}, which leads out of it: correct the JSON"
-        )
+        raise ColabUtilsError(f"expected a file_name below {folder}, found {file_name!r:.80}, which leads out of it")
     return Path(folder) / file_name
 
 

@@ -42,9 +42,8 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
     if data[:6] == _NUMPY:
         start, shape = read_raw_header(data)
         if len(data) - start != math.prod(shape):
-            raise ColabUtilsError(
-                f"expected a complete image, found {len(data) - start:,} bytes of raw pixels for {shape}"
-            )
+            found = f"found {len(data) - start:,} bytes of raw pixels for {shape}"
+            raise ColabUtilsError(f"expected a complete image, {found}")
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
     decode = load_jpeg_decoder()
     if decode is not None and data[:3] == _JPEG:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -143,33 +144,23 @@ def _put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
             put(state)
 
 
-class _CachedBatches:
-    """Copies of a few of the timed batches, spread over the run, as far as the memory allows."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, Any] = {}
-
-    def note(self, number: int, batch: Any) -> None:
-        """Copy batches 1, 2, 4, 8, ... and keep the last four: early ones come while the step still warms up."""
-        if (number + 1) & number:
-            return
-        room = _CACHED_SHARE * find_free_memory()
-        tensors = list(find_tensors(batch))
-        if tensors and tensors[0].is_cuda:
-            room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]
-        most = min(_CACHED_BATCHES, max(1, int(room / max(1, sum(tensor.nbytes for tensor in tensors)))))
-        while len(self.kept) >= most:
-            del self.kept[min(self.kept)]
-        self.kept[number] = copy.deepcopy(batch)  # a loader may use its memory again
-
-    def find_contention(self, now: BatchTimes, cached: BatchTimes) -> float:
-        """How many times as long the step takes beside the loader, on these batches."""
-        took_s = fmean(now.step_s[number] for number in self.kept)
-        return max(1.0, took_s / max(fmean(cached.step_s), 1e-9))
+def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
+    """Copy batches 1, 2, 4, 8, ... and keep the last four, or fewer where memory is short: early ones come while the
+    step still warms up.
+    """
+    if (number + 1) & number:
+        return
+    tensors, room = find_tensors(batch), _CACHED_SHARE * find_free_memory()
+    if tensors and tensors[0].is_cuda:
+        room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]
+    most = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
+    while kept and len(kept) >= most:
+        del kept[min(kept)]
+    kept[number] = copy.deepcopy(batch)  # a loader may use its memory again
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:
-    began_s, batches, count = perf_counter(), _CachedBatches(), 0
+    began_s, kept, count = perf_counter(), dict[int, Any](), 0
 
     def count_and_step(*batch: Any) -> None:
         nonlocal count
@@ -182,18 +173,15 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
 
     watched = watch(loader, timeout_s=_TIMEOUT_S, on_stall="raise")
     with watch_resources(lambda: count) as used:
-        now = time_batches(
-            watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, note=batches.note
-        )  # fmt: skip
-    kept, rate = [*batches.kept.values()], now.images_per_second
+        note = partial(_keep_batch, kept)
+        now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, note=note)
+    rate, size = now.images_per_second, round(now.images / len(now.wait_s))
     cached, slower, ceiling = now, 1.0, rate
     if step is not None:
-        cached = time_batches(kept, step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
-        slower = batches.find_contention(now, cached)
+        cached = time_batches([*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
+        slower = max(1.0, fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9))
         ceiling = slower * now.images / sum(now.step_s)
-    size = round(now.images / len(now.wait_s))
-    times = time_stages(loader, kept[-1], images=size, seconds=0.25 * seconds)
-    batches.kept.clear()
+    times = time_stages(loader, kept[max(kept)], images=size, seconds=0.25 * seconds)
     kept.clear()
     fixes, waits = [], step is None or ceiling >= _FINE_HEADSPACE * rate
     if waits and isinstance(loader, Loader | DataLoader):
@@ -233,9 +221,8 @@ def describe_verdict(
         start = f"The loader alone gives {rate:.1f} images/s {sure}.{part}"
         return f"{start} Without a step nothing says whether training waits for it: pass your step, or an EmulatedStep."
     emulated = "" if step == "real" else f", step of {step.removeprefix('emulated ')} (emulated)"
-    rates = (
-        f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, headspace {ceiling / rate:.2f}{emulated} {sure}"
-    )
+    head = f"headspace {ceiling / rate:.2f}{emulated} {sure}"
+    rates = f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, {head}"
     if ceiling / rate < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."
     best = max((fix for fix in fixes if fix.id != "faster_step"), key=lambda fix: fix.images_per_second, default=None)
@@ -256,10 +243,6 @@ def _estimate_handoff(now: BatchTimes, stages: dict[str, Stage], workers: int) -
 
 
 def _describe_confidence(now: BatchTimes) -> str:
-    error = float(now.batch_s.std() / np.sqrt(len(now.batch_s)) / now.batch_s.mean())
-    level = "low"
-    if len(now.batch_s) >= 20 and error < 0.05:
-        level = "high"
-    elif len(now.batch_s) >= 8 and error < 0.15:
-        level = "medium"
-    return f"{level}: {len(now.batch_s)} batches, the mean batch time is sure to {error:.0%}"
+    count, error = len(now.batch_s), float(now.batch_s.std() / np.sqrt(len(now.batch_s)) / now.batch_s.mean())
+    level = "high" if count >= 20 and error < 0.05 else "medium" if count >= 8 and error < 0.15 else "low"
+    return f"{level}: {count} batches, the mean batch time is sure to {error:.0%}"

@@ -246,14 +246,11 @@ def _is_pair(batch: Any) -> bool:
 
 def _count_images(batch: Any) -> int:
     """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of samples, of a tensor."""
-    if isinstance(batch, list) and not _is_pair(batch) and batch and _is_sample(batch[0]):
+    first = batch[0] if isinstance(batch, list) and batch and not _is_pair(batch) else None
+    if isinstance(first, Mapping | tuple | str) or getattr(first, "ndim", 0) == 3:
         return len(batch)
     columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
     return next((len(column) for column in columns if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0), 1)
-
-
-def _is_sample(value: Any) -> bool:
-    return isinstance(value, Mapping | tuple | str) or getattr(value, "ndim", 0) == 3
 
 
 def measure_tree_cpu() -> float:

@@ -82,10 +82,8 @@ class AveragePrecision:
     """Each class of the dataset."""
 
     def __str__(self) -> str:
-        return (
-            f"AP of boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5), "
-            f"of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
-        )
+        boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"
+        return f"AP of {boxes}, of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
 
 
 def evaluate(
@@ -285,8 +283,7 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
         drawn = functional.interpolate(mask[None], (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1)), mode="bilinear")[0, 0]
         left, top = max(x0, 0), max(y0, 0)
         shown = drawn[top - y0 : max(min(y1 + 1, height) - y0, 0), left - x0 : max(min(x1 + 1, width) - x0, 0)] > 0.5
-        columns = np.zeros((shown.shape[1], shown.shape[0] + 1), np.int8)  # a 0 ends each
-        columns[:, :-1] = shown.numpy().T
+        columns = np.pad(shown.numpy().T, ((0, 0), (0, 1))).astype(np.int8)  # a 0 ends each
         column, row = np.divmod(np.flatnonzero(np.diff(columns.ravel(), prepend=0)), columns.shape[1])
         edges, counts = np.unique((column + left) * height + row + top, return_counts=True)
         edges = edges[counts == 1]  # a run that reaches the next column goes on there
@@ -303,10 +300,8 @@ def collect_truth(dataset: ShardDataset | CocoFolder) -> dict[str, Any]:
     """
     truth: dict[str, Any] = dataset.to_coco().dataset
     if all(one["iscrowd"] for one in truth["annotations"]):
-        raise ColabUtilsError(
-            f"expected objects to measure against, found none in {len(dataset)} images. "
-            "Evaluate on a dataset with annotations."
-        )
+        found = f"found none in {len(dataset)} images: evaluate on a dataset with annotations"
+        raise ColabUtilsError(f"expected objects to measure against, {found}")
     return truth
 
 
@@ -333,21 +328,18 @@ def _score() -> AveragePrecision:
         coco = COCO()
         coco.dataset = _truth
         coco.createIndex()
-        box, box_50, boxes = _compute_precision(coco, _results, "bbox")
-        mask, mask_50, masks = _compute_precision(coco, _results, "segm")
+        found = coco.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
+        box, box_50, boxes = _compute_precision(coco, found, "bbox")
+        mask, mask_50, masks = _compute_precision(coco, found, "segm")
     names = [category["name"] for category in _truth["categories"]]
     per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
     return AveragePrecision(box, mask, box_50, mask_50, len(_truth["images"]), per_class)
 
 
-def _compute_precision(truth: Any, results: list[dict[str, Any]], kind: str) -> tuple[float, float, list[float | None]]:
+def _compute_precision(truth: Any, found: Any, kind: str) -> tuple[float, float, list[float | None]]:
     """AP over all IoU, at IoU 0.5, and of each class in the order of the category ids."""
-    from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    if kind == "segm":  # where a result has a box, loadRes does not look at the mask
-        results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
-    found = truth.loadRes(results) if results else COCO()  # loadRes takes no empty list
     evaluation = COCOeval(truth, found, kind)
     evaluation.evaluate()
     evaluation.accumulate()

@@ -85,10 +85,7 @@ def build_mask_rcnn(
     """
     check_model_name(name)
     if num_classes < 2:
-        raise ColabUtilsError(
-            f"expected num_classes of at least 2 (background and one class), found {num_classes}. "
-            "Check the categories of your annotations."
-        )
+        raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}")
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
     known: Mapping[int, str] = _COCO_NAMES
     state = _fetch_pretrained(name) if weights == "coco" else None
@@ -138,7 +135,7 @@ def check_model_name(name: str) -> None:
     """
     if name not in BUILDERS:
         raise ColabUtilsError(
-            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these names."
+            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these."
         )
 
 
@@ -236,12 +233,9 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     try:
         return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
     except Exception as error:  # of the network, or of a file that is cut short or another one
-        warnings.warn(
-            f"{name} starts from random weights because its pretrained weights could not be downloaded "
-            f"({getattr(error, 'reason', error)}). It will learn, but needs many more steps.",
-            ColabUtilsWarning,
-            stacklevel=3,
-        )
+        reason = f"its pretrained weights could not be downloaded ({getattr(error, 'reason', error)})"
+        text = f"{name} starts from random weights because {reason}. It will learn, but needs many more steps."
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
     finally:
         socket.setdefaulttimeout(timeout)

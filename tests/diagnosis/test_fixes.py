@@ -92,7 +92,7 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
         assert found[id].forecast_images_per_second > 1.5 * now.now.images_per_second, id
     assert "6% of the pixels" in found["resize"].sentence
     assert found["data_and_workers"].name.startswith("resize once offline, and ")
-    assert "; once, about " in found["local_files"].sentence
+    assert found["local_files"].sentence.startswith("Copy the files: about ")
 
 
 @pytest.mark.clock
