@@ -129,13 +129,13 @@ def test_a_slider_redraws_the_chart_and_the_sentence():
     box = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0)
     view, workers = box.children[-1], list_sliders(box)["workers"]
     before = view.value
-    assert "The step waits 50% of the time; 4 workers or " in before
+    assert "the step worked 50% of the time and waited 50%" in before
     assert before.count("<img ") == 1
     workers.value = 5
-    assert "% of the time: it is the limit itself" in view.value
+    assert "with 5 workers: the step worked 100% of the time" in view.value
     assert view.value != before
     workers.value = 2
-    assert "The step waits 50% of the time; 4 workers or " in view.value
+    assert "the step worked 50% of the time and waited 50%" in view.value
 
 
 @pytest.mark.parametrize(
