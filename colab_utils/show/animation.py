@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import plot_timeline
 from colab_utils.show.html import embed_figure
 
-__all__ = ["Animation", "animate_simulation", "explore_simulation"]
+__all__ = ["animate_simulation", "explore_simulation"]
 
 _CHART_STEPS, _MAX_STEPS, _MAX_BOXES = 25, 1500, 16  # more would be too small to see, and heavy
 
@@ -82,21 +81,7 @@ _SCRIPT = """(() => {
 })();"""
 
 
-@dataclass(frozen=True, repr=False)
-class Animation:
-    """A simulation that plays in a notebook's output; ``html`` is all of it, and needs no server and no network."""
-
-    title: str
-    html: str
-
-    def _repr_html_(self) -> str:
-        return self.html
-
-    def __repr__(self) -> str:
-        return self.title
-
-
-def animate_simulation(simulation: Simulation, *, seconds: float | None = None, speed: float = 1.0) -> Animation:
+def animate_simulation(simulation: Simulation, *, seconds: float | None = None, speed: float = 1.0) -> Any:
     """Show a simulation as it happens: workers fill up, batches queue, the model takes them or waits.
 
     The queue shows the next batches in the order in which the model takes them, the next one on the right: a gap
@@ -108,14 +93,20 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
         seconds: how much of it to show; ``None`` shows all. Never more than 1,500 steps.
         speed: simulated seconds in a second.
 
+    Returns:
+        An ``IPython.display.HTML``; its ``data`` is all of it, and needs no server and no network.
+
     Raises:
         ColabUtilsError: ``seconds`` or ``speed`` is not more than 0.
 
     Example:
         >>> from colab_utils.diagnosis.simulator import simulate
-        >>> animate_simulation(simulate(workers=7, load_s=2.0, step_s=0.1))
-        With 7 workers, the model waits 67% of the time
+        >>> animation = animate_simulation(simulate(workers=7, load_s=2.0, step_s=0.1))
+        >>> "With 7 workers, the model waits 67% of the time" in animation.data
+        True
     """
+    from IPython.display import HTML
+
     seconds = simulation.seconds if seconds is None else seconds
     if not (0 < seconds < math.inf and 0 < speed < math.inf):
         raise ColabUtilsError(f"expected seconds and speed to be numbers, more than 0; found {seconds!r}, {speed!r}")
@@ -147,7 +138,7 @@ Right: the model. Below: the model's {shown_s:.3g} s; a gap is waiting.</small>
 <div><button class="play" type="button">Play</button>
 <input class="time" type="range" min="0" max="1" step="any" value="1" aria-label="time" style="flex: 1"></div>
 <output class="count"></output><script>{_SCRIPT.replace("NAME", name).replace("DATA", data)}</script></div>"""
-    return Animation(title, html)
+    return HTML(html)
 
 
 def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> dict[str, list[float]]:
@@ -181,7 +172,7 @@ def explore_simulation(
         An ``ipywidgets.VBox``.
 
     Raises:
-        ColabUtilsError: an argument that no loader could have.
+        ColabUtilsError: a time that is not more than 0.
 
     Example:
         >>> *sliders, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
@@ -205,15 +196,13 @@ def explore_simulation(
         "step_s": make_time_slider(step_s, "a step, seconds"),
         "prefetch": ipywidgets.IntSlider(prefetch, 1, max(prefetch, 8), description="prefetch, a worker"),
     }
-    view = ipywidgets.HTML(_draw_advice(find_cures(
-        workers=workers, load_s=load_s, step_s=step_s, load_cv=load_cv, step_cv=step_cv, prefetch=prefetch,
-        max_workers=max_workers,
-    )))  # fmt: skip
+    view = ipywidgets.HTML()
 
     def redraw(_change: Any) -> None:
         now = {key: slider.value for key, slider in sliders.items()}
         view.value = _draw_advice(find_cures(**now, step_cv=step_cv, max_workers=max_workers))
 
+    redraw(None)
     for slider in sliders.values():
         slider.style.description_width, slider.layout.width, slider.continuous_update = "14em", "36em", False
         slider.observe(redraw, names="value")
