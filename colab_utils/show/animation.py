@@ -50,7 +50,7 @@ _SCRIPT = """(() => {
     const draw = () => {
       all("load").forEach((box, n) => show(box, "#0072B2", lanes[n], t, ""));
       const k = show(model, "#E69F00", steps, t, "waits"), done = t < steps.end[k] ? k : k + 1;
-      all("slot").reverse().forEach((box, n) => {
+      all("place").reverse().forEach((box, n) => {
         const batch = order[k + 1 + n], ready = readyAt[batch] <= t;
         fill(box, "#0072B2", ready ? 1 : 0, ready ? batch : "");
       });
@@ -115,10 +115,10 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
     shown = steps.start_s < shown_s
     waits = 1 - float((np.minimum(steps.end_s[shown], shown_s) - steps.start_s[shown]).sum()) / shown_s
     title = f"With {workers} worker{'s' * (workers != 1)}, the model waits {waits:.0%} of the time"
-    slots = min(workers * simulation.prefetch, _MAX_BOXES)
+    places = min(workers * simulation.prefetch, _MAX_BOXES)
     # in the order in which the model takes them; what it has not taken by the end comes last
     sent = np.concatenate([lane.batch for lane in simulation.loads])
-    order = [*steps.batch.tolist(), *np.setdiff1d(sent, steps.batch).tolist()][: int(shown.sum()) + slots + 1]
+    order = [*steps.batch.tolist(), *np.setdiff1d(sent, steps.batch).tolist()][: int(shown.sum()) + places + 1]
     data = json.dumps({
         "seconds": shown_s, "speed": speed, "order": order,
         "lanes": [_list_spans(lane, shown_s, lane.end_s >= simulation.seconds) for lane in simulation.loads],
@@ -131,7 +131,7 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
     path = "".join(f"M{start:.1f} 0H{end:.1f}V26H{start:.1f}" for start, end in spans)
     loads = min(len(simulation.loads), _MAX_BOXES)
     html = f"""<div class="colab-sim" data-sim="{name}"><style>{_STYLE}</style><p><b>{title}</b></p>
-<div>{'<i class="load"></i>' * loads}→{'<i class="slot"></i>' * slots}→<i class="model"></i></div>
+<div>{'<i class="load"></i>' * loads}→{'<i class="place"></i>' * places}→<i class="model"></i></div>
 <small>Left: {loads} of {max(1, workers)} at work on a batch. Middle: batches that are ready, the next one on the right.
 Right: the model. Below: the model's {shown_s:.3g} s; a gap is waiting.</small>
 <svg viewBox="0 0 960 26" preserveAspectRatio="none"><path class="past" fill="#E69F00" d="{path}"/></svg>

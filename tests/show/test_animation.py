@@ -48,7 +48,7 @@ def test_the_title_is_the_finding_of_what_is_shown(stalled):
     assert "waits 67%" in read_title(animate_simulation(stalled, seconds=1e9))  # no more than there is
     alone = animate_simulation(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4))
     assert read_title(alone) == "With 0 workers, the model waits 75% of the time"
-    assert 'class="slot"' not in alone.data
+    assert 'class="place"' not in alone.data
 
 
 def test_it_needs_no_network_and_no_server(stalled):
@@ -64,7 +64,7 @@ def test_a_long_simulation_stays_small():
     assert len(animation.data) < 150_000
     assert animation.data.count('class="load"') == 16
     assert "16 of 40 at work" in animation.data
-    assert animation.data.count('class="slot"') == 16
+    assert animation.data.count('class="place"') == 16
 
 
 def test_no_batch_at_all_is_drawn():
