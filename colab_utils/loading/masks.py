@@ -6,7 +6,7 @@ operations over all objects at once, on the device that the bits are on, in chun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torchvision.ops import roi_align
 
 from colab_utils.data.masks import nearest_indices, number_within
 from colab_utils.errors import ColabUtilsError
@@ -24,7 +25,7 @@ __all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks", "send"]
 Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 64_000_000  # of memory for what is worked on at once
-DRAWN_BYTES, SAMPLED_BYTES = 64, 16  # that a pixel takes then
+DRAWN_BYTES, SAMPLED_BYTES = 64, 8  # that a pixel takes then
 
 
 class MaskBits(NamedTuple):
@@ -90,7 +91,7 @@ def expand_masks(
 ) -> list[Tensor]:
     """Dense masks of each image, on the device that the bits are on; first mirrored, then resized.
 
-    Fetcher: ``torch.nn.functional.interpolate(mode="nearest")`` as torchvision's ``GeneralizedRCNNTransform`` calls
+    Source: ``torch.nn.functional.interpolate(mode="nearest")`` as torchvision's ``GeneralizedRCNNTransform`` calls
     it; the masks equal its own bit for bit.
 
     Args:
@@ -138,7 +139,9 @@ def expand_masks(
     else:
         if out is not None:
             dense.zero_()
-        _draw_rows(masks.bits, tables, places, dense)
+        widths, areas = tables.to_sizes[tables.images, 1], tables.to_sizes.prod(1)[tables.images]
+        corners = np.concatenate([np.zeros((0, 4), np.int64), *(place.corners for place in places)])
+        _draw_rows(masks.bits, tables, places, corners, np.arange(len(areas)), np.cumsum(areas) - areas, widths, dense)
     return images
 
 
@@ -181,29 +184,36 @@ def _draw_objects(bits: Tensor, tables: _Tables, places: list[_Places], dense: I
                 mask[y0:y1, x0:x1] = crop.take(columns, 1).take(rows, 0)
 
 
-def _draw_rows(bits: Tensor, tables: _Tables, places: list[_Places], dense: Tensor) -> None:
-    """Draw by torch, all objects' rows at once; ``dense`` is flat."""
-    if not len(tables.images):
+def _draw_rows(
+    bits: Tensor, tables: _Tables, places: list[_Places], corners: Ints, objects: Ints, origins: Ints, strides: Ints,
+    dense: Tensor,
+) -> None:  # fmt: skip
+    """Draw by torch, all rows of some objects at once, into ``dense``, which is flat.
+
+    Pixel (x, y) of an object goes to its origin + y * its stride + x; its ``corners`` [N, 4] are x0, y0, x1, y1.
+    """
+    if not len(objects):
         return
-    x0, y0, x1, y1 = np.concatenate([place.corners for place in places]).T
-    (left, top, right, _), image = tables.crops.T, tables.images
     columns, rows = (np.concatenate(parts) for parts in list(zip(*places, strict=True))[:2])
-    widths, heights = (np.array([len(place[axis]) for place in places]) for axis in (0, 1))
-    areas = (widths * heights)[image]
-    # each row of each object: its object, its place in the object's mask, its width
-    of = np.repeat(np.arange(len(image)), y1 - y0)
+    first_column, first_row = (
+        np.cumsum(lengths) - lengths for lengths in ([len(place[axis]) for place in places] for axis in (0, 1))
+    )
+    x0, y0, x1, y1 = corners.T
+    (left, top, right, _), image = tables.crops[objects].T, tables.images[objects]
+    # each row of each object: its object, its place in the image, its width, and pixels drawn before it
+    of = np.repeat(np.arange(len(objects)), y1 - y0)
     row = number_within(y1 - y0) + y0[of]
     wide = (x1 - x0)[of]
     starts = np.cumsum(wide) - wide
-    stored = rows[(np.cumsum(heights) - heights)[image[of]] + row]
+    stored = rows[first_row[image[of]] + row]
     table = np.stack(
         [
             wide,
             # with a pixel's number among all drawn ones added: where its column and where itself lie
-            (np.cumsum(widths) - widths)[image[of]] + x0[of] - starts,
-            (np.cumsum(areas) - areas + x0)[of] + row * widths[image[of]] - starts,
+            (first_column[image] + x0)[of] - starts,
+            (origins + x0)[of] + row * strides[of] - starts,
             # with its stored column added: its bit
-            tables.offsets[of] * 8 + (stored - top[of]) * (right - left)[of] - left[of],
+            tables.offsets[objects[of]] * 8 + (stored - top[of]) * (right - left)[of] - left[of],
         ]
     )
     shown = send(columns, bits.device)
@@ -229,20 +239,16 @@ def sample_masks(
     to_sizes: Tensor | Sequence[Sequence[int]] | None = None,
     size: int = 28,
 ) -> Tensor:
-    """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the images.
+    """Mask targets of R proposals, straight from the bits: memory follows the objects' boxes, not the images.
 
-    Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where a row of either
-    matrix averages the pixels that its samples read.
-
-    Fetcher: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` (sampling ratio
-    -1, not aligned): samples more than a pixel outside the image are 0, others outside read its border. Equal within
-    1e-5 to what they make of dense masks.
+    Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` over dense masks of
+    the image's size. Here it is called over each object's own box and a pixel around it: all else is 0.
 
     Args:
         masks: The packed masks of all T objects.
         objects: int64 [R]: the object, among the T, of each proposal.
-        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after mirroring and resizing.
-            Both are read on the CPU, so if they lie on a GPU this waits for it, once.
+        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after mirroring and resizing,
+            inside the image. Both are read on the CPU, so if they lie on a GPU this waits for it, once.
         sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
         counts: int [B]: objects of each image.
         flips: bool [B]: the images that are mirrored left to right; none by default.
@@ -271,93 +277,29 @@ def sample_masks(
             f"expected one of {len(tables.images)} objects and a finite box [4] for each proposal, found others among "
             f"{len(of)} objects and boxes {list(corners.shape)}. Give proposals of the batch that the masks are of."
         )
-    starts, images, crops = corners[:, :2], tables.images[of], tables.crops[of]
-    limits, stored, flipped = tables.to_sizes[images, ::-1], tables.sizes[images, ::-1], tables.flips[images]
-    shrinks = stored.astype(np.float32) / limits.astype(np.float32)  # as nearest_indices works it out
-    # as roi_align works it out, in float32, so that the samples lie where its own do
-    sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
-    steps = sides / np.float32(size)
-    grids = np.stack([starts, steps, np.ceil(steps), limits, shrinks], 1).astype(np.float32)
-    # the part of each crop that samples can read, as stored
-    lows, lasts = (edge.clip(0, limits - 1).astype(np.int64) for edge in (starts, starts + sides + 1))
-    lows, highs = ((edge * shrinks).astype(np.int64) for edge in (lows, lasts))
-    highs += 1
-    lows[flipped, 0], highs[flipped, 0] = (stored - highs)[flipped, 0], (stored - lows)[flipped, 0]
-    lows, highs = np.maximum(lows, crops[:, :2]), np.minimum(highs, crops[:, 2:])
-    signs = np.where(flipped, -1, 1)
-
-    device = masks.bits.device
+    places = [_place_objects(tables, image) for image in range(len(tables.sizes))]
+    drawn, which = np.unique(of, return_inverse=True)
+    crops = np.concatenate([np.zeros((0, 4), np.int64), *(place.corners for place in places)])[drawn]
+    starts, limits = np.maximum(crops[:, :2] - 1, 0), tables.to_sizes[tables.images[drawn], ::-1]
+    sides, at = crops[:, 2:] - starts + 1, np.zeros(len(drawn), np.int64)
+    device, order = masks.bits.device, np.argsort(sides.max(1))
     targets = torch.zeros((len(of), size, size), dtype=torch.float32, device=device)
-    with torch.autocast(device.type, enabled=False):  # half precision would round the weights
-        for row, low, span in _cut_chunks(lows, highs, grids[:, 2].astype(np.int64), size):
-            crop, (x, y) = crops[row], low.T
-            stride = crop[:, 2] - crop[:, 0]
-            first = tables.offsets[of[row]] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
-            across = np.stack([signs[row], np.where(flipped[row], stored[row, 0] - 1 - x, -x), span[:, 0]])
-            down = np.stack([np.ones_like(y), -y, span[:, 1]])
-            pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())
-            columns = _weigh_pixels(grids[row, :, 0].T, across, (size, pixels.shape[2]), device)
-            rows = _weigh_pixels(grids[row, :, 1].T, down, (size, pixels.shape[1]), device)
-            targets.index_add_(0, send(row, device), rows @ (pixels @ columns.mT))
+    while len(order):  # objects of like sizes together
+        cost = np.maximum.accumulate(sides[order]).prod(1) * np.arange(1, len(order) + 1) * SAMPLED_BYTES
+        chunk, order = np.split(order, [max(1, int(np.searchsorted(cost, CHUNK_BYTES, "right")))])
+        space = sides[chunk].max(0)
+        # where the image ends the space must end, too: a sample beyond is 0, one a little before reads the last pixel
+        starts[chunk] = np.where(crops[chunk, 2:] == limits[chunk], limits[chunk] - space, starts[chunk])
+        dense = torch.zeros((len(chunk), 1, *space[::-1].tolist()), dtype=torch.uint8, device=device)
+        at[chunk] = np.arange(len(chunk))
+        origins, strides = at[chunk] * space.prod() - starts[chunk] @ [1, space[0]], np.full(len(chunk), space[0])
+        _draw_rows(masks.bits, tables, places, crops[chunk], drawn[chunk], origins, strides, dense.view(-1))
+        rows = np.flatnonzero(np.isin(which, chunk))
+        own = which[rows]
+        rois = np.concatenate([at[own, None], corners[rows] - np.tile(starts[own], 2)], 1).astype(np.float32)
+        with torch.autocast(device.type, enabled=False):
+            targets[send(rows, device)] = roi_align(dense.float(), send(rois, device), (size, size))[:, 0]
     return targets
-
-
-def _cut_chunks(lows: Ints, highs: Ints, grids: Ints, size: int) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Proposals of like sizes together, the largest in blocks of rows: their numbers, first pixels (x, y), lengths."""
-    pixels = CHUNK_BYTES // SAMPLED_BYTES
-    width, height = (highs - lows).clip(0).T
-    most = (pixels // width.clip(1)).clip(1)
-    blocks = -(-height // most) * (width > 0)
-    row = np.repeat(np.arange(len(lows)), blocks)
-    low, span = lows[row], np.stack([width, most], 1)[row]
-    low[:, 1] += number_within(blocks) * most[row]
-    span[:, 1] = np.minimum(span[:, 1], highs[row, 1] - low[:, 1])
-    order = np.argsort(span.max(1))
-    while len(order):
-        padded, samples = np.maximum.accumulate(span[order]), np.maximum.accumulate(grids[row[order]])
-        cost = (padded.prod(1) + size * (padded + 4 * samples).sum(1)) * np.arange(1, len(order) + 1)
-        chunk, order = np.split(order, [max(1, int(np.searchsorted(cost, pixels, "right")))])
-        yield row[chunk], low[chunk], span[chunk]
-
-
-def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
-    """Blocks of pixels: float32 [k, height, width or up to 7 more] of 0 and 1; what is beyond a crop is anything.
-
-    ``lines`` is [2, k]: each block's first bit, and how many bits further its next row starts.
-    """
-    first, stride = send(lines, bits.device)[..., None]
-    start = first + stride * torch.arange(shape[1], device=bits.device)
-    places = (start >> 3)[..., None] + torch.arange(-(-shape[0] // 8) + 1, device=bits.device)
-    pairs = bits[places.clamp_(max=len(bits) - 1)].int()
-    # a row starts at any bit of a byte: move it to the first
-    lined = ((pairs[..., :-1] << 8 | pairs[..., 1:]) >> (8 - (start & 7))[..., None]) & 255
-    numbers, shifts = torch.arange(256, device=bits.device), torch.arange(7, -1, -1, device=bits.device)
-    return torch.nn.functional.embedding(lined, ((numbers[:, None] >> shifts) & 1).float()).flatten(2)
-
-
-def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """What each pixel of a block counts in each row, or column, of a target: float32 [k, size, pixels].
-
-    Args:
-        grid: [5, k]: where the box starts, the side of a bin, samples in a bin, pixels of the image, and how many
-            stored pixels go into one of these.
-        reach: [3, k]: pixel p of the stored image is ``first * p + second`` of the block, if that is below ``third``.
-        shape: size and pixels: those of the longest block, or more.
-        device: where to make it.
-    """
-    start, side, count, limit, shrink = send(grid, device)[..., None, None]
-    sign, edge, length = send(reach, device)[..., None, None]
-    number = torch.arange(int(grid[2].max()), dtype=torch.float32, device=device) + 0.5
-    place = start + torch.arange(shape[0], dtype=torch.float32, device=device)[:, None] * side + number * side / count
-    weight = ((number < count) & (place >= -1) & (place <= limit)) / count
-    place = place.clamp_(min=0).minimum(limit - 1)
-    share = place.frac()
-    weights = torch.zeros((len(start), *shape), dtype=torch.float32, device=device)
-    for pixel, part in ((place.long(), 1 - share), (place.long() + 1, share)):
-        at = sign * (pixel * shrink).long() + edge
-        inside = (at >= 0) & (at < length)
-        weights.scatter_add_(2, at.clamp_(0, shape[1] - 1), weight * part * inside)
-    return weights
 
 
 def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
@@ -375,7 +317,7 @@ def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
     """A tensor, or a numpy array, on a device; not copied where it is there already.
 
     To a GPU it goes through pinned memory, and the call returns at once: a copy from other memory would wait for all
-    that the GPU still has to do, and leave it without work until the next call arrives. Fetcher: ``cudaMemcpyAsync`` in
+    that the GPU still has to do, and leave it without work until the next call arrives. Source: ``cudaMemcpyAsync`` in
     NVIDIA's CUDA runtime API, "API synchronization behavior".
 
     Example:
