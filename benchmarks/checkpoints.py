@@ -26,7 +26,7 @@ __all__ = ["main", "tabulate_runs", "time_run"]
 
 WAYS = ("last alone", "every step")
 MODELS = ("maskrcnn_resnet50_fpn", "maskrcnn_mobilenet_v3_large_fpn")
-PAUSES_S = (60, 300)  # between two, by default: the longer one where the shorter would be over a hundredth of the time
+PAUSES_S = (60, 10)  # between two, by default: the shorter one at the end of an epoch
 
 
 def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict[str, float]:

@@ -6,8 +6,8 @@ imported from its module when you first use it.
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,13 +71,9 @@ def _find_module(name: str) -> str:
     """The module whose ``__all__`` lists this name, "" if none does; no module is imported."""
     folder = Path(__file__).parent
     for path in sorted(folder.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if path.stem == "__init__" or f'"{name}"' not in text:
-            continue
-        for node in ast.parse(text).body:
-            listed = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and node.value
-            if isinstance(listed, ast.List) and name in ast.literal_eval(listed):
-                return ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts])
+        text = "" if path.stem == "__init__" else path.read_text(encoding="utf-8")
+        if re.search(rf'^__all__ = \[[^]]*"{name}"', text, re.MULTILINE):
+            return ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts])
     return ""
 
 

@@ -16,17 +16,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
 
 __all__ = [
-    "DRIVE_PROFILES",
-    "DriveFile",
-    "DriveLostError",
-    "DriveProfile",
-    "Retries",
-    "describe_retries",
-    "get_profile",
-    "guard_drive",
-    "is_on_drive",
-    "read_file",
-]
+    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "describe_retries", "drop_cached",
+    "get_profile", "guard_drive", "is_on_drive", "read_file",
+]  # fmt: skip
 
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
 _Result = TypeVar("_Result")
@@ -49,32 +41,18 @@ class DriveProfile:
     source: str
     """Where the two figures come from."""
 
-    def __post_init__(self) -> None:
-        if not (self.open_s >= 0 and self.bytes_per_s > 0):
-            raise ColabUtilsError(
-                f"expected open_s >= 0 and bytes_per_s > 0 in Drive profile {self.name!r}, found "
-                f"open_s={self.open_s} and bytes_per_s={self.bytes_per_s}: correct the profile"
-            )
-
     def __str__(self) -> str:
         return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
 
 
-_ONE_LARGE_FILE = "newbe.dev, 'Google Colab is very slow compared to my PC'"
-DRIVE_PROFILES: dict[str, DriveProfile] = {
-    profile.name: profile
-    for profile in (
-        DriveProfile("fast", 0.015, 130e6, f"130 MB/s: the best reported ({_ONE_LARGE_FILE}). 15 ms per file: assumed"),
-        DriveProfile(
-            "typical",
-            0.059,
-            65e6,
-            "59 ms per file: cold images, one by one (GrinkoL/skillbox_thesis_project, data_strategy.ipynb). "
-            f"65 MB/s: upper bound, a copy of 39 GB took over 10 minutes ({_ONE_LARGE_FILE})",
-        ),
-        DriveProfile("bad", 0.606, 65e6, "1.65 images/s (googlecolab/colabtools#3651). 65 MB/s: as in 'typical'"),
-    )
-}
+_COPIES = "newbe.dev, 'Google Colab is very slow compared to my PC'"
+_IMAGES = "GrinkoL/skillbox_thesis_project, data_strategy.ipynb"
+_PROFILES = (
+    DriveProfile("fast", 0.015, 130e6, f"130 MB/s: the best reported ({_COPIES}). 15 ms per file: assumed"),
+    DriveProfile("typical", 0.059, 65e6, f"59 ms per file: cold ones ({_IMAGES}). 65 MB/s: at most ({_COPIES})"),
+    DriveProfile("bad", 0.606, 65e6, "1.65 images/s (googlecolab/colabtools#3651). 65 MB/s: as in 'typical'"),
+)
+DRIVE_PROFILES = {profile.name: profile for profile in _PROFILES}
 
 
 def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
@@ -90,8 +68,7 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
     if name is None or isinstance(name, DriveProfile):
         return name
     if name not in DRIVE_PROFILES and name != "none":
-        names = ", ".join([*DRIVE_PROFILES, "none"])
-        raise ColabUtilsError(f"expected a Drive profile, one of {names}; found {name!r}: choose one of them")
+        raise ColabUtilsError(f"expected a Drive profile, one of {', '.join(DRIVE_PROFILES)}, none; found {name!r}")
     return DRIVE_PROFILES.get(name)
 
 
@@ -105,13 +82,15 @@ def is_on_drive(path: str | Path) -> bool:
         >>> is_on_drive("/tmp")
         False
     """
-    real = Path(os.path.realpath(path))
-    if is_colab() and real.is_relative_to(COLAB_ROOT / "drive"):
-        return True
     table = Path("/proc/self/mounts")
     mounts = [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
-    found = [(len(at), kind) for at, kind in mounts if real.is_relative_to(at.replace(r"\040", " "))]  # a space
-    return max(found, default=(0, ""))[1] == "fuse.drive"
+    for find in (os.path.abspath, os.path.realpath):  # the second asks the mounts on its way
+        place = Path(find(path))
+        kinds = [(len(at), kind) for at, kind in mounts if place.is_relative_to(at.replace(r"\040", " "))]  # a space
+        on_colab = is_colab() and place.is_relative_to(COLAB_ROOT / "drive")
+        if on_colab or max(kinds, default=(0, ""))[1] == "fuse.drive":
+            return True
+    return False
 
 
 @contextmanager
@@ -133,10 +112,11 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         if error.errno != errno.ENOTCONN and not refused:
             raise
         why = " or refuses (its quota, or too many files in one folder)" if refused else ""
+        cure = (
+            "remount it with drive.mount('/content/drive', force_remount=True), or restart the session; then run again"
+        )
         raise DriveLostError(
-            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): "
-            "remount it with drive.mount('/content/drive', force_remount=True) from google.colab, "
-            "or restart the session, then run this again"
+            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): {cure}"
         ) from error
 
 
@@ -156,7 +136,6 @@ class Retries:
 
     def __init__(self, stop: Any = None) -> None:
         self.count, self.failing, self.stop = 0, False, stop or threading.Event()
-        self._lock = threading.Lock()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """What ``call`` returns.
@@ -172,8 +151,7 @@ class Retries:
                 self.failing, wait_s = True, next(waits, None)
                 if wait_s is None or self.stop.is_set():
                     raise
-                with self._lock:
-                    self.count += 1
+                self.count += 1
                 self.stop.wait(wait_s)
             else:
                 self.failing = False
@@ -216,9 +194,15 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
             return file.read()
 
     content = retries.run(read) if retries else read()
-    if profile is not None:
-        _wait(profile.open_s + len(content) / profile.bytes_per_s, started)
+    _wait(profile, True, len(content), started)
     return content
+
+
+def drop_cached(path: Path) -> None:
+    """Drop what Linux keeps of a file in memory; elsewhere, and for what is no file, do nothing."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class DriveFile:
@@ -242,7 +226,7 @@ class DriveFile:
         retries.run(self._open) if retries else self._open()
         self.size = os.fstat(self._descriptors[-1]).st_size
         self._next: int | None = None  # where a contiguous read would start
-        self._late_s = 0.0 if profile is None else _wait(profile.open_s, started)
+        _wait(profile, True, 0, started)
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -267,9 +251,7 @@ class DriveFile:
                     got += count
 
         self.retries.run(fill) if self.retries else fill()
-        if self.profile is not None:
-            jump_s = 0.0 if self._next in (None, offset) else self.profile.open_s
-            self._late_s = _wait(jump_s + got / self.profile.bytes_per_s - self._late_s, started)
+        _wait(self.profile, self._next not in (None, offset), got, started)
         self._next = offset + got
         return got
 
@@ -293,12 +275,9 @@ class DriveFile:
         self.close()  # os.open has no owner that would do it
 
 
-def _wait(asked_s: float, started: float) -> float:
-    """Sleep until ``asked_s`` after ``started``; returns how many seconds too late that ended, which the next wait
-    leaves out.
-    """
-    rest_s = asked_s - (perf_counter() - started)
-    if rest_s <= 0:
-        return 0.0
-    sleep(rest_s)
-    return max(0.0, perf_counter() - started - asked_s)
+def _wait(profile: DriveProfile | None, opens: bool, count: int, started: float) -> None:
+    """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``."""
+    if profile is not None:
+        rest_s = opens * profile.open_s + count / profile.bytes_per_s - (perf_counter() - started)
+        if rest_s > 0:
+            sleep(rest_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import multiprocessing
 import os
 import platform
@@ -15,36 +16,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+import xxhash
+from tqdm import tqdm
+
 from colab_utils.errors import ColabUtilsError
 
 __all__ = [
-    "COLAB_ROOT",
-    "Machine",
-    "count_cores",
-    "describe_machine",
-    "end_with_parent",
-    "find_free_memory",
-    "fork_pool",
-    "format_bytes",
-    "format_seconds",
-    "is_colab",
-    "is_notebook",
-    "is_watched",
-    "quiet_fork",
-    "require_linux",
-    "show_progress",
-    "write_file",
-]
+    "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "end_with_parent", "find_free_memory", "fork_pool",
+    "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched", "quiet_fork", "require_linux",
+    "show_progress", "write_file",
+]  # fmt: skip
 
 COLAB_ROOT = Path("/content")
 """Colab's own folder; Google Drive is mounted at ``drive`` in it."""
-
-_PIECE_BYTES = 1 << 20
 
 
 def count_cores() -> int:
@@ -55,13 +44,8 @@ def count_cores() -> int:
         True
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass  # no cgroup v2 here: the affinity mask is all there is to know
-    return cores
+    quota, _, period = _read_limit("cpu.max").partition(" ")
+    return min(cores, max(1, round(int(quota) / int(period)))) if quota.isdigit() else cores
 
 
 def find_free_memory() -> int:
@@ -71,18 +55,19 @@ def find_free_memory() -> int:
         >>> find_free_memory() > 0
         True
     """
-    import psutil
-
     free: int = psutil.virtual_memory().available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-            free = min(free, int(limit) - used + int(stat.get("inactive_file", 0)))  # page cache can be dropped
-    except (OSError, ValueError):
-        pass  # no cgroup v2 here
+    limit = _read_limit("memory.max")
+    if limit.isdigit():
+        stat = dict(line.split() for line in _read_limit("memory.stat").splitlines())
+        cache = int(stat["inactive_file"])  # which can be dropped
+        free = min(free, int(limit) - int(_read_limit("memory.current")) + cache)
     return max(0, free)
+
+
+def _read_limit(name: str) -> str:
+    """A file of the container's limits; "" without cgroup v2."""
+    path = Path("/sys/fs/cgroup", name)
+    return path.read_text().strip() if path.is_file() else ""
 
 
 def is_colab() -> bool:
@@ -118,15 +103,14 @@ class Machine:
     gpu: str | None
     """Name and memory."""
     python: str
-    torch: str | None
-    torchvision: str | None
+    torch: str
+    torchvision: str
     colab: bool
     """Whether it is a Colab virtual machine."""
 
     def __str__(self) -> str:
-        gpu = self.gpu or "no GPU"
         return (
-            f"{self.cores} cores ({self.cpu}), {format_bytes(self.ram_bytes)} RAM, {gpu}, "
+            f"{self.cores} cores ({self.cpu}), {format_bytes(self.ram_bytes)} RAM, {self.gpu or 'no GPU'}, "
             f"{format_bytes(self.disk_free_bytes)} free disk, torch {self.torch}" + (", Colab" if self.colab else "")
         )
 
@@ -138,18 +122,22 @@ def describe_machine(folder: str | Path = ".") -> Machine:
         >>> describe_machine().cores == count_cores()
         True
     """
-    import psutil
+    import torch
 
+    gpu = None
+    if torch.cuda.is_available():
+        gpu = f"{torch.cuda.get_device_name(0)} ({format_bytes(torch.cuda.get_device_properties(0).total_memory)})"
+    cpu_lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     return Machine(
-        cpu=_read_cpu_name(),
+        cpu=next((line.partition(": ")[2] for line in cpu_lines if line.startswith("model name")), platform.machine()),
         cores=count_cores(),
         ram_bytes=psutil.virtual_memory().total,
         shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         disk_free_bytes=shutil.disk_usage(folder).free,
-        gpu=_find_gpu(),
+        gpu=gpu,
         python=platform.python_version(),
-        torch=_find_version("torch"),
-        torchvision=_find_version("torchvision"),
+        torch=metadata.version("torch"),
+        torchvision=metadata.version("torchvision"),
         colab=is_colab(),
     )
 
@@ -161,12 +149,7 @@ def show_progress(label: str, *, total: int | None, unit: str = "it", scale: boo
         >>> with show_progress("copying", total=2) as bar:
         ...     _ = bar.update(2)
     """
-    from tqdm import tqdm
-
-    return tqdm(
-        total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=not is_watched(),
-        dynamic_ncols=True, mininterval=0.3,
-    )  # fmt: skip
+    return tqdm(total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=not is_watched())
 
 
 def is_watched() -> bool:
@@ -187,14 +170,12 @@ def is_notebook() -> bool:
 
 def end_with_parent() -> None:
     """In a worker process: end when the process that started it is killed; nobody would end it then."""
-    parent = multiprocessing.parent_process()
 
-    def wait() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+    def wait(parent: Any) -> None:
+        parent.join()
+        os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 
 def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:
@@ -208,8 +189,12 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
         [1, 2]
     """
     require_linux("start worker processes")
-    context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, context, _begin_process, (initializer, arguments))
+
+    def begin() -> None:
+        end_with_parent()
+        initializer(*arguments)
+
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), begin)
     # blocked from the first moment on: a handler is set too late for a process that has only begun
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -218,11 +203,6 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool
-
-
-def _begin_process(initializer: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    end_with_parent()
-    initializer(*arguments)
 
 
 @contextmanager
@@ -244,8 +224,6 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
     Raises:
         OSError: what Python raised, or EIO where the file reads back differently.
     """
-    import xxhash
-
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:
@@ -254,14 +232,12 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
             os.fsync(file.fileno())
             if sys.platform == "linux":  # or it would be read from memory, which proves nothing
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        expected, found, piece = xxhash.xxh3_64(), xxhash.xxh3_64(), memoryview(bytearray(_PIECE_BYTES))
+        expected = xxhash.xxh3_64()
         for part in parts:
             expected.update(part)
         with open(temporary, "rb", buffering=0) as file:
-            while count := file.readinto(piece):
-                found.update(piece[:count])
-        if found.digest() != expected.digest():
-            raise OSError(errno.EIO, "what was written reads back differently")
+            if hashlib.file_digest(file, xxhash.xxh3_64).digest() != expected.digest():
+                raise OSError(errno.EIO, "what was written reads back differently")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -290,32 +266,3 @@ def format_seconds(seconds: float) -> str:
     """
     size, unit = (1, "s") if seconds < 90 else (60, "minutes") if seconds < 5400 else (3600, "hours")
     return f"{seconds / size:.2g} {unit}" if seconds / size < 10 else f"{seconds / size:,.0f} {unit}"
-
-
-@cache
-def _read_cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux: platform knows a name too
-    return platform.processor() or platform.machine()
-
-
-def _find_gpu() -> str | None:
-    try:
-        import torch
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return f"{torch.cuda.get_device_name(0)} ({format_bytes(memory)})"
-
-
-def _find_version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -215,7 +215,8 @@ def _draw_surface(rng: Generator, kind: int, soft: Image.Image, axis: complex, l
     first, second = np.array([hsv_to_rgb(hue + k, *rng.uniform((0.2, 0.4), (0.8, 0.95))) for k in (0, 0.1)])
     waves = np.sin((at / axis).real * abs(axis) * rng.uniform(4, 11)) * rng.choice([0, 2, 5])
     mix = np.clip(0.4 + waves + 0.3 * _make_noise(rng, soft.width, soft.width, 4), 0, 1)[..., None]
-    shade = 0.3 + np.asarray(soft) / np.float32(340) - 0.22 * (at / light).real
+    gleam = 0.6 * np.exp(-22 * np.abs(at + 0.4 * light) ** 2) * (kind == 0)  # of a ball
+    shade = 0.3 + np.asarray(soft) / np.float32(340) - 0.22 * (at / light).real + gleam
     return _to_image((first + (second - first) * mix) * shade[..., None])
 
 

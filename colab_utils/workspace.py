@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from colab_utils.data.coco import read_coco
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
+from colab_utils.sample_data import CATEGORIES, make_dataset
+from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import INDEX_NAME, read_index
+from colab_utils.shards.write import write_shards
 
 __all__ = [
-    "EnsuredDataset",
-    "EnsuredShards",
-    "Workspace",
-    "ensure_dataset",
-    "ensure_local_shards",
-    "ensure_shards",
-    "ensure_validation_shards",
+    "EnsuredDataset", "EnsuredShards", "Workspace", "ensure_dataset", "ensure_shards", "ensure_validation_shards",
     "publish_results",
-]
-
-Part = Literal["train", "val"]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Workspace:
     """Two folders, ``drive`` (slow, lasts) and ``ssd`` (fast, may be lost). Make one with `Workspace.open`."""
 
-    drive: Path = Path()
-    ssd: Path = Path()
-    profile: DriveProfile | None = None
+    drive: Path
+    ssd: Path
+    profile: DriveProfile | None
     """The speed at which ``drive`` is read: ``None`` for a real Google Drive and for full speed."""
-    note: str = ""
+    note: str
     """How ``drive`` was chosen, in one line."""
-
-    def __post_init__(self) -> None:
-        if Path() in (self.drive, self.ssd):
-            raise ColabUtilsError("expected a drive and an ssd folder, found none: use Workspace.open(), it finds both")
 
     @classmethod
     def open(
@@ -52,21 +43,19 @@ class Workspace:
         ssd: str | Path | None = None,
         profile: str | DriveProfile | None = "typical",
         use_google_drive: bool = True,
-        timeout_s: float = 120,
     ) -> Workspace:
         """Make the two folders; on Colab, mount Google Drive first (it asks you to sign in).
 
-        When the sign-in is declined, times out or fails, a slowed folder on this machine takes the place of
-        Drive; ``note`` and a `ColabUtilsWarning` tell you. Outside Colab a slowed folder is used at once.
+        When the sign-in is declined, times out after two minutes or fails, a slowed folder on this machine takes the
+        place of Drive; ``note`` and a `ColabUtilsWarning` tell you. Outside Colab a slowed folder is used at once.
 
         Args:
-            drive: the slow folder, used as given. Default: ``colab_utils`` in your Google Drive, else
-                ``/content/slow_drive``; outside Colab ``./runs/drive``.
+            drive: the slow folder, used as given; Google Drive is mounted for a folder in it. Default: ``colab_utils``
+                in your Google Drive, else ``/content/slow_drive``; outside Colab ``./runs/drive``.
             ssd: the fast folder. Default: ``/content/colab_utils``; outside Colab ``./runs/ssd``.
             profile: how slow the slowed folder is: a name in `DRIVE_PROFILES`, a profile, or ``"none"``.
                 A mounted Google Drive has its own speed and ignores this.
             use_google_drive: ``False`` does not mount, and takes the slowed folder also on Colab.
-            timeout_s: how long to wait for the sign-in, in seconds.
 
         Raises:
             ColabUtilsError: a folder cannot be made, the profile has no such name, or ``drive`` lies in a
@@ -79,20 +68,17 @@ class Workspace:
             >>> workspace.shards_on_ssd == folder / "ssd" / "shards"
             True
         """
-        speed = get_profile(profile)
-        slow, note = _choose_drive(drive, timeout_s if use_google_drive else None)
+        slow, note = _choose_drive(drive, use_google_drive)
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
-            where = "the drive folder" if fast == slow else "Google Drive"
-            raise ColabUtilsError(f"expected ssd on this machine's own disk, found {fast}, {where}: name another one")
-        _make_folder(slow, parents=drive is None)
-        _make_folder(fast, parents=ssd is None)
-        return cls(slow, fast, None if is_on_drive(slow) else speed, note)
-
-    @property
-    def dataset(self) -> Path:
-        """The COCO dataset on Drive."""
-        return self.drive / "dataset"
+            raise ColabUtilsError(f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one")
+        for folder, named in ((slow, drive), (fast, ssd)):
+            try:
+                with guard_drive(folder):
+                    folder.mkdir(parents=not named, exist_ok=True)  # a typing error in a name is noticed
+            except OSError as error:
+                raise ColabUtilsError(f"expected to make {folder}, found {error.strerror}: name another one") from error
+        return cls(slow, fast, None if is_on_drive(slow) else get_profile(profile), note)
 
     @property
     def shards_on_drive(self) -> Path:
@@ -110,78 +96,44 @@ class Workspace:
         return self.drive / "runs"
 
     def __str__(self) -> str:
-        speed = "full speed" if self.profile is None else f"slowed folder, {self.profile}"
-        speed = "Google Drive" if is_on_drive(self.drive) else speed
-        return f"Drive: {self.drive} ({speed})\nSSD: {self.ssd}" + (f"\nNote: {self.note}" if self.note else "")
+        real = "Google Drive" if is_on_drive(self.drive) else "full speed"
+        return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}\nNote: {self.note}"
 
 
-def _choose_drive(drive: str | Path | None, timeout_s: float | None) -> tuple[Path, str]:
-    """The slow folder, and one line on why it was chosen; ``timeout_s=None`` forbids mounting."""
-    chosen, slowed = None if drive is None else _to_path(drive), COLAB_ROOT / "slow_drive"
-    if chosen is None and not is_colab():
-        chosen = _to_path("runs/drive")
-    if chosen is not None and not (is_colab() and chosen.is_relative_to(COLAB_ROOT / "drive")):
-        return chosen, f"{chosen} {'lies on' if is_on_drive(chosen) else 'takes the place of'} Google Drive"
-    if chosen is None and timeout_s is None:
-        return slowed, f"{slowed} takes the place of Google Drive, as you asked"
-    failure = _mount_google_drive(timeout_s)
+def _choose_drive(drive: str | Path | None, use_google_drive: bool) -> tuple[Path, str]:
+    """The slow folder, and one line on why it was chosen."""
+    mount, slowed = COLAB_ROOT / "drive", COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive")
+    chosen = _to_path(drive) if drive else None
+    if not (is_colab() and (chosen.is_relative_to(mount) if chosen else use_google_drive)):
+        folder = chosen or slowed
+        return folder, f"{folder} {'lies on' if is_on_drive(folder) else 'takes the place of'} Google Drive"
+    failure = _mount_google_drive(mount)
     if not failure:
-        return chosen or _find_my_drive() / "colab_utils", "Google Drive is mounted: what you put there lasts"
-    if chosen is not None:
-        raise ColabUtilsError(
-            f"expected {chosen} in Google Drive, found Drive not mounted ({failure}): open the workspace "
-            f"again and sign in, or choose a folder outside {COLAB_ROOT / 'drive'}"
-        )
+        return chosen or mount / "MyDrive" / "colab_utils", "Google Drive is mounted: what you put there lasts"
+    if chosen:
+        found = f"found Drive not mounted ({failure}): sign in, or name a folder outside {mount}"
+        raise ColabUtilsError(f"expected {chosen} in Google Drive, {found}")
     note = f"Google Drive is not mounted ({failure}): {slowed} takes its place, and is lost with this machine"
     warnings.warn(note, ColabUtilsWarning, stacklevel=3)
     return slowed, note
 
 
-def _mount_google_drive(timeout_s: float | None) -> str:
+def _mount_google_drive(mount: Path) -> str:
     """Mount Google Drive where it is not mounted; returns what went wrong, "" if nothing did."""
-    if os.path.isdir(_find_my_drive()):
+    if os.path.isdir(mount / "MyDrive"):
         return ""
-    if timeout_s is None:
-        return "use_google_drive is False"
-    mount_point = COLAB_ROOT / "drive"
     try:
         from google.colab import drive as google_drive
 
         # a mount that died is still in the table of mounts: only a forced mount replaces it
-        google_drive.mount(str(mount_point), force_remount=_is_dead(mount_point), timeout_ms=round(timeout_s * 1000))
+        google_drive.mount(str(mount), force_remount=True, timeout_ms=120_000)
     except Exception as error:  # Colab's message errors have no public base class
-        detail = " ".join(str(error).split())[:200]
-        return f"{type(error).__name__}: {detail}" if detail else type(error).__name__
-    return "" if os.path.isdir(_find_my_drive()) else f"no MyDrive appeared in {mount_point}"
-
-
-def _find_my_drive() -> Path:
-    new, old = COLAB_ROOT / "drive" / "MyDrive", COLAB_ROOT / "drive" / "My Drive"
-    return old if os.path.isdir(old) and not os.path.isdir(new) else new
-
-
-def _is_dead(mount_point: Path) -> bool:
-    try:
-        os.stat(mount_point)
-    except OSError as error:
-        return error.errno in (errno.ENOTCONN, errno.EIO)
-    return False
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200].removesuffix(":")
+    return "" if os.path.isdir(mount / "MyDrive") else f"no MyDrive appeared in {mount}"
 
 
 def _to_path(path: str | Path) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))
-
-
-def _make_folder(folder: Path, *, parents: bool) -> None:
-    """Make a folder; the parents of one that you named are not made, so that a typing error is noticed."""
-    try:
-        with guard_drive(folder):
-            folder.mkdir(parents=parents, exist_ok=True)
-    except OSError as error:
-        raise ColabUtilsError(
-            f"expected to make the folder {folder}, found: {error.strerror}. "
-            f"Name a folder in one that is there, and that you may write to"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -190,8 +142,6 @@ class EnsuredDataset:
 
     images: Path
     annotations: Path
-    made: bool
-    """Whether this call made it."""
     note: str
     """Where it comes from."""
 
@@ -207,19 +157,15 @@ class EnsuredShards:
     shards: int
     images: int
     bytes: int
-    made: bool
-    """Whether this call made or copied them."""
-    note: str = ""
-    """What you must know of them."""
+    note: str
+    """Where they come from."""
 
     def __str__(self) -> str:
-        verb = "made now" if self.made else "found"
-        size = f"{self.shards} shards, {self.images:,} images, {format_bytes(self.bytes)}"
-        return f"{size} in {self.folder} ({verb})" + (f"\n{self.note}" if self.note else "")
+        return f"{self.shards} shards, {self.images:,} images, {format_bytes(self.bytes)} in {self.folder}\n{self.note}"
 
 
 def ensure_dataset(
-    workspace: Workspace, *, images: str = "", annotations: str = "", n: int = 160, part: Part = "train"
+    workspace: Workspace, *, images: str = "", annotations: str = "", n: int = 160, part: str = "train"
 ) -> EnsuredDataset:
     """Your dataset where you name one, else the built-in one on Drive, made now if it is not there yet.
 
@@ -237,33 +183,24 @@ def ensure_dataset(
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", profile="none")
-        >>> ensure_dataset(workspace, n=2).made, ensure_dataset(workspace, n=2).made
-        (True, False)
+        >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
+        ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    if images or annotations:
-        if not (images and annotations):
-            raise ColabUtilsError("expected images and annotations, found only one of them: name both or neither")
-        return EnsuredDataset(Path(images), Path(annotations), False, "Your own dataset.")
-    folder = workspace.dataset if part == "train" else workspace.drive / "dataset_val"
+    if bool(images) != bool(annotations):
+        raise ColabUtilsError("expected images and annotations, found only one of them: name both or neither")
+    if images:
+        return EnsuredDataset(Path(images), Path(annotations), "Your own dataset.")
+    folder = workspace.drive / ("dataset" if part == "train" else "dataset_val")
     with guard_drive(folder):
-        if (folder / "annotations.json").is_file():
-            note = "The built-in dataset, found on Drive."
-            return EnsuredDataset(folder / "images", folder / "annotations.json", False, note)
-        from colab_utils.sample_data import make_dataset
-
-        made = make_dataset(folder, n=n, seed=0 if part == "train" else 1)
-    note = f"The built-in dataset, made now: {made.n} images, {made.objects} objects, {format_bytes(made.bytes)}."
-    return EnsuredDataset(made.images, made.annotations, True, note)
+        found = (folder / "annotations.json").is_file()
+        if not found:
+            make_dataset(folder, n=n, seed=0 if part == "train" else 1)
+    note = f"The built-in dataset, {'found on Drive' if found else 'made now'}."
+    return EnsuredDataset(folder / "images", folder / "annotations.json", note)
 
 
 def ensure_shards(
-    workspace: Workspace,
-    *,
-    images: str = "",
-    annotations: str = "",
-    n: int = 160,
-    shard_mb: float = 8,
-    part: Part = "train",
+    workspace: Workspace, *, images: str = "", annotations: str = "", n: int = 160, part: str = "train"
 ) -> EnsuredShards:
     """The shards on Drive: those that are there, else made now from `ensure_dataset`'s dataset.
 
@@ -272,67 +209,53 @@ def ensure_shards(
         images: as for `ensure_dataset`; empty also takes shards of your own data that you made earlier.
         annotations: as for `ensure_dataset`.
         n: as for `ensure_dataset`.
-        shard_mb: size of a shard that is made now, in MB.
         part: ``"val"`` are the shards of the second dataset, in a folder of their own.
 
     Raises:
         ColabUtilsError: the shards on Drive are of another dataset than the one you name.
     """
-    from colab_utils.data.coco import read_coco
-    from colab_utils.shards.write import write_shards
-
     folder = workspace.shards_on_drive if part == "train" else workspace.drive / "shards_val"
     with guard_drive(folder):
-        there = (folder / INDEX_NAME).is_file()
-        if not there or images or annotations:
+        is_there = (folder / INDEX_NAME).is_file()
+        if not is_there or images or annotations:
             data = ensure_dataset(workspace, images=images, annotations=annotations, n=n, part=part)
-            if not there:
-                write_shards(data.images, data.annotations, shards=folder, shard_mb=shard_mb)
+            if not is_there:
+                write_shards(data.images, data.annotations, shards=folder, shard_mb=8)
             elif read_index(folder).fingerprint != read_coco(data.annotations).fingerprint:
-                raise ColabUtilsError(
-                    f"expected shards of {data.annotations}, found shards of another dataset in {folder}. "
-                    "Open the workspace with another Drive folder, or move these shards away."
-                )
-        return _describe(folder, made=not there)
-
-
-def ensure_local_shards(workspace: Workspace, **options: Any) -> EnsuredShards:
-    """The shards on this machine's SSD: `ensure_shards` with the same options, then what is not there yet is copied.
-
-    Raises:
-        ColabUtilsError: as `ensure_shards` and `copy_shards` do.
-    """
-    source = ensure_shards(workspace, **options)
-    return _copy(source.folder, workspace.ssd / source.folder.name, profile=workspace.profile)
+                found = f"found shards of another dataset in {folder}: move them away, or name another Drive folder"
+                raise ColabUtilsError(f"expected shards of {data.annotations}, {found}")
+        return _describe(folder, "Found on Drive." if is_there else "Made now.")
 
 
 def ensure_validation_shards(
     workspace: Workspace, train: EnsuredShards, *, images: str = "", annotations: str = "", n: int = 24
 ) -> EnsuredShards:
-    """Shards to evaluate a model with: yours where you name the data, else what fits the training shards.
+    """Shards on the SSD to evaluate a model with: yours where you name the data, else what fits the training shards.
 
     For the built-in dataset that is a second one with other pictures. For data of your own it is a copy of the first
     training shard: the model has seen its images, and ``note`` says so.
 
     Args:
         workspace: where Drive and SSD are.
-        train: the training shards on the SSD, from `ensure_local_shards`.
+        train: the training shards, from `ensure_shards`.
         images: your validation images.
         annotations: their COCO instance JSON.
         n: images of the built-in dataset where it is made now.
 
     Raises:
-        ColabUtilsError: as `ensure_local_shards` does.
+        ColabUtilsError: as `ensure_shards` and `copy_shards` do.
     """
-    from colab_utils.sample_data import CATEGORIES
-
-    index = read_index(train.folder)
+    index, limit_gb, source = read_index(train.folder), None, train
     built_in = {category["name"] for category in index.categories} == {category["name"] for category in CATEGORIES}
     if images or annotations or built_in:
-        return ensure_local_shards(workspace, images=images, annotations=annotations, n=n, part="val")
-    size = index.shards[0].bytes + index.shards[0].arrays_bytes
-    note = "A copy of the first training shard: the model has seen these images, so its AP is too high."
-    return _copy(train.folder, workspace.ssd / "shards_seen", note=note, limit_gb=size / 1e9)
+        source = ensure_shards(workspace, images=images, annotations=annotations, n=n, part="val")
+        target, note = workspace.ssd / "shards_val", source.note
+    else:
+        limit_gb = (index.shards[0].bytes + index.shards[0].arrays_bytes) / 1e9
+        target = workspace.ssd / "shards_seen"
+        note = "A copy of the first training shard: the model has seen these images, so its AP is too high."
+    copy_shards(source.folder, target, profile=workspace.profile, limit_gb=limit_gb)
+    return _describe(target, note)
 
 
 def publish_results(workspace: Workspace, number: str, **results: Any) -> Path:
@@ -352,13 +275,6 @@ def publish_results(workspace: Workspace, number: str, **results: Any) -> Path:
     return path
 
 
-def _copy(source: Path, target: Path, *, note: str = "", **options: Any) -> EnsuredShards:
-    from colab_utils.shards.copy import copy_shards
-
-    report = copy_shards(source, target, **options)
-    return _describe(target, made=report.skipped_shards < report.shards, note=note)
-
-
-def _describe(folder: Path, *, made: bool, note: str = "") -> EnsuredShards:
+def _describe(folder: Path, note: str) -> EnsuredShards:
     index = read_index(folder)
-    return EnsuredShards(folder, len(index.shards), index.images, index.bytes, made, note)
+    return EnsuredShards(folder, len(index.shards), index.images, index.bytes, note)

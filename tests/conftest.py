@@ -61,8 +61,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def quiet_machine() -> None:
-    """Waits until every core is free, two minutes at most: for a test that compares two times of the same work."""
-    until_s = time.monotonic() + 120
+    """Waits until every core is free, a minute at most: for a test that compares two times of the same work."""
+    until_s = time.monotonic() + 60
     with ThreadPoolExecutor(count_cores()) as pool:
         while max(pool.map(_measure_delay, range(count_cores()))) > 1.3 and time.monotonic() < until_s:
             time.sleep(0.5)

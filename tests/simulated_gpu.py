@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.training.fake_gpu import FakeGpu
+from benchmarks.memory import CountedMemory
 
 __all__ = ["GpuTensor", "SimulatedGpu"]
 
@@ -56,7 +56,7 @@ class SimulatedGpu(TorchFunctionMode):
     def __init__(self, monkeypatch, *, limit: int = 16_000_000_000, capability: tuple[int, int] = (7, 5)) -> None:
         super().__init__()
         self.waits: Counter[tuple[str, str]] = Counter()
-        self.memory = FakeGpu(limit)
+        self.memory = CountedMemory(limit)
         self._pinned: list[Tensor] = []
         SimulatedGpu.current = self
         facts = SimpleNamespace(total_memory=limit, name="Simulated")

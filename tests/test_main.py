@@ -228,7 +228,7 @@ def test_help_works_and_loads_nothing_heavy(arguments):
     assert done.returncode == 0
     assert "usage: python -m colab_utils" in done.stdout
     loaded = set(done.stderr.rpartition("loaded:")[2].split())
-    assert {"torch", "numpy", "PIL", "matplotlib", "tqdm"} & loaded == set()
+    assert {"torch", "numpy", "PIL", "matplotlib"} & loaded == set()
     if not arguments:
         assert all(command in done.stdout for command in COMMANDS)
 

@@ -31,6 +31,11 @@ def test_a_wait_policy_of_the_user_stays():
     assert run_python(code, OMP_WAIT_POLICY="ACTIVE").strip() == "ACTIVE"
 
 
+def test_benchmarks_have_it_before_torch_too():
+    code = "import os, sys, benchmarks; print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    assert run_python(code).strip() == "False PASSIVE"
+
+
 def test_importing_is_light():
     code = "import sys, colab_utils; print(sorted({'torch', 'numpy', 'PIL', 'matplotlib'} & sys.modules.keys()))"
     assert run_python(code).strip() == "[]"

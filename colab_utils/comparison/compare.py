@@ -19,9 +19,8 @@ from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies
 from colab_utils.diagnosis.resources import measure_memory
-from colab_utils.diagnosis.stages import drop_cached
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, describe_error, time_batches
-from colab_utils.drive import DriveProfile, get_profile, is_on_drive
+from colab_utils.drive import DriveProfile, drop_cached, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import Machine, describe_machine, show_progress
 
@@ -46,21 +45,21 @@ class StrategyTiming:
     """Whether its samples are the reference's."""
     difference: str
     """How they differ; empty where they do not."""
-    images_per_second: float | None
+    images_per_second: float | None = None
     """Images trained in a second, warm."""
-    batch_ms_median: float | None
+    batch_ms_median: float | None = None
     """Wait and step of a batch, milliseconds: the median."""
-    batch_ms_p95: float | None
+    batch_ms_p95: float | None = None
     """The same: the 95th percentile."""
-    wait_share: float | None
+    wait_share: float | None = None
     """Wait / (wait + step), 0 to 1."""
-    first_batch_s: float | None
+    first_batch_s: float | None = None
     """Seconds until the first batch came, cold, the start of the workers included."""
-    cpu_ms_per_image: float | None
+    cpu_ms_per_image: float | None = None
     """CPU milliseconds of loading an image, over all processes."""
-    repeats_images_per_second: tuple[float, ...]
+    repeats_images_per_second: tuple[float, ...] = ()
     """``images_per_second`` of each repeat."""
-    note: str
+    note: str = ""
     """Why it could not be timed."""
     cold_images_per_second: float | None = None
     """Images trained in a second of the first epoch, with nothing in the system's memory, start included."""
@@ -182,7 +181,9 @@ def compare(
     runner = _Runner(setting, step, batches=batches, timeline_s=timeline_s)
     rows, note = _run_in_turns(runner, chosen, repeats=repeats)
     timings = _compare_with_baseline([_summarise(row, setting) for row in rows])
-    baseline = _find_baseline(timings)
+    baseline = _find_baseline(timings).name
+    others = [row for row in timings if row.comparable and row.name != baseline]
+    bad = f" {len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
     return Comparison(
         machine=describe_machine(folder),
         dataset={
@@ -196,14 +197,10 @@ def compare(
         batches=batches,
         repeats=repeats,
         workers=workers,
-        note=f"{note} {_describe_bad(prepared)}".strip(),
-        baseline=baseline.name,
-        no_help=_list_no_help(timings, baseline),
+        note=f"{note}{bad}".strip(),
+        baseline=baseline,
+        no_help=tuple(row.name for row in others if row.ratio is not None and row.ratio < _HELPS),
     )  # fmt: skip
-
-
-def _describe_bad(prepared: PreparedData) -> str:
-    return f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
 
 
 @dataclass
@@ -262,7 +259,11 @@ def _run_in_turns(runner: _Runner, chosen: Sequence[Strategy], *, repeats: int) 
         with show_progress("comparing", total=len(rounds) * len(rows), unit="run") as bar:
             for run, first in rounds:
                 for row in rows[first:] + rows[:first]:
-                    _try_to(run, row)
+                    try:
+                        if not row.note:  # what failed is not run again
+                            run(row)
+                    except Exception as error:
+                        row.note = describe_error(error)
                     bar.update(1)
     except KeyboardInterrupt:
         rows, note = [row for row in rows if row.times], "Stopped by Ctrl-C: strategies or repeats are missing."
@@ -273,72 +274,56 @@ def _run_in_turns(runner: _Runner, chosen: Sequence[Strategy], *, repeats: int) 
     return rows, note
 
 
-def _try_to(run: Callable[[_Row], None], row: _Row) -> None:
-    """Where a strategy fails, a note tells why, and it is not run again."""
-    try:
-        if not row.note:
-            run(row)
-    except Exception as error:
-        row.note = describe_error(error)
-
-
 def _summarise(row: _Row, setting: Setting) -> StrategyTiming:
     strategy, prepared, runs, cold = row.strategy, setting.prepared, row.times, row.cold
+    place = "Google Drive" if strategy.on_drive and is_on_drive(prepared.images) else "local disk"
+    if strategy.on_drive and setting.profile:
+        place = f"slowed Drive folder, profile {setting.profile.name}"
+    timing = StrategyTiming(
+        strategy.name, strategy.idea, place, not row.difference, row.difference, note=row.note,
+        repeats_images_per_second=tuple(run.images_per_second for run in runs),
+    )  # fmt: skip
+    if cold is None or not runs:
+        return timing
     names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "cpu_ms_per_image")
-    figures: dict[str, Any] = {name: median(getattr(run, name) for run in runs) if runs else None for name in names}
-    scale = prepared.total / len(prepared)
-    if runs:
-        files = prepared.get(strategy.reads)
-        figures |= {
-            "ram_bytes": row.ram_bytes, "drive_bytes": files.drive_bytes, "ssd_bytes": files.ssd_bytes,
-            "once_minutes": (files.once_start_s + (files.once_s - files.once_start_s) * scale) / 60,
-            "session_minutes": files.session_s * scale / 60,
-            "epoch_minutes": prepared.total / figures["images_per_second"] / 60,
-        }  # fmt: skip
-    if cold is not None:
-        batches = len(prepared) * len(cold.wait_s) / cold.images  # of the first epoch
-        first = cold.batch_s[: round(batches + 0.49)]
-        # what keeps its samples reads all of them while it opens: more images take longer
-        opened_s = row.opened_s * (scale if strategy.keeps else 1)
-        epoch_s = scale_epoch(first, batches=batches * scale, start=max(1, setting.workers))
-        figures |= {
-            "cold_images_per_second": min(cold.images, len(prepared)) / (row.opened_s + float(first.sum())),
-            "first_epoch_minutes": (opened_s + epoch_s) / 60,
-            "timeline": _make_timeline(cold, row.opened_s),
-        }
-    return StrategyTiming(
-        strategy.name, strategy.idea, _name_place(strategy, setting), not row.difference, row.difference, **figures,
-        first_batch_s=cold.first_batch_s + row.opened_s if cold is not None and runs else None,
-        repeats_images_per_second=tuple(run.images_per_second for run in runs), note=row.note,
+    figures: dict[str, Any] = {name: median(getattr(run, name) for run in runs) for name in names}
+    rate, files, scale = figures["images_per_second"], prepared.get(strategy.reads), prepared.total / len(prepared)
+    batches = len(prepared) * len(cold.wait_s) / cold.images  # of the first epoch
+    first = cold.batch_s[: round(batches + 0.49)]
+    # what keeps its samples reads all of them while it opens: more images take longer
+    opened_s = row.opened_s * (scale if strategy.keeps else 1)
+    epoch_s = scale_epoch(
+        first, batches=batches * scale, start=max(1, setting.workers), warm_s=setting.batch_size / rate
+    )
+    ends = row.opened_s + np.cumsum(cold.batch_s)
+    times = np.stack([np.append(0.0, ends[:-1]), ends - cold.step_s, ends], 1)
+    return replace(
+        timing, **figures, ram_bytes=row.ram_bytes, drive_bytes=files.drive_bytes, ssd_bytes=files.ssd_bytes,
+        first_batch_s=cold.first_batch_s + row.opened_s,
+        cold_images_per_second=min(cold.images, len(prepared)) / (row.opened_s + float(first.sum())),
+        once_minutes=(files.once_start_s + (files.once_s - files.once_start_s) * scale) / 60,
+        session_minutes=files.session_s * scale / 60,
+        first_epoch_minutes=(opened_s + epoch_s) / 60,
+        epoch_minutes=prepared.total / rate / 60,
+        timeline=tuple(map(tuple, times.round(4).tolist())),
     )  # fmt: skip
 
 
-def scale_epoch(batch_s: NDArray[np.float64], *, batches: float, start: int) -> float:
+def scale_epoch(batch_s: NDArray[np.float64], *, batches: float, start: int, warm_s: float) -> float:
     """Seconds that an epoch of so many ``batches`` takes, by the times of its first ones.
 
-    The first ``start`` batches hold the start of the workers and count once. The others give the seconds of a batch.
+    The first ``start`` batches hold the start of the workers and count once. The others give the seconds of a batch;
+    where there are none, ``warm_s`` does.
 
     Example:
-        >>> scale_epoch(np.array([1.6, 0.1, 0.1]), batches=1001, start=1)
+        >>> scale_epoch(np.array([1.6, 0.1, 0.1]), batches=1001, start=1, warm_s=0.05)
+        101.6
+        >>> scale_epoch(np.array([1.6]), batches=1001, start=1, warm_s=0.1)
         101.6
     """
-    later = batch_s[start:]
-    if not len(later):
-        return float(batch_s.mean()) * batches
-    return float(batch_s[:start].sum() + later.mean() * max(0.0, batches - start))
-
-
-def _name_place(strategy: Strategy, setting: Setting) -> str:
-    if strategy.on_drive and setting.profile:
-        return f"slowed Drive folder, profile {setting.profile.name}"
-    return "Google Drive" if strategy.on_drive and is_on_drive(setting.prepared.images) else "local disk"
-
-
-def _make_timeline(cold: BatchTimes, opened_s: float) -> tuple[tuple[float, float, float], ...]:
-    ends = opened_s + np.cumsum(cold.batch_s)
-    asked = np.concatenate([[0.0], ends[:-1]])
-    times = (asked, ends - np.array(cold.step_s), ends)
-    return tuple(zip(*(time.round(4).tolist() for time in times), strict=True))
+    first, later = batch_s[:start], batch_s[start:]
+    each_s = later.mean() if len(later) else warm_s
+    return float(first.sum() + each_s * max(0.0, batches - len(first)))
 
 
 def _find_baseline(timings: Sequence[StrategyTiming]) -> StrategyTiming:
@@ -376,8 +361,3 @@ def find_pay_back(timing: StrategyTiming, base: StrategyTiming) -> float | None:
     if after > 0:
         return 1 - after / later if later else None
     return before / (before - after) if before > 0 else 0.0
-
-
-def _list_no_help(timings: Sequence[StrategyTiming], baseline: StrategyTiming) -> tuple[str, ...]:
-    others = [timing for timing in timings if timing.comparable and timing.name != baseline.name]
-    return tuple(timing.name for timing in others if timing.ratio is not None and timing.ratio < _HELPS)

@@ -22,6 +22,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.runtime import format_bytes, show_progress, write_file
 from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.format import find_free_space
 from colab_utils.shards.write import write_shards
 
 __all__ = ["PreparedData", "PreparedFiles"]
@@ -90,9 +91,11 @@ class PreparedData:
         self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd") if is_on_drive(folder) else self.folder / "ssd"
         rows = range(min(len(coco), count))
         dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"))
-        errors = _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows)
-        self.bad = [error for error in errors if error]
-        usable = [row for row, error in zip(rows, errors, strict=True) if not error]
+        errors = dict(
+            zip(rows, _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows), strict=True)
+        )
+        self.bad = [error for error in errors.values() if error]
+        usable = [row for row in rows if not errors[row]]
         if not usable:
             raise ColabUtilsError(f"expected usable images in {images}, found none: {self.bad[0]}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
@@ -226,10 +229,9 @@ def _sum_bytes(files: Sequence[Path]) -> int:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    free = shutil.disk_usage(existing).free
+    free = find_free_space(folder)
     if needed > free:
         raise ColabUtilsError(
-            f"expected {format_bytes(needed)} of free disk, found {format_bytes(free)} at {existing}. Free some, or "
+            f"expected {format_bytes(needed)} of free disk for {folder}, found {format_bytes(free)}. Free some, or "
             "compare fewer images."
         )

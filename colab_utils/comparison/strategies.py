@@ -31,7 +31,6 @@ from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork
 
 __all__ = [
     "DEFAULT_STRATEGIES", "STRATEGIES", "PillowFolder", "Setting", "Strategy", "choose_strategies", "deliver",
-    "end_workers",
 ]  # fmt: skip
 
 _THREADS = 8  # that read into memory
@@ -91,7 +90,7 @@ class PillowFolder(CocoFolder):
     """Image files and polygons as in torchvision's references: decoded by Pillow, masks drawn for each sample."""
 
     @staticmethod
-    def decode(data: bytes) -> Tensor:
+    def decode(data: bytes | bytearray) -> Tensor:
         """Image bytes as uint8 [3, H, W]."""
         return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(2, 0, 1)
 
@@ -152,14 +151,9 @@ class EpochLoader:
         self._order.epoch += 1
 
     def close(self) -> None:
-        """End the workers or threads."""
-        end_workers(self._batches)
+        """End the workers that a ``DataLoader`` keeps from epoch to epoch, or the threads."""
+        getattr(getattr(self._batches, "_iterator", None), "_shutdown_workers", int)()
         getattr(self._batches, "close", int)()
-
-
-def end_workers(loader: Any) -> None:
-    """End the workers that a ``DataLoader`` keeps from epoch to epoch."""
-    getattr(getattr(loader, "_iterator", None), "_shutdown_workers", int)()
 
 
 def deliver(samples: Iterable[_Sample], device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
@@ -197,15 +191,11 @@ class ThreadLoading:
             yield pending.popleft().result()
 
     def _read(self, indices: list[int]) -> list[_Sample]:
-        samples = []
-        for index in indices:
-            sample = self._cache.get(index)
-            if sample is None:
-                sample = self._dataset[index]
-                self._room -= _count_bytes(sample)
-                if self._room > 0:
-                    self._cache[index] = sample
-            samples.append(sample)
+        samples = [self._cache.get(index) or self._dataset[index] for index in indices]
+        for index, sample in zip(indices, samples, strict=True):
+            if index not in self._cache and (size := _count_bytes(sample)) < self._room:
+                self._room -= size
+                self._cache[index] = sample
         return samples
 
     def close(self) -> None:
@@ -240,12 +230,9 @@ def _open_in_memory(setting: Setting) -> EpochLoader:
     return EpochLoader(setting, samples, _by_workers(0)(setting))
 
 
-def _make_loader(setting: Setting, dataset: ShardDataset) -> Loader:
+def _open_packed(setting: Setting, dataset: ShardDataset | None = None) -> Loader:
+    dataset = _open_dataset(setting, "shards_on_ssd") if dataset is None else dataset
     return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device)
-
-
-def _open_packed(setting: Setting) -> Loader:
-    return _make_loader(setting, _open_dataset(setting, "shards_on_ssd"))
 
 
 class _ArrivingLoader:
@@ -259,7 +246,7 @@ class _ArrivingLoader:
             opened.callback(shutil.rmtree, folder, ignore_errors=True)
             dataset = ArrivingShards(shards, Path(folder, "shards"), profile=setting.profile)
             opened.callback(dataset.stop)
-            self._loader = opened.enter_context(closing(_make_loader(setting, dataset)))
+            self._loader = opened.enter_context(closing(_open_packed(setting, dataset)))
             self.close = opened.pop_all().close
 
     def __iter__(self) -> Iterator[Any]:

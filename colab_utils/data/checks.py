@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from PIL import Image
+
 from colab_utils.data.coco import CocoDataset, decode_text, is_safe_name, is_sound_box, read_bytes, read_coco
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import guard_drive
@@ -39,6 +42,7 @@ _EFFECTS = {
     "image without objects": "note: kept, left out of training",
     "repeated file_name": "note: kept, the same picture counts twice",
 }
+_SERIOUS = {kind for kind, effect in _EFFECTS.items() if not effect.startswith("note")}
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def check_dataset(images: str | Path, annotations: str | Path) -> DatasetReport:
         ...     check_dataset(made.images, made.annotations).ok
         True
     """
-    dataset = _open(images, annotations)
+    dataset = read_coco(annotations)
     examples = defaultdict[str, list[str]](list)
     for defect in _find_defects(Path(images), dataset):
         examples[defect.kind].append(defect.example)
@@ -111,8 +115,7 @@ def check_dataset(images: str | Path, annotations: str | Path) -> DatasetReport:
         if examples[kind]
     )
     total = len(dataset.ids) + len(dataset.unknown_images) + len(dataset.unknown_categories)
-    ok = all(problem.effect.startswith("note") for problem in problems)
-    return DatasetReport(len(dataset), total, ok, problems)
+    return DatasetReport(len(dataset), total, not _SERIOUS & {one.kind for one in problems}, problems)
 
 
 def repair_annotations(images: str | Path, annotations: str | Path, *, output: str | Path) -> DatasetReport:
@@ -135,12 +138,8 @@ def repair_annotations(images: str | Path, annotations: str | Path, *, output: s
     source, output = Path(annotations), Path(output)
     if output.exists():
         raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
-    dataset = _open(images, source)
-    bad = {
-        (defect.image_id, defect.annotation_id)
-        for defect in _find_defects(Path(images), dataset)
-        if not _EFFECTS[defect.kind].startswith("note")
-    }
+    dataset = read_coco(source)
+    bad = {(one.image_id, one.annotation_id) for one in _find_defects(Path(images), dataset) if one.kind in _SERIOUS}
     raw = json.loads(decode_text(read_bytes(source), source))
     raw["images"] = [image for image in raw["images"] if (image["id"], None) not in bad]
     known_images = {image["id"] for image in raw["images"]}
@@ -159,43 +158,47 @@ def repair_annotations(images: str | Path, annotations: str | Path, *, output: s
     return check_dataset(images, output)
 
 
-def _open(images: str | Path, annotations: str | Path) -> CocoDataset:
-    if not Path(images).is_dir():
-        raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-    return read_coco(annotations)
-
-
 def _find_defects(images: Path, dataset: CocoDataset) -> Iterator[_Defect]:
+    if not images.is_dir():
+        raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
     for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
         for number in ids.tolist():
             yield _Defect(kind, f"annotation {number}")
-    names: set[str] = set()
+    names = [dataset.file_name(i) for i in range(len(dataset))]
+    for i in np.setdiff1d(np.arange(len(names)), np.unique(names, return_index=True)[1]).tolist():
+        yield _Defect("repeated file_name", names[i], int(dataset.image_ids[i]))
     with (
         show_progress("check", total=len(dataset), unit="image") as bar,
         ThreadPoolExecutor(_THREADS) as pool,  # on Drive each file costs its latency: wait for several at once
     ):
-        for i, (kind, found, size) in enumerate(pool.map(partial(_check_file, images, dataset), range(len(dataset)))):
-            name, image_id = dataset.file_name(i), int(dataset.image_ids[i])
-            if kind:
-                yield _Defect(kind, f"{name}: {found}", image_id)
-            if name in names:
-                yield _Defect("repeated file_name", name, image_id)
-            names.add(name)
-            annotations = dataset.annotations(i)
-            if not annotations:
-                yield _Defect("image without objects", name, image_id)
-            for annotation in annotations:
-                for kind, found in _check_annotation(annotation, size):
-                    where = f"{name}: annotation {annotation['id']}{found}"
-                    yield _Defect(kind, where, image_id, annotation["id"])
+        for defects in pool.map(partial(_check_image, images, dataset), range(len(dataset))):
+            yield from defects
             bar.update()
 
 
-def _check_file(images: Path, dataset: CocoDataset, i: int) -> tuple[str, str, tuple[int, int]]:
-    """The kind of defect of an image file (or ""), what was found, and the masks' height and width, 0 if unknown."""
-    from PIL import Image
+def _check_image(images: Path, dataset: CocoDataset, i: int) -> list[_Defect]:
+    image, annotations = dataset.image(i), dataset.annotations(i)
+    name, number = image["file_name"], image["id"]
+    kind, found, size = _check_file(images, image)
+    defects = [_Defect(kind, f"{name}: {found}", number)] if kind else []
+    if not annotations:
+        defects.append(_Defect("image without objects", name, number))
+    for one in annotations:
+        where, (width, height) = f"{name}: annotation {one['id']}", one["bbox"][2:]
+        if not is_sound_box(one):
+            defects.append(_Defect("bad box", f"{where}: bbox {one['bbox']}, area {one['area']}", number, one["id"]))
+        elif not (width > 0 and height > 0) and not one["iscrowd"]:
+            defects.append(_Defect("box without area", where, number, one["id"]))
+        try:
+            if all(size):
+                encode_segmentation(one["segmentation"], *size)
+        except ColabUtilsError as error:
+            defects.append(_Defect("bad mask", f"{where}: {error}", number, one["id"]))
+    return defects
 
-    image = dataset.image(i)
+
+def _check_file(images: Path, image: dict[str, Any]) -> tuple[str, str, tuple[int, int]]:
+    """The kind of defect of an image file (or ""), what was found, and the masks' height and width, 0 if unknown."""
     size = image["height"], image["width"]
     if not is_safe_name(image["file_name"]):
         return "unsafe file_name", "leaves the image folder", size
@@ -228,17 +231,3 @@ def _ends_as_jpeg(path: Path) -> bool:
         file.seek(0, os.SEEK_END)
         file.seek(-min(file.tell(), 4096), os.SEEK_END)
         return b"\xff\xd9" in file.read()
-
-
-def _check_annotation(annotation: dict[str, Any], size: tuple[int, int]) -> Iterator[tuple[str, str]]:
-    """Yield each kind of defect and what was found."""
-    width, height = annotation["bbox"][2:]
-    if not is_sound_box(annotation):
-        yield "bad box", f": bbox {annotation['bbox']}, area {annotation['area']}"
-    elif not (width > 0 and height > 0) and not annotation["iscrowd"]:
-        yield "box without area", ""
-    if all(size):
-        try:
-            encode_segmentation(annotation["segmentation"], *size)
-        except ColabUtilsError as error:
-            yield "bad mask", f": {error}"

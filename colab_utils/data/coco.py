@@ -22,18 +22,12 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 
 __all__ = [
-    "CocoDataset",
-    "decode_text",
-    "is_safe_name",
-    "is_sound_box",
-    "read_bytes",
-    "read_coco",
-    "resolve_image",
+    "CocoDataset", "decode_text", "is_safe_name", "is_sound_box", "read_bytes", "read_coco", "resolve_image",
     "write_subset",
-]
+]  # fmt: skip
 
 _SECTIONS = ("images", "annotations", "categories")
-_SPACE = re.compile(r"[ \t\n\r]*")
+_MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
 _LARGEST_NUMBER = 1e15
 
 
@@ -140,7 +134,7 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     data = read_bytes(path)
     fingerprint, text = xxhash.xxh3_128_hexdigest(data), decode_text(data, path)
     del data
-    columns, categories = _Columns(), list[Any]()
+    columns = _Columns()
     for section, entry, start, end in _iterate_entries(text, path):
         try:
             if section == "images":
@@ -148,14 +142,14 @@ def read_coco(annotations: str | Path) -> CocoDataset:
             elif section == "annotations":
                 columns.add_annotation(entry, text[start:end])
             else:
-                categories.append(entry)
+                columns.add_category(entry)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             name = entry.get("id", "?") if isinstance(entry, dict) else entry
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             found = f"an entry of '{section}' (id {name!r:.40}) with {reason:.120}"
             raise _expect(path, found, "Export the dataset again as COCO instances.") from None
     del text
-    return _group(columns, _order_categories(categories, path), fingerprint, path)
+    return _group(columns, fingerprint, path)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -210,9 +204,7 @@ def resolve_image(folder: str | Path, file_name: str) -> Path:
         'photos/a/b.jpg'
     """
     if not is_safe_name(file_name):
-        raise ColabUtilsError(
-            f"expected a file_name below {folder}, found {file_name!r:.80}, which leads out of it: correct the JSON"
-        )
+        raise ColabUtilsError(f"expected a file_name below {folder}, found {file_name!r:.80}, which leads out of it")
     return Path(folder) / file_name
 
 
@@ -241,29 +233,37 @@ def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Pa
 
 def _iterate_entries(text: str, path: Path) -> Iterator[tuple[str, Any, int, int]]:
     """Yield each entry of the three lists of a COCO JSON: section, entry, and where it starts and ends in the text."""
-    decode = json.JSONDecoder().raw_decode
-    found: set[str] = set()
+    decode, found = json.JSONDecoder().raw_decode, set[str]()
+
+    def take(position: int, expected: str) -> tuple[str, int]:
+        """One of the expected marks at this position, and the position after it and the space around it."""
+        match = _MARK.match(text, position)
+        if match is None or match[1] not in expected:
+            raise json.JSONDecodeError(f"expected {expected}", "", position)
+        return match[1], match.end()
+
+    if text.lstrip()[:1] == "[":
+        raise _expect(path, "a list", "Name the instances file: a list holds results, or one part of a dataset.")
     try:
-        if text.lstrip()[:1] == "[":
-            raise _expect(path, "a list", "Name the instances file: a list holds results, or one part of a dataset.")
-        position = _skip(text, 0, "{")
-        while text[position] != "}":
-            if text[position] != '"':
-                raise json.JSONDecodeError("expected a name", "", position)
+        mark, position = take(0, "{")
+        if text[position] == "}":
+            mark, position = take(position, "}")
+        while mark != "}":
             key, position = decode(text, position)
-            position = _skip(text, position, ":")
-            if key not in _SECTIONS or text[position] != "[":
-                _, position = decode(text, position)
-            else:
+            _, position = take(position, ":")
+            if key in _SECTIONS and text[position] == "[":
                 found.add(key)
-                position = _skip(text, position, "[")
-                while text[position] != "]":
+                mark, position = take(position, "[")
+                if text[position] == "]":
+                    mark, position = take(position, "]")
+                while mark != "]":
                     entry, end = decode(text, position)
                     yield key, entry, position, end
-                    position = _next_entry(text, end, "]")
-                position = _skip(text, position, "]")
-            position = _next_entry(text, position, "}")
-        if _skip(text, position, "}") != len(text):
+                    mark, position = take(end, ",]")
+            else:
+                _, position = decode(text, position)
+            mark, position = take(position, ",}")
+        if position != len(text):
             raise json.JSONDecodeError("expected nothing more", "", position)
     except (ValueError, IndexError, RecursionError) as error:
         where = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
@@ -279,31 +279,13 @@ def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
     return ColabUtilsError(f"expected COCO instance JSON in {path}, found {found}. {cure}")
 
 
-def _skip(text: str, position: int, expected: str) -> int:
-    """The position of the next token after ``expected`` and the space around it."""
-    position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
-    if text[position] != expected:
-        raise json.JSONDecodeError(f"expected {expected}", "", position)
-    return _SPACE.match(text, position + 1).end()  # type: ignore[union-attr]
-
-
-def _next_entry(text: str, position: int, end: str) -> int:
-    position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
-    if text[position] == end:
-        return position
-    position = _skip(text, position, ",")
-    if text[position] == end:
-        raise json.JSONDecodeError("expected no comma here", "", position)
-    return position
-
-
 class _Columns:
     """What entries hold, added one by one; KeyError, TypeError, ValueError or OverflowError say what is wrong."""
 
     def __init__(self) -> None:
         self.image_ids, self.sizes, self.names, self.name_ends = array("q"), array("i"), bytearray(), array("q", [0])
         self.ids, self.owners, self.categories = array("q"), array("q"), array("q")
-        self.texts, self.text_ends = bytearray(), array("q", [0])
+        self.texts, self.text_ends, self.category_names = bytearray(), array("q", [0]), dict[int, str]()
 
     def add_image(self, image: dict[str, Any]) -> None:
         name = image["file_name"]
@@ -321,6 +303,11 @@ class _Columns:
         self.categories.append(annotation["category_id"])
         self.texts += text.encode("utf-8", "surrogatepass")
         self.text_ends.append(len(self.texts))
+
+    def add_category(self, category: dict[str, Any]) -> None:
+        number, name = _to_integer(category["id"], "id"), str(category["name"])
+        if self.category_names.setdefault(number, name) != name:
+            raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
 
 
 def _read_annotation(entry: dict[str, Any], number: int) -> dict[str, Any]:
@@ -340,29 +327,12 @@ def _read_annotation(entry: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _to_integer(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or abs(value) >= 2**63:
         raise ValueError(f"{name} {value!r} where COCO has an integer")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name} {value!r} that is too large")
     return int(value)
 
 
-def _order_categories(categories: list[Any], path: Path) -> tuple[dict[str, Any], ...]:
-    """Each category's ``id`` and ``name``, in order of id."""
-    names: dict[int, str] = {}
-    for category in categories:
-        try:
-            number, name = _to_integer(category["id"], "id"), str(category["name"])
-        except (KeyError, TypeError, ValueError, OverflowError):
-            found = f"a category without id or name: {category!r:.60}"
-            raise _expect(path, found, "Export the dataset again.") from None
-        if names.setdefault(number, name) != name:
-            found = f"category id {number} twice ({names[number]!r} and {name!r})"
-            raise _expect(path, found, "Give each category an id of its own.")
-    return tuple({"id": number, "name": names[number]} for number in sorted(names))
-
-
-def _group(columns: _Columns, categories: tuple[dict[str, Any], ...], fingerprint: str, path: Path) -> CocoDataset:
+def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
     """Sort the annotations by image and set aside those whose image or category is unknown."""
     image_ids, ids, owners = (np.array(one, np.int64) for one in (columns.image_ids, columns.ids, columns.owners))
     order = np.argsort(image_ids, kind="stable")
@@ -372,14 +342,14 @@ def _group(columns: _Columns, categories: tuple[dict[str, Any], ...], fingerprin
         found = f"image id {repeated[0]} twice ({repeated.size} such ids)"
         raise _expect(path, found, "Export the dataset again, or give the images ids of their own.")
     known_image = np.isin(owners, image_ids)
-    known_category = np.isin(np.array(columns.categories, np.int64), [category["id"] for category in categories])
+    known_category = np.isin(np.array(columns.categories, np.int64), [*columns.category_names])
     kept = np.flatnonzero(known_image & known_category)
     image_of = order[np.searchsorted(ordered, owners[kept])] if kept.size else kept
     kept = kept[np.argsort(image_of, kind="stable")]
     ends = np.array(columns.text_ends, np.int64)
     return CocoDataset(
         fingerprint=fingerprint,
-        categories=categories,
+        categories=tuple({"id": number, "name": name} for number, name in sorted(columns.category_names.items())),
         image_ids=image_ids,
         sizes=np.array(columns.sizes, np.int32).reshape(-1, 2),
         names=bytes(columns.names),

@@ -42,9 +42,8 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
     if data[:6] == _NUMPY:
         start, shape = read_raw_header(data)
         if len(data) - start != math.prod(shape):
-            raise ColabUtilsError(
-                f"expected a complete image, found {len(data) - start:,} bytes of raw pixels for {shape}"
-            )
+            found = f"found {len(data) - start:,} bytes of raw pixels for {shape}"
+            raise ColabUtilsError(f"expected a complete image, {found}")
         return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
     decode = load_jpeg_decoder()
     if decode is not None and data[:3] == _JPEG:
@@ -104,17 +103,14 @@ def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.d
 
 @cache
 def load_jpeg_decoder() -> Callable[[bytes | bytearray], NDArray[np.uint8]] | None:
-    """The JPEG operator under torchvision's Python function, which newer versions deprecate; None without it.
+    """The JPEG operator under torchvision's Python function, which newer versions deprecate;
+    None where it fails.
 
     It imports torchvision, for a second or two: call it before worker processes start, so that they share it.
     """
+    import torch
+    import torchvision  # noqa: F401  # it registers the operator
     from PIL import Image
-
-    try:
-        import torch
-        import torchvision  # noqa: F401  # it registers the operator
-    except ImportError:
-        return None
 
     def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
         buffer = data if isinstance(data, bytearray) else bytearray(data)  # torch warns of memory it must not write

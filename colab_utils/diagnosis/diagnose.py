@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -15,15 +16,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.drive_doctor import DriveHealth, examine_drive
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
 from colab_utils.diagnosis.resources import Resources, summarise_readings, watch_resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, describe_error, make_stage, time_batches
 from colab_utils.diagnosis.watchdog import watch
-from colab_utils.drive import is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import find_free_memory
 
@@ -52,7 +50,7 @@ class Diagnosis:
     """Wait / (wait + step), 0 to 1."""
     stages: tuple[Stage, ...]
     """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*; *collate and hand-off* is what
-    the others leave of a `Loader`'s time."""
+    the others leave of a `Loader`'s time, where it is waited for."""
     fixes: tuple[Fix, ...]
     """What would help, forecast by trials; empty where the loader is fine."""
     confidence: str
@@ -61,19 +59,14 @@ class Diagnosis:
     """How many were timed."""
     step: str
     """real, none, or emulated ..."""
-    reads: tuple[Stage, ...] = ()
-    """*cold* and *warm* reads of a `CocoFolder` or a `ShardDataset`."""
     resources: Resources | None = None
     """What the loader used while it ran."""
-    drive: DriveHealth | None = None
-    """What `examine_drive` found, where the dataset lies on Google Drive."""
 
     def __str__(self) -> str:
-        reads = (f"of reading, {stage}" for stage in self.reads)
         best = sorted(self.fixes, key=lambda fix: -fix.images_per_second)[:_SHOWN_FIXES]
         more = [f"({len(self.fixes) - len(best)} more that win less)"] if len(self.fixes) > len(best) else []
-        others = [line for part in (self.resources, self.drive) if part for line in str(part).splitlines()]
-        lines = (*map(str, self.stages), *reads, *map(str, best), *more, *others)
+        used = str(self.resources).splitlines() if self.resources else []
+        lines = (*map(str, self.stages), *map(str, best), *more, *used)
         return "\n".join([self.verdict, *(f"  {line}" for line in lines)])
 
 
@@ -84,11 +77,11 @@ def diagnose(
     """Find what training waits for, how much could be won at most, and what would win it.
 
     It times your loader with your step, then the step on copies of a few batches in memory: less than 1.1 times as
-    fast, and your loader is fine. It times the loader alone and each stage alone: *read*, *decode* and *masks* of a
-    `CocoFolder` or a `ShardDataset`, *sample* and *transform* of any other map-style dataset, and what happens to whole
-    batches. Where there is something to win, it tries each fix for a few seconds, on a sample of the images where the
-    fix changes these, beside an emulated step that takes as long and as much of a core as yours. Method: headspace
-    analysis (facebookresearch/spdl, optimization guide).
+    fast, and your loader is fine. It times each stage alone: *read*, *decode* and *masks* of a `CocoFolder` or a
+    `ShardDataset`, *sample* and *transform* of any other map-style dataset, and what happens to whole batches. Where
+    there is something to win, it tries each fix for a few seconds, on a sample of the images where the fix changes
+    these, beside an emulated step that takes as long and as much of a core as yours. Method: headspace analysis
+    (facebookresearch/spdl, optimization guide).
 
     **Your step really trains.** It runs on the loader's batches, then many times on the few copies. Pass
     ``restore=(model, optimizer)``, and both are put back to where they stood. The states of all random generators
@@ -97,7 +90,7 @@ def diagnose(
     Args:
         loader: a ``DataLoader``, a `Loader`, or anything iterable again and again over batches.
         step: your training step, called as ``step(images, targets)``, or an `EmulatedStep`; None times the loader
-            alone, and a copy of each batch in memory: then ``headspace`` says nothing about training.
+            alone: then ``headspace`` is 1 and says nothing.
         seconds: about how long to measure. Each fix, where there is something to win, takes 0.15 of it (up to three
             times that with a slow loader), and ``verify`` 0.4 of it more. Without ``verify``, no fix is tried any more
             after six times these seconds.
@@ -151,33 +144,23 @@ def _put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
             put(state)
 
 
-class _CachedBatches:
-    """Copies of a few of the timed batches, spread over the run, as far as the memory allows."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, Any] = {}
-
-    def note(self, number: int, batch: Any) -> None:
-        """Copy batches 1, 2, 4, 8, ... and keep the last four: early ones come while the step still warms up."""
-        if (number + 1) & number:
-            return
-        room = _CACHED_SHARE * find_free_memory()
-        tensors = list(find_tensors(batch))
-        if tensors and tensors[0].is_cuda:
-            room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]
-        most = min(_CACHED_BATCHES, max(1, int(room / max(1, sum(tensor.nbytes for tensor in tensors)))))
-        while len(self.kept) >= most:
-            del self.kept[min(self.kept)]
-        self.kept[number] = copy.deepcopy(batch)  # a loader may use its memory again
-
-    def find_contention(self, now: BatchTimes, cached: BatchTimes) -> float:
-        """How many times as long the step takes beside the loader, on these batches."""
-        took_s = fmean(now.step_s[number] for number in self.kept)
-        return max(1.0, took_s / max(fmean(cached.step_s), 1e-9))
+def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
+    """Copy batches 1, 2, 4, 8, ... and keep the last four, or fewer where memory is short: early ones come while the
+    step still warms up.
+    """
+    if (number + 1) & number:
+        return
+    tensors, room = find_tensors(batch), _CACHED_SHARE * find_free_memory()
+    if tensors and tensors[0].is_cuda:
+        room = _CACHED_SHARE * torch.cuda.mem_get_info(tensors[0].device)[0]
+    most = min(_CACHED_BATCHES, int(room / max(1, sum(tensor.nbytes for tensor in tensors))))
+    while kept and len(kept) >= most:
+        del kept[min(kept)]
+    kept[number] = copy.deepcopy(batch)  # a loader may use its memory again
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:
-    began_s, batches, count = perf_counter(), _CachedBatches(), 0
+    began_s, kept, count = perf_counter(), dict[int, Any](), 0
 
     def count_and_step(*batch: Any) -> None:
         nonlocal count
@@ -190,28 +173,24 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
 
     watched = watch(loader, timeout_s=_TIMEOUT_S, on_stall="raise")
     with watch_resources(lambda: count) as used:
-        now = time_batches(
-            watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, note=batches.note
-        )  # fmt: skip
-    kept = [*batches.kept.values()]
-    # without a step: the least that any step does, which is to touch every byte of the batch once
-    replay = step or (lambda *batch: copy.deepcopy(batch))
-    cached = time_batches(kept, replay, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
-    slower = batches.find_contention(now, cached) if step else 1.0
-    ceiling = slower * now.images / sum(now.step_s) if step else cached.images_per_second
-    alone = now if step is None else time_batches(watched, batches=500, max_s=0.15 * seconds)
-    size = round(now.images / len(now.wait_s))
-    times = time_stages(loader, kept[-1], images=size, seconds=0.25 * seconds)
-    batches.kept.clear()
+        note = partial(_keep_batch, kept)
+        now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, note=note)
+    rate, size = now.images_per_second, round(now.images / len(now.wait_s))
+    cached, slower, ceiling = now, 1.0, rate
+    if step is not None:
+        cached = time_batches([*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
+        slower = max(1.0, fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9))
+        ceiling = slower * now.images / sum(now.step_s)
+    times = time_stages(loader, kept[max(kept)], images=size, seconds=0.25 * seconds)
     kept.clear()
-    fixes = []
-    if isinstance(loader, Loader | DataLoader) and (step is None or ceiling >= _FINE_HEADSPACE * now.images_per_second):
+    fixes, waits = [], step is None or ceiling >= _FINE_HEADSPACE * rate
+    if waits and isinstance(loader, Loader | DataLoader):
         indices = times.indices[: _VERIFIED if verify else _SAMPLED]
-        situation = Situation(loader, step, now, cached, alone, times.sample, indices, seconds, verify, began_s)
+        situation = Situation(loader, step, now, cached, times.sample, indices, seconds, verify, began_s)
         fixes = find_fixes(situation, **sizes)
     stages = [*times.sample.values(), *times.batch]
-    if isinstance(loader, Loader) and times.sample:
-        stages.append(_estimate_handoff(alone, times.sample, max(1, count_workers(loader))))
+    if isinstance(loader, Loader) and times.sample and waits:
+        stages.append(_estimate_handoff(now, times.sample, count_workers(loader)))
     stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
@@ -219,17 +198,9 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     confidence, resources = _describe_confidence(now), summarise_readings(used)
     verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
     return Diagnosis(
-        " ".join((verdict, *resources.dangers)), ceiling / now.images_per_second, now.images_per_second, now.wait_share,
-        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, times.reads, resources,
-        _ask_doctor(loader, 0.25 * seconds),
+        " ".join((verdict, *resources.dangers)), ceiling / rate, rate, now.wait_share,
+        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources,
     )  # fmt: skip
-
-
-def _ask_doctor(loader: Any, seconds: float) -> DriveHealth | None:
-    dataset = getattr(loader, "dataset", None)
-    if not isinstance(dataset, CocoFolder | ShardDataset) or not is_on_drive(dataset.folder):
-        return None
-    return examine_drive(dataset.folder, images=dataset, seconds=max(1.0, seconds))
 
 
 def describe_verdict(
@@ -250,9 +221,8 @@ def describe_verdict(
         start = f"The loader alone gives {rate:.1f} images/s {sure}.{part}"
         return f"{start} Without a step nothing says whether training waits for it: pass your step, or an EmulatedStep."
     emulated = "" if step == "real" else f", step of {step.removeprefix('emulated ')} (emulated)"
-    rates = (
-        f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, headspace {ceiling / rate:.2f}{emulated} {sure}"
-    )
+    head = f"headspace {ceiling / rate:.2f}{emulated} {sure}"
+    rates = f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, {head}"
     if ceiling / rate < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."
     best = max((fix for fix in fixes if fix.id != "faster_step"), key=lambda fix: fix.images_per_second, default=None)
@@ -265,18 +235,14 @@ def describe_verdict(
     return f"Training waits {now.wait_share:.0%} of its time: {rates}.{crowd}{part}{cure}"
 
 
-def _estimate_handoff(alone: BatchTimes, stages: dict[str, Stage], workers: int) -> Stage:
+def _estimate_handoff(now: BatchTimes, stages: dict[str, Stage], workers: int) -> Stage:
     """What is left of a worker's time for one image: collate, the way between processes, and waiting for a core."""
-    wall_ms = workers * 1000 / alone.images_per_second - sum(stage.mean_ms for stage in stages.values())
-    cpu_ms = alone.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages.values())
+    wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages.values())
+    cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages.values())
     return make_stage("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
 
 
 def _describe_confidence(now: BatchTimes) -> str:
-    error = float(now.batch_s.std() / np.sqrt(len(now.batch_s)) / now.batch_s.mean())
-    level = "low"
-    if len(now.batch_s) >= 20 and error < 0.05:
-        level = "high"
-    elif len(now.batch_s) >= 8 and error < 0.15:
-        level = "medium"
-    return f"{level}: {len(now.batch_s)} batches, the mean batch time is sure to {error:.0%}"
+    count, error = len(now.batch_s), float(now.batch_s.std() / np.sqrt(len(now.batch_s)) / now.batch_s.mean())
+    level = "high" if count >= 20 and error < 0.05 else "medium" if count >= 8 and error < 0.15 else "low"
+    return f"{level}: {count} batches, the mean batch time is sure to {error:.0%}"

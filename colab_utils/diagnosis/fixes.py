@@ -8,7 +8,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -18,16 +18,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
-from colab_utils.diagnosis.stages import time_dataset_stages
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, count_workers, describe_error, time_batches
 from colab_utils.drive import is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.runtime import count_cores, find_free_memory, format_bytes, format_seconds, quiet_fork
-from colab_utils.shards.copy import COPY_STREAMS, copy_shards
+from colab_utils.runtime import count_cores, find_free_memory, format_bytes, quiet_fork
+from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
-from colab_utils.shards.write import READ_STREAMS, write_shards
+from colab_utils.shards.write import write_shards
 
 __all__ = ["FIXES", "Fix", "Situation", "find_fixes", "open_like"]
 
@@ -67,7 +66,7 @@ class Fix:
     measured_images_per_second: float | None
     """By a longer one with your own step (``verify=True``); else None."""
     sentence: str
-    """What to do, what it brings, and what it takes once; or why it was not tried."""
+    """What to do and what it brings; or why it was not tried."""
 
     @property
     def images_per_second(self) -> float:
@@ -89,8 +88,6 @@ class Situation:
     """Your loader with your step."""
     cached: BatchTimes
     """Your step on batches that lie ready."""
-    alone: BatchTimes
-    """Your loader without a step."""
     stages: dict[str, Stage]
     """Of an image's way to a sample."""
     indices: Sequence[int]
@@ -152,7 +149,7 @@ def open_like(
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
         rebuilt: Any = make_loader(
-            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or "auto",
+            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or 2,
             device=getattr(loader, "device", device), deliver=getattr(loader, "deliver", "dense"),
         )  # fmt: skip
     else:
@@ -176,14 +173,12 @@ def open_like(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How to try one fix: ``options`` are those of `open_like`; ``once`` is what it takes, in words."""
+    """How to try one fix: ``options`` are those of `open_like`."""
 
     sentence: str
     options: dict[str, Any]
     name: str = ""
     faster: float = 1.0
-    once: str = ""
-    stages: dict[str, Stage] = field(default_factory=dict)
 
 
 def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
@@ -210,7 +205,8 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
             measured = None
             if now.verify and (plan.faster == 1 or isinstance(now.step, EmulatedStep)):  # yours cannot be made faster
                 measured = _time(now, plan, step if plan.faster != 1 else now.step, share=_VERIFY_SHARE)
-            return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {_describe_gain(now, rate, plan)}.")
+            gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.now.images_per_second else "wins nothing"
+            return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}.")
         except Exception as error:  # what was found out so far is worth more
             why = describe_error(error)
     return Fix(id, name, None, None, f"{advice}. Not tried: {why.removesuffix('.')}.")
@@ -221,21 +217,6 @@ def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share
         warmup = 2 if isinstance(loader, DataLoader) else _BUFFERS
         times = time_batches(loader, step, batches=500, warmup=warmup, max_s=share * now.seconds, least=least)
     return times.images_per_second
-
-
-def _describe_gain(now: Situation, rate: float, plan: _Plan) -> str:
-    rate_now, dataset = now.now.images_per_second, now.loader.dataset
-    if rate <= 1.05 * rate_now:
-        return "wins nothing"
-    said = f"about {rate:.1f} images/s"
-    if hasattr(dataset, "__len__"):
-        epoch_s = len(dataset) / rate
-        said += f", {format_seconds(epoch_s)} an epoch in place of {format_seconds(epoch_s * rate / rate_now)}"
-    return f"{said}; once, about {plan.once}" if plan.once else said
-
-
-def _describe_once(seconds: float, size_bytes: float) -> str:
-    return f"{format_seconds(seconds)} and {format_bytes(size_bytes)}"
 
 
 def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:
@@ -253,8 +234,7 @@ def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:
 
 def _plan_workers(now: Situation) -> _Plan:
     workers = count_workers(now.loader)
-    load_ms = 1000 * max(1, workers) / now.alone.images_per_second
-    count = now.choose_workers(load_ms, now.alone.cpu_ms_per_image)
+    count = now.choose_workers(now.now.find_load_ms(workers), now.now.cpu_ms_per_image)
     return _Plan(f"Use workers={count}, not {workers}", {"workers": count})
 
 
@@ -293,62 +273,33 @@ def _plan_data(now: Situation, folder: Path, sizes: tuple[int, int]) -> dict[str
 
 
 def _plan_shards(now: Situation, folder: Path, id: str, sizes: tuple[int, int] | None = None, note: str = "") -> _Plan:
-    """Shards of a sample on the local disk, with images as they are or shrunk to these ``sizes``."""
-    sample, packs = _make_sample(now, folder / f"shards-{sizes}", sizes), id == "packed_masks"
-    dense, seconds = not (packs or isinstance(now.loader, Loader)), _TRIAL_SHARE * now.seconds / 3
-    stages = time_dataset_stages(sample, range(len(sample)), dense=dense, seconds=seconds)
-    wait_ms, cpu_ms = _split_times(now.stages)
-    # reading every image once, decoding it and encoding it again or drawing its masks, on all cores
-    each_s = max(wait_ms / READ_STREAMS, 2 * cpu_ms) / count_cores() / 1000
-    stored = sum(shard.bytes + shard.arrays_bytes for shard in sample.index.shards) / max(len(sample), 1)
-    total, said = len(now.loader.dataset), f"{FIXES[id][1]} {note}".strip() + _compare(stages, now.stages)
-    once = _describe_once(total * each_s, total * stored)
-    return _Plan(said, {"dataset": sample, "packs": packs}, once=once, stages=stages)
-
-
-def _split_times(stages: dict[str, Stage]) -> tuple[float, float]:
-    """Waiting and CPU time of an image in all stages, milliseconds."""
-    return sum(max(s.mean_ms - s.cpu_ms, 0.0) for s in stages.values()), sum(s.cpu_ms for s in stages.values())
-
-
-def _compare(stages: dict[str, Stage], before: dict[str, Stage]) -> str:
-    changed = [name for name in stages if abs(stages[name].mean_ms - before[name].mean_ms) > 0.1]
-    times = (f"{name} takes {stages[name].mean_ms:.1f} ms an image, not {before[name].mean_ms:.1f}" for name in changed)
-    return f" ({', '.join(times)})" if changed else ""
-
-
-def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
-    plan = make_plan()
-    wait_ms, cpu_ms = _split_times(plan.stages)
-    workers = now.choose_workers(wait_ms + cpu_ms, cpu_ms)
-    options, name = {**plan.options, "workers": workers}, f"{name}, and workers={workers}"
-    return replace(plan, sentence=FIXES["data_and_workers"][1], name=name, options=options)
-
-
-def _plan_files(now: Situation, folder: Path) -> _Plan:
-    """The image files as they are, on the local disk."""
-    dataset: CocoFolder = now.loader.dataset
-    sizes = []
-    for index in now.indices:
-        path = folder / dataset.coco.file_name(index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sizes.append(path.write_bytes(read_file(dataset.find_path(index))))
-    local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
-    os.sync()  # what was copied is written now, and not during the trial
-    read_ms, total = now.stages["read"].mean_ms, len(dataset)
-    once = _describe_once(total * read_ms / 1000 / COPY_STREAMS, total * sum(sizes) / len(sizes))
-    return _Plan(f"{FIXES['local_files'][1]} (read takes {read_ms:.1f} ms an image)", {"dataset": local}, once=once)
-
-
-def _make_sample(now: Situation, shards: Path, sizes: tuple[int, int] | None) -> ShardDataset:
-    """Shards of some images on the local disk: of those that were timed, which a slow Drive has cached."""
-    dataset = now.loader.dataset
+    """Shards of the images that were timed, on the local disk, with images as they are or shrunk to these ``sizes``."""
+    dataset, shards = now.loader.dataset, folder / f"shards-{sizes}"
     if isinstance(dataset, CocoFolder):
-        annotations = write_subset(dataset.coco, now.indices, shards.parent / "sample.json")
+        annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
         limits = {"min_size": sizes[0], "max_size": sizes[1]} if sizes else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
         os.sync()  # it is written now, and not during the trial
     elif is_on_drive(dataset.folder):
         first = dataset.index.shards[0]
         copy_shards(dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9))
-    return ShardDataset(shards if shards.exists() else dataset.folder)
+    sample = ShardDataset(shards if shards.exists() else dataset.folder)
+    return _Plan(f"{FIXES[id][1]} {note}".strip(), {"dataset": sample, "packs": id == "packed_masks"})
+
+
+def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
+    plan, cpu_ms = make_plan(), sum(stage.cpu_ms for stage in now.stages.values())
+    workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
+    return replace(plan, name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
+
+
+def _plan_files(now: Situation, folder: Path) -> _Plan:
+    """The image files as they are, on the local disk."""
+    dataset: CocoFolder = now.loader.dataset
+    for index in now.indices:
+        path = folder / dataset.coco.file_name(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(read_file(dataset.find_path(index)))
+    local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
+    os.sync()  # what was copied is written now, and not during the trial
+    return _Plan(FIXES["local_files"][1], {"dataset": local})

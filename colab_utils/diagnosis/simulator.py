@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,11 +57,6 @@ class Simulation:
         """Share of the time in which the step waited for its batch, 0 to 1."""
         return 1.0 - self.utilisation
 
-    @property
-    def batches_per_second(self) -> float:
-        """Finished batches divided by the simulated seconds."""
-        return self.batches / self.seconds
-
     def __str__(self) -> str:
         done = f"{self.batches} batches in {self.seconds:g} s with {self.workers} workers"
         return f"{done}: the step worked {self.utilisation:.0%} of the time and waited {self.stall_share:.0%}"
@@ -69,7 +64,7 @@ class Simulation:
 
 def simulate(
     *, workers: int, load_s: float, step_s: float, load_cv: float = 0.0, step_cv: float = 0.0, prefetch: int = 2,
-    in_order: bool = True, seconds: float = 30, seed: int = 0,
+    seconds: float = 30, seed: int = 0,
 ) -> Simulation:  # fmt: skip
     """Simulate a PyTorch DataLoader that feeds a training step, second by second.
 
@@ -85,9 +80,8 @@ def simulate(
         load_cv: spread of the loading times, standard deviation / mean of a lognormal; 0 means all equal.
         step_cv: the same for the step.
         prefetch: batches asked for ahead of time for each worker (the DataLoader's ``prefetch_factor``).
-        in_order: False takes whichever batch is ready first (the DataLoader's ``in_order=False``).
         seconds: how much time to simulate.
-        seed: of the random times: the same seed draws the same times for every ``workers`` and ``in_order``.
+        seed: of the random times: the same seed draws the same times for every number of workers.
 
     Raises:
         ColabUtilsError: an argument that no loader could have.
@@ -99,40 +93,28 @@ def simulate(
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
         25 batches in 10 s with 0 workers: the step worked 25% of the time and waited 75%
     """
-    times = {"load_s": load_s, "step_s": step_s, "load_cv": load_cv, "step_cv": step_cv, "seconds": seconds}
-    _check({"workers": (workers, 0), "prefetch": (prefetch, 1)}, times)
-    lanes = max(1, workers)  # without workers the training process itself loads, one batch at a time
-    share = prefetch if workers else 1
+    _check(
+        workers=workers, prefetch=prefetch, load_s=load_s, step_s=step_s, load_cv=load_cv, step_cv=step_cv,
+        seconds=seconds,
+    )  # fmt: skip
+    lanes, ahead = max(1, workers), max(1, workers * prefetch)  # without workers the training process itself loads
     loading = _draw_times(load_s, load_cv, seed, stream=0)
     training = _draw_times(step_s, step_cv, seed, stream=1)
-    free_s = [0.0] * lanes  # when each worker has finished all it was asked for
-    asked = [0] * lanes  # batches asked of each worker and not yet taken by the step
-    loads: list[list[tuple[int, float, float]]] = [[] for _ in range(lanes)]
+    loads: list[tuple[int, float, float]] = []
     steps: list[tuple[int, float, float]] = []
-    outstanding: list[tuple[float, int, float, int]] = []  # a heap: what the step takes next is on top
-    sent = turn = 0
-    asked_s = ready_s = 0.0  # when batches are asked for; when the step is ready for its next one
-    while ready_s < seconds - _ROUNDING_S:
-        while len(outstanding) < lanes * share:
-            while asked[turn] >= share:  # torch goes round the workers and skips those that have their share
-                turn = (turn + 1) % lanes
-            start_s = max(free_s[turn], asked_s)
-            free_s[turn] = done_s = start_s + next(loading)
-            heappush(outstanding, (sent if in_order else done_s, sent, done_s, turn))
-            loads[turn].append((sent, start_s, done_s))
-            asked[turn] += 1
-            turn = (turn + 1) % lanes
-            sent += 1
-        _, batch, done_s, worker = heappop(outstanding)
-        asked[worker] -= 1
-        taken_s = max(ready_s, done_s)
-        ready_s = taken_s + next(training)
-        asked_s = taken_s if workers else ready_s
-        steps.append((batch, taken_s, ready_s))
-    *traces, trace = (_make_trace(spans, seconds) for spans in (*loads, steps))
+    for batch in count():
+        asked_s = steps[batch - ahead][1 if workers else 2] if batch >= ahead else 0.0
+        if asked_s > seconds - _ROUNDING_S:
+            break
+        start_s = max(loads[batch - lanes][2] if batch >= lanes else 0.0, asked_s)
+        loads.append((batch, start_s, start_s + next(loading)))
+        taken_s = max(loads[-1][2], steps[-1][2] if steps else 0.0)
+        steps.append((batch, taken_s, taken_s + next(training)))
+    trace = _make_trace(steps, seconds)
     batches = sum(end_s <= seconds + _ROUNDING_S for _, _, end_s in steps)
     utilisation = float((trace.end_s - trace.start_s).sum() / seconds)
-    return Simulation(workers, float(seconds), batches, utilisation, tuple(traces), trace, prefetch)
+    traces = tuple(_make_trace(loads[lane::lanes], seconds) for lane in range(lanes))
+    return Simulation(workers, float(seconds), batches, utilisation, traces, trace, prefetch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,24 +132,15 @@ class Advice:
         return f"{waits}; {first}{' or ' if first else ''}{self.cures[-1]} would end it."
 
 
-def find_cures(
-    *, workers: int, load_s: float, step_s: float, load_cv: float = 0.0, step_cv: float = 0.0, prefetch: int = 2,
-    in_order: bool = True, max_workers: int = 8,
-) -> Advice:  # fmt: skip
+def find_cures(*, max_workers: int = 8, **settings: Any) -> Advice:
     """Find what would end the step's waiting (to less than 5 %): more workers, or another single change.
 
-    Each change is simulated, as long as it takes for neither the start nor chance to matter. A worker more counts as
-    if it had a core of its own.
+    Each change is simulated, as long as it takes for neither the start nor chance to matter. Each extra worker is
+    assumed to have its own core.
 
     Args:
-        workers: as in `simulate`, like all the others.
-        load_s: mean seconds in which one worker loads one batch.
-        step_s: mean seconds of one training step.
-        load_cv: spread of the loading times, standard deviation / mean.
-        step_cv: the same for the step.
-        prefetch: batches asked for ahead of time for each worker; up to 8 are tried.
-        in_order: whether the step takes batches in the order in which they were asked for.
         max_workers: the most workers that are tried.
+        settings: those of `simulate` but ``seconds``; a prefetch of up to 8 is tried.
 
     Raises:
         ColabUtilsError: an argument that no loader could have.
@@ -176,32 +149,30 @@ def find_cures(
         >>> print(find_cures(workers=2, load_s=0.4, step_s=0.1))
         The step waits 50% of the time; 4 workers or loading a batch in 0.2 s would end it.
     """
-    settings: dict[str, Any] = {
-        "workers": workers, "load_s": load_s, "step_s": step_s, "load_cv": load_cv, "step_cv": step_cv,
-        "prefetch": prefetch, "in_order": in_order,
-    }  # fmt: skip
+    settings = {"prefetch": 2, **settings}
+    workers, load_s, step_s = (settings[name] for name in ("workers", "load_s", "step_s"))
 
     def try_change(**change: Any) -> Simulation:
         tried = settings | change
         pace_s = max(tried["step_s"], tried["load_s"] / max(1, tried["workers"]))
         return simulate(**tried, seconds=max(500 * pace_s, 100 * tried["load_s"]))
 
-    def ends_it(**change: Any) -> bool:
-        return try_change(**change).stall_share < _FINE
+    def find_least(name: str, values: range) -> int:
+        return next((value for value in values if try_change(**{name: value}).stall_share < _FINE), 0)
 
-    run = try_change()
+    run, cures = try_change(), []
     if run.stall_share < _FINE:
         return Advice(run, ())
-    more = next((n for n in range(workers + 1, max_workers + 1) if ends_it(workers=n)), 0)
-    cures = [f"{more} worker{'s'[: more != 1]}"] if more else []
-    if load_s < workers * step_s:  # they load enough: only the spread makes the step wait
-        deeper = next((n for n in range(prefetch + 1, 9) if ends_it(prefetch=n)), 0)
-        cures += [f"a prefetch of {deeper}"] if deeper else []
-        cures += ["batches in any order"] if in_order and ends_it(in_order=False) else []
+    if more := find_least("workers", range(workers + 1, max_workers + 1)):
+        cures.append(f"{more} worker{'s'[: more != 1]}")
+    # they load enough: only the spread makes the step wait
+    if load_s < workers * step_s and (deeper := find_least("prefetch", range(settings["prefetch"] + 1, 9))):
+        cures.append(f"a prefetch of {deeper}")
     fine_s, slow_s = 0.0, min(load_s, max(1, workers) * step_s)  # slower than that, no step is fed
     for _ in range(10):
         middle_s = (fine_s + slow_s) / 2
-        fine_s, slow_s = (middle_s, slow_s) if ends_it(load_s=middle_s) else (fine_s, middle_s)
+        ends_it = try_change(load_s=middle_s).stall_share < _FINE
+        fine_s, slow_s = (middle_s, slow_s) if ends_it else (fine_s, middle_s)
     return Advice(run, (*cures, f"loading a batch in {fine_s:.2g} s"))
 
 
@@ -243,24 +214,20 @@ def read_times(diagnosis: Diagnosis, batch_size: int) -> MeasuredTimes:
         >>> print(read_times(Stage(stages=stages), batch_size=4))
         one worker loads a batch in 0.3 s (spread 24%), the step takes 0.1 s (spread 2%)
     """
-    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
-        raise ColabUtilsError(f"expected batch_size to be a whole number, 1 or more; found {batch_size!r}")
     stages = {stage.name: stage for stage in diagnosis.stages}
-    if "step" not in stages:
-        raise ColabUtilsError("expected a diagnosis with a step, found none. Call diagnose(loader, step).")
-    mean_s = {name: (stage.mean_ms or stage.median_ms) / 1000 for name, stage in stages.items()}
     loading = [name for name in stages if name not in _NOT_LOADING]
-    if not loading:
+    if "step" not in stages or not loading or batch_size < 1:
         raise ColabUtilsError(
-            f"expected stages of loading, found only {' and '.join(stages)}. Diagnose a DataLoader, or give simulate "
-            "your own load_s."
+            f"expected a batch_size of 1 or more, stages of loading and a step, found {batch_size!r} and "
+            f"{', '.join(stages)}. Call diagnose(loader, step) with a DataLoader, or give simulate your own load_s."
         )
     spread_s = {name: (stage.p95_ms - stage.median_ms) / 1000 / _Z95 for name, stage in stages.items()}
-    load_s = max(sum(mean_s[name] for name in loading), _ROUNDING_S)
+    load_s = max(sum(stages[name].mean_ms for name in loading) / 1000, _ROUNDING_S)
+    step_s = stages["step"].mean_ms / 1000
     load_spread_s = math.hypot(*(spread_s[name] for name in loading if name in _OF_IMAGES))
     return MeasuredTimes(
         load_s=batch_size * load_s, load_cv=load_spread_s / load_s / math.sqrt(batch_size),
-        step_s=batch_size * mean_s["step"], step_cv=spread_s["step"] / max(mean_s["step"], _ROUNDING_S),
+        step_s=batch_size * step_s, step_cv=spread_s["step"] / max(step_s, _ROUNDING_S),
     )  # fmt: skip
 
 
@@ -272,18 +239,15 @@ def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator
         yield from (mean_s * generator.lognormal(-variance / 2, math.sqrt(variance), 256)).tolist()
 
 
-def _check(counts: dict[str, tuple[int, int]], times: dict[str, float]) -> None:
-    for name, (count, least) in counts.items():
-        if not isinstance(count, int | np.integer) or count < least:
-            raise ColabUtilsError(f"expected {name} to be a whole number, {least} or more; found {count!r}")
-    for name, value in times.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ColabUtilsError(f"expected {name} to be a number, 0 or more; found {value!r}")
-    slowest_s = max(times["load_s"] / max(1, counts["workers"][0]), times["step_s"])
-    if times["seconds"] == 0 or slowest_s == 0:
-        raise ColabUtilsError(f"expected time to pass, found {times}: give seconds, and load_s or step_s, more than 0")
-    if times["seconds"] / slowest_s > _MAX_BATCHES:
-        raise ColabUtilsError(f"expected at most {_MAX_BATCHES:,} batches, found more: simulate fewer seconds")
+def _check(*, seconds: float, **values: float) -> None:
+    for name, value in {"seconds": seconds, **values}.items():
+        whole, least = name in ("workers", "prefetch"), int(name == "prefetch")
+        if not least <= value < math.inf or (whole and not isinstance(value, int | np.integer)):
+            raise ColabUtilsError(f"expected {name} to be a{' whole' * whole} number, {least} or more; found {value!r}")
+    slowest_s = max(values["load_s"] / max(1, values["workers"]), values["step_s"])
+    if not 0 < seconds <= slowest_s * _MAX_BATCHES:
+        found = f"found {seconds} s with one each {slowest_s} s: give load_s or step_s more than 0, or fewer seconds"
+        raise ColabUtilsError(f"expected 1 to {_MAX_BATCHES:,} batches, {found}")
 
 
 def _make_trace(spans: list[tuple[int, float, float]], seconds: float) -> Trace:

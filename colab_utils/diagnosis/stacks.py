@@ -11,13 +11,12 @@ import mmap
 import os
 import platform
 import re
-import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from operator import index as as_int
 from pathlib import Path
 from time import monotonic, monotonic_ns, sleep
 from traceback import walk_stack
@@ -28,10 +27,10 @@ import numpy as np
 
 from colab_utils.loading.workers import describe_exit
 
-__all__ = ["Activity", "WorkerMonitor", "read_ending", "read_progress"]
+__all__ = ["Activity", "WorkerMonitor", "read_ending"]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
-_SIGNAL = int(getattr(signal, "SIGRTMAX", 64)) - 4  # nothing that is known uses it
+_SIGNAL = 60  # a real-time signal that nothing known uses
 _METHODS = ("__getitem__", "read_packed", "read_into")
 _JOBS = {"stacks.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
 _ENDS = {"workers.py _do_job", "process.py run", "threading.py run", "watchdog.py _fetch"}  # of what a stack shows
@@ -56,6 +55,9 @@ class Activity(NamedTuple):
     sample: int | None = None
     idle: bool = False
     """Whether it waits for work."""
+    cpu_ticks: int = 0
+    """Of 10 ms each, that it has taken so far."""
+    bytes_read: int = 0
 
 
 class WorkerMonitor:
@@ -65,19 +67,14 @@ class WorkerMonitor:
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._subsets: list[Any] = []
-        while hasattr(dataset, "dataset"):
-            self._subsets.append(getattr(dataset, "indices", None))
+        while hasattr(dataset, "dataset"):  # below a Subset
             dataset = dataset.dataset
         self.dataset = dataset
         # a row for each worker: its pid; for each of its threads the sample, and since when it is at it
         columns = 1 + 2 * _THREADS
         self._notes = np.frombuffer(mmap.mmap(-1, 8 * _ROWS * columns), np.int64).reshape(_ROWS, columns)
-        self._file = os.memfd_create("colab_utils") if hasattr(os, "memfd_create") else -1
-
-    def __del__(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
+        self._file = os.memfd_create("colab_utils")  # stacks of workers
+        weakref.finalize(self, os.close, self._file)
 
     @contextmanager
     def follow(self) -> Iterator[None]:
@@ -104,19 +101,13 @@ class WorkerMonitor:
             if me is not self.dataset:
                 return method(me, index, *rest)
             note = row[1 + 2 * (threading.get_native_id() % _THREADS) :][:2]
-            before, note[:] = note.tolist(), (_find_number(index), monotonic_ns())
+            before, note[:] = note.tolist(), (int(index) if hasattr(index, "__index__") else -1, monotonic_ns())
             try:
                 return method(me, index, *rest)
             finally:
                 note[:] = before
 
         return noted
-
-    def resolve(self, index: Any) -> Any:
-        """The sample that an index of a ``Subset`` stands for."""
-        for indices in self._subsets:
-            index = index if indices is None else indices[index]
-        return index
 
     def list_samples(self) -> dict[int, list[tuple[int, int]]]:
         """By the pid of each worker: since when (ns) it is at which samples, the first begun in front."""
@@ -132,36 +123,31 @@ class WorkerMonitor:
             if row[0] > 0 and read_ending(int(row[0])):
                 row[0] = 0
 
-    def find_sample(self, pid: int, batch: tuple[Any, ...]) -> int | None:
-        """The sample that a worker is at; where its threads are at several, one of this batch."""
-        at, asked = [sample for _, sample in self.list_samples().get(pid, ())], {self.resolve(i) for i in batch}
-        return next((sample for sample in at if sample in asked), at[0] if at else None)
+    def find_sample(self, pid: int) -> int | None:
+        """The sample that a worker is at; where its threads are at several, the one begun first."""
+        return next((sample for _, sample in self.list_samples().get(pid, ())), None)
 
-    def inspect_worker(self, pid: int, batch: tuple[Any, ...] = ()) -> Activity:
+    def inspect_worker(self, pid: int) -> Activity:
         """What a worker process does, in the thread that is at a batch."""
         stacks = self._read_stacks(pid)
         busy = [stack for stack in stacks if any(_name(line) in _JOBS for line in stack)]
         calls = [_read_call(pid, task) for task in sorted(map(int, os.listdir(f"/proc/{pid}/task")))]
         if busy and busy[-1] is not stacks[-1]:  # not the main thread, which comes last: look for a file
-            calls = sorted(
-                calls[1:], key=lambda call: (not call[1].startswith("/"), call[0] in ("futex", "poll", "read"))
-            )
+            calls.sort(key=lambda call: (not call[1].startswith("/"), call[0] in ("futex", "poll", "read")))
         stack = (busy or stacks or [[]])[-1]
-        idle = any(_name(line) in _IDLE for line in stack) if stacks else calls[0][0] == "poll"
-        return Activity(_cut(stack), *calls[0], self.find_sample(pid, batch), idle=idle and not busy)
+        idle = not busy and (any(_name(line) in _IDLE for line in stack) if stacks else calls[0][0] == "poll")
+        return Activity(_cut(stack), *calls[0], self.find_sample(pid), idle, *_read_progress(f"/proc/{pid}"))
 
-    def find_thread(self, ident: int) -> tuple[int, int]:
-        """The thread of this process that is at a sample, if that is not the one given; and Linux's number for it."""
+    def inspect_thread(self, ident: int) -> Activity:
+        """What a thread of this process does, or another one that is at a sample while this one is not."""
         frames = sys._current_frames()
-        at_work = [other for other, frame in frames.items() if self._find_sample(frame) is not None]
-        ident = at_work[0] if at_work and ident not in at_work else ident
-        return ident, next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
-
-    def inspect_thread(self, ident: int, task: int) -> Activity:
-        """What a thread of this process does."""
-        frame = sys._current_frames()[ident]
-        stack = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frame)]
-        return Activity(_cut(stack), *_read_call(os.getpid(), task), self._find_sample(frame))
+        samples = {other: self._find_sample(frame) for other, frame in frames.items()}
+        if samples[ident] is None:
+            ident = next((other for other, sample in samples.items() if sample is not None), ident)
+        task = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
+        stack = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frames[ident])]
+        progress = _read_progress(f"/proc/self/task/{task}")
+        return Activity(_cut(stack), *_read_call(os.getpid(), task), samples[ident], False, *progress)
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """The index in the outermost call of the dataset's methods."""
@@ -169,8 +155,8 @@ class WorkerMonitor:
         for outer, _ in walk_stack(frame):
             code = outer.f_code
             if code.co_name in _METHODS and code.co_argcount > 1:
-                me, index = (outer.f_locals.get(name) for name in code.co_varnames[:2])
-                found = _find_number(index) if me is self.dataset else found
+                me, index = (outer.f_locals.get(name, ()) for name in code.co_varnames[:2])
+                found = int(index) if me is self.dataset and hasattr(index, "__index__") else found
         return found
 
     def _read_stacks(self, pid: int) -> list[list[str]]:
@@ -190,9 +176,8 @@ class WorkerMonitor:
         return [[f"{file}:{line} {name}" for file, line, name in found] for found in lines]
 
 
-def read_progress(pid: int, task: int = 0) -> tuple[int, int]:
-    """How far a worker, or a thread (``task``) of this process, has come: CPU in ticks of 10 ms, bytes read."""
-    base = f"/proc/{pid}/task/{task}" if task else f"/proc/{pid}"
+def _read_progress(base: str) -> tuple[int, int]:
+    """How far a process or thread has come: CPU in ticks of 10 ms, bytes read."""
     cpu, read = _read(f"{base}/stat").rpartition(")")[2].split(), _read(f"{base}/io").split()
     return sum(map(int, cpu[11:13])), int(read[1]) if read else 0
 
@@ -205,9 +190,9 @@ def read_ending(pid: int) -> str:
         ''
     """
     with suppress(ChildProcessError):  # asked for by somebody else already, or of another parent
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        code = ended.si_status if ended and ended.si_code == os.CLD_EXITED else -ended.si_status if ended else None
-        return "" if code is None else describe_exit(code)
+        if not (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+            return ""
+        return describe_exit(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
     return "" if os.path.exists(f"/proc/{pid}") else "no reason given"
 
 
@@ -237,13 +222,6 @@ def _cut(stack: list[str]) -> tuple[str, ...]:
 def _name(line: str) -> str:
     """File and function without the folder and the number: "fetch.py fetch"."""
     return re.sub(r":\d+ ", " ", line.rpartition("/")[2])
-
-
-def _find_number(index: Any) -> int:
-    try:
-        return as_int(index)
-    except TypeError:  # a key, or a list of indices
-        return -1
 
 
 def _read(path: str) -> str:

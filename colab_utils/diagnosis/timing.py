@@ -68,9 +68,10 @@ class BatchTimes:
         """CPU milliseconds that loading an image took, over all processes, without the step's own thread."""
         return max(0.0, self.cpu_s - self.step_cpu_s) / self.images * 1000
 
-    def __str__(self) -> str:
-        rate = f"{self.images_per_second:.1f} images/s over {len(self.wait_s)} batches"
-        return f"{rate}, {self.batch_ms_median:.0f} ms a batch, waiting {self.wait_share:.0%}"
+    def find_load_ms(self, workers: int) -> float:
+        """Milliseconds that a worker takes for an image where it is waited for; without workers it rests in a step."""
+        at_work_s = sum(self.wait_s) + (sum(self.step_s) if workers else 0.0)
+        return 1000 * max(1, workers) * at_work_s / self.images
 
 
 def time_batches(
@@ -160,8 +161,6 @@ class Stage:
     """Mean CPU time."""
     mean_ms: float = 0.0
     """Mean wall time: what decides how many images a second come through."""
-    calls: int = 0
-    """How many were timed."""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.median_ms:.1f} ms an image (p95 {self.p95_ms:.1f} ms, CPU {self.cpu_ms:.1f} ms)"
@@ -170,7 +169,7 @@ class Stage:
 def make_stage(name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Stage:
     """A stage from the wall time of each of its calls, milliseconds [calls]."""
     median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
-    return Stage(name, median, p95, cpu_ms, float(np.mean(wall_ms)), len(wall_ms))
+    return Stage(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
 
 
 def time_calls(
@@ -247,14 +246,11 @@ def _is_pair(batch: Any) -> bool:
 
 def _count_images(batch: Any) -> int:
     """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of samples, of a tensor."""
-    if isinstance(batch, list) and not _is_pair(batch) and batch and _is_sample(batch[0]):
+    first = batch[0] if isinstance(batch, list) and batch and not _is_pair(batch) else None
+    if isinstance(first, Mapping | tuple | str) or getattr(first, "ndim", 0) == 3:
         return len(batch)
     columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
     return next((len(column) for column in columns if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0), 1)
-
-
-def _is_sample(value: Any) -> bool:
-    return isinstance(value, Mapping | tuple | str) or getattr(value, "ndim", 0) == 3
 
 
 def measure_tree_cpu() -> float:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple, get_args
 
-from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, read_ending, read_progress
+from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, read_ending
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import explain_death
-from colab_utils.runtime import format_bytes, quiet_fork
+from colab_utils.runtime import quiet_fork
 
 __all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "find_file", "watch"]
 
@@ -30,21 +29,21 @@ Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow", "unseen"]
 _TICK_S, _LOOK_S = 0.1, 0.5  # between two looks at the clock; how long a worker is observed
 _PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
 _MAX_TRIES = 3  # to start the workers again, without a batch in between
-_INTERRUPT = int(getattr(signal, "SIGRTMAX", 64)) - 5  # nothing that is known uses it
+_INTERRUPT = 59  # a real-time signal that nothing known uses
 _END = object()
 
+_READ = "Copy the data to the local disk, or leave this file out; on Drive, mount it again."
+_LOCK = "A thread held it when the worker was forked, so it stays locked: start threads after the workers."
+_LOST = "Where /dev/shm is full, use fewer workers or smaller batches, or make_loader, which needs none of it."
 _FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
     "dead": ("ended ({call})", ""),
-    "read": ("is stuck in a read ({call} of {file})",
-             "Copy the data to the local disk, or leave this file out; on Drive, mount it again."),
-    "lock": ("waits for a lock",
-             "Another thread held it when the worker was forked, so it is never released: start threads after the "
-             "workers, or use multiprocessing_context='spawn'."),
-    "lost": ("is idle, but its batch never arrived", ""),
+    "read": ("is stuck in a read ({call} of {file})", _READ),
+    "lock": ("waits for a lock", _LOCK),
+    "lost": ("is idle, but its batch never arrived", _LOST),
     "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
     "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
     "unseen": ("cannot be seen ({call})", ""),
-}  # fmt: skip
+}
 
 
 class _Blamed(NamedTuple):
@@ -209,20 +208,20 @@ class _Pass:
             except _StallInterrupt:
                 pass
             except Exception as error:
-                self._given_up = self._given_up or self._explain_death(wait, error)
-                if self._given_up is None:
-                    raise
+                if not self._given_up:
+                    if not (dead := self._find_dead(error)):
+                        raise
+                    stall = self._explain_ending(dead[0], wait, dead[1])
+                    self._given_up = dead[0], stall
+                    self._report(stall, gives_up=True)
                 cause = error
             self._batches = None
             self._recover(cause, last=tries == _MAX_TRIES)
 
     def _ask(self) -> Any:
-        with self._monitor.follow():
-            if self._batches is None:
-                with quiet_fork():
-                    self._batches = iter(self._loader)
-                    return next(self._batches, _END)  # generators fork here
-            return next(self._batches, _END)
+        with self._monitor.follow(), quiet_fork() if self._batches is None else nullcontext():
+            self._batches = iter(self._loader) if self._batches is None else self._batches
+            return next(self._batches, _END)  # generators fork here
 
     def _stop_waiting(self) -> None:
         with self._lock:  # not while a worker is being given up for this very batch
@@ -262,33 +261,30 @@ class _Pass:
             gives_up = self._gives_up(stall)
             if stall.verdict not in told and not self._given_up:
                 told.add(stall.verdict)
-                self._report(stall, gives_up, is_error=self._watched.on_stall == "raise")
+                self._report(stall, gives_up=gives_up)
             if gives_up:
                 self._end(wait, blamed, stall)
 
     def _look(self, wait: _Wait) -> tuple[_Blamed, Stall]:
         """Observe for half a second who the batch is waited for."""
         blamed = self._find_blamed()
-        ending, here = read_ending(blamed.pid), blamed.pid == os.getpid()
-        if ending:
+        if ending := read_ending(blamed.pid):
             return blamed, self._explain_ending(blamed, wait, ending)
-        thread, task = self._monitor.find_thread(wait.thread) if here else (0, 0)
+        here = blamed.pid == os.getpid()
+        verdict: Verdict
 
-        def read_state() -> tuple[int, Any]:
-            ticks, read = read_progress(blamed.pid, task)
-            return ticks, (read, self._monitor.list_samples().get(blamed.pid))
+        def inspect() -> Activity:
+            return self._monitor.inspect_thread(wait.thread) if here else self._monitor.inspect_worker(blamed.pid)
 
-        (ticks, state), until_s = read_state(), monotonic() + _LOOK_S
+        before, until_s = inspect(), monotonic() + _LOOK_S
         while self._wait is wait and monotonic() < until_s:
             sleep(_TICK_S)
-        now_ticks, now = read_state()
-        seen = (
-            self._monitor.inspect_thread(thread, task)
-            if here
-            else self._monitor.inspect_worker(blamed.pid, blamed.batch)
-        )
-        if now_ticks - ticks > 2 or now != state:
-            verdict: Verdict = "slow"
+        seen = inspect()
+        if seen.cpu_ticks - before.cpu_ticks > 2 or (seen.bytes_read, seen.sample) != (
+            before.bytes_read,
+            before.sample,
+        ):
+            verdict = "slow"
         elif seen.idle:
             verdict = "lost"
         elif "futex" in seen.call and not here:  # here nothing was forked
@@ -305,45 +301,30 @@ class _Pass:
         places = {pid: place for place, pid in enumerate(samples)}
         if at_work := [(at[0], pid) for pid, at in samples.items() if at]:
             return _Blamed(places[min(at_work)[1]], min(at_work)[1])
-        if not samples and getattr(self._loader, "num_workers", 0):  # not forked while this watches
+        if not samples and getattr(self._loader, "num_workers", None):  # not forked while this watches
             places = {process.pid or 0: place for place, process in enumerate(multiprocessing.active_children())}
         alive = [pid for pid in places if not read_ending(pid)]
         busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle] or (alive if samples else [])
         return _Blamed(places[busy[0]], busy[0]) if busy else _Blamed(None, os.getpid())
 
-    def _explain_death(self, wait: _Wait, error: Exception) -> tuple[_Blamed, Stall] | None:
-        """The worker whose end made the loader fail, if that is why it did."""
+    def _find_dead(self, error: Exception) -> tuple[_Blamed, str] | None:
+        """The worker whose end made the loader fail, if that is why it did; and how it ended."""
         if self._ours:
-            if (dead := self._loader.find_dead()) is None:
-                return None
-            at = {sample for _, sample in self._monitor.list_samples().get(dead.pid, ())}
-            # results of older batches may have been under way
-            jobs = sorted(dead.jobs, key=lambda job: not any(self._monitor.resolve(i) in at for i in job.indices))
-            blamed = _Blamed(*jobs[0][:4]) if jobs else _Blamed(dead.worker, dead.pid)
-            ending = dead.ending
-        else:
-            said = f"{error} {error.__cause__}"
-            for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
-                ending = read_ending(pid)
-                if ending and (at_work or str(pid) in said or "signal" in ending):
-                    blamed, ending = _Blamed(place, pid), ending if "signal" in ending else said
-                    break
-            else:
-                return None
-        stall = self._explain_ending(blamed, wait, ending)
-        goes_on = self._watched.on_stall in ("skip", "restart")
-        self._report(stall, goes_on, is_error=not goes_on)
-        return blamed, stall
+            dead = self._loader.find_dead()
+            return dead and (_Blamed(*dead.jobs[0][:4]) if dead.jobs else _Blamed(*dead[:2]), dead.ending)
+        said = f"{error} {error.__cause__}"
+        for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
+            ending = read_ending(pid)
+            if ending and (at_work or str(pid) in said or "signal" in ending):
+                return _Blamed(place, pid), ending if "signal" in ending else said
+        return None
 
     def _explain_ending(self, blamed: _Blamed, wait: _Wait, ending: str) -> Stall:
         death, _, cure = str(explain_death(ending)).partition("). ")
-        sample = self._monitor.find_sample(blamed.pid, blamed.batch)
+        sample = self._monitor.find_sample(blamed.pid)
         return self._make_stall("dead", wait, blamed, Activity(call=death.rpartition("(")[2], sample=sample), cure)
 
     def _make_stall(self, verdict: Verdict, wait: _Wait, blamed: _Blamed, seen: Activity, cure: str = "") -> Stall:
-        if verdict == "lost":
-            cure = f"{format_bytes(shutil.disk_usage('/dev/shm').free)} of /dev/shm are free: where it is full, use "
-            cure += "fewer workers or smaller batches, or make_loader, which needs none of it."
         file = seen.path if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(
             verdict, monotonic() - wait.since_s, blamed.worker, blamed.pid, seen.sample, blamed.batch, file, seen.call,
@@ -374,13 +355,13 @@ class _Pass:
         self._interrupted = False
         raise _StallInterrupt
 
-    def _report(self, stall: Stall, goes_on: bool, *, is_error: bool) -> None:
+    def _report(self, stall: Stall, *, gives_up: bool) -> None:
         self._watched.stalls.append(stall)
-        if is_error:
-            return
         does = {"skip": " The batch is left out.", "restart": " The workers are started again."}
+        if gives_up and self._watched.on_stall not in does:
+            return  # the error says it
         with suppress(ColabUtilsWarning):  # a filter made it an error, and here nobody could catch it
-            said = f"{stall}{does[self._watched.on_stall] if goes_on else ''}"
+            said = f"{stall}{does[self._watched.on_stall] if gives_up else ''}"
             warnings.warn_explicit(said, ColabUtilsWarning, __file__, 0)
 
 

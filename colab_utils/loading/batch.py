@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -105,18 +105,6 @@ def _pack_dense(masks: NDArray[Any]) -> PackedMasks:
         parts.append(np.packbits(mask[y0:y1, x0:x1], axis=None))
     ends = np.cumsum([part.size for part in parts], dtype=np.int64)
     return PackedMasks(np.concatenate(parts), crops, ends)
-
-
-def join_tables(samples: Sequence[PackedSample]) -> dict[str, NDArray[Any]]:
-    """The tables of a batch of one or more samples, and ``mask_bytes``, int64 [T]: the bytes of each mask."""
-    return {
-        "sizes": np.array([sample.pixels.shape[:2] for sample in samples], np.int32),
-        "image_ids": np.array([sample.image_id for sample in samples], np.int64),
-        "counts": np.array([len(sample.labels) for sample in samples], np.int64),
-        **{name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _PARTS},
-        "crops": np.concatenate([sample.masks.crops for sample in samples]),
-        "mask_bytes": np.concatenate([np.diff(sample.masks.offsets) for sample in samples]),
-    }
 
 
 class BadSampleError(Exception):
@@ -273,27 +261,14 @@ class BatchShape(NamedTuple):
         return {name: buffer[at].view(kind).reshape(shape) for name, (at, kind, shape) in self.lay_out()[0].items()}
 
 
-class BatchSource(Protocol):
-    """What a batch is written from."""
-
-    def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """The tables of ``PackedBatch`` but the pixels, and ``mask_bytes`` int64 [T] in place of the offsets."""
-
-    def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
-
-
 def write_batch(
-    source: BatchSource,
-    indices: Sequence[int],
-    reserve: Callable[[int], NDArray[np.uint8]],
-    *,
-    dense: bool = False,
+    source: Any, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]], *, dense: bool = False,
     flips: NDArray[np.bool_] | None = None,
-) -> BatchShape:
+) -> BatchShape:  # fmt: skip
     """Write a batch into memory that ``reserve`` gives for its size in bytes; ``dense``: the masks expanded too.
 
-    ``flips`` mirrors images, boxes and dense masks, not the mask bits.
+    ``source`` is a `PackedSamples` or what has its methods, as `ShardDataset`. ``flips`` mirrors images, boxes and
+    dense masks, not the mask bits.
 
     Raises:
         BadSampleError: if an image cannot be read.
@@ -324,8 +299,9 @@ def write_batch(
         pixel, first = pixel + pixels.size, first + count
     if dense_bytes:
         bits, crops, ends, out = map(torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"]))
-        mirrored = None if flips is None else flips.tolist()
-        expand_masks(MaskBits(bits, crops, ends), sizes, counts, flips=mirrored, out=out)
+        expand_masks(
+            MaskBits(bits, crops, ends), sizes, counts, flips=None if flips is None else flips.tolist(), out=out
+        )
     return shape
 
 
@@ -344,20 +320,29 @@ class PackedSamples:
         self.samples = samples
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        return join_tables([self.samples[i] for i in indices])
+        """The tables of ``PackedBatch`` but the pixels, and ``mask_bytes`` int64 [T] in place of the offsets."""
+        samples = [self.samples[index] for index in indices]
+        return {
+            "sizes": np.array([sample.pixels.shape[:2] for sample in samples], np.int32),
+            "image_ids": np.array([sample.image_id for sample in samples], np.int64),
+            "counts": np.array([len(sample.labels) for sample in samples], np.int64),
+            **{name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _PARTS},
+            "crops": np.concatenate([sample.masks.crops for sample in samples]),
+            "mask_bytes": np.concatenate([np.diff(sample.masks.offsets) for sample in samples]),
+        }
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
-        np.copyto(pixels, self.samples[index].pixels)
-        np.copyto(bits, self.samples[index].masks.bits)
+        """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
+        pixels[:], bits[:] = self.samples[index].pixels, self.samples[index].masks.bits
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:
     """Put samples into one packed batch."""
     buffers: list[NDArray[np.uint8]] = []
 
-    def keep(size: int) -> NDArray[np.uint8]:
+    def reserve(size: int) -> NDArray[np.uint8]:
         buffers.append(np.empty(size, np.uint8))
         return buffers[0]
 
-    shape = write_batch(PackedSamples(samples), range(len(samples)), keep)
+    shape = write_batch(PackedSamples(samples), range(len(samples)), reserve)
     return open_batch(torch.from_numpy(buffers[0]), shape)

@@ -410,7 +410,7 @@ class ShardDataset(_CocoSamples):
         return PackedMasks(bits, tables["crops"], offsets)
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
-        """All but pixels and mask bits of some images, without reading a file: see ``join_tables``."""
+        """All but pixels and mask bits of some images, without reading a file: see `PackedSamples.describe`."""
         rows = np.array([self._check(index) for index in indices], np.int64)
         first, counts = self._first[rows], self._first[rows + 1] - self._first[rows]
         objects = np.repeat(first, counts) + number_within(counts)

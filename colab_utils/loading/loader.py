@@ -11,14 +11,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import plan_batches
 from colab_utils.loading.batch import PackedBatch, Target
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
-from colab_utils.loading.tune import Tuning, tune_workers
+from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
 from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
 
@@ -56,14 +56,14 @@ class LoaderSettings:
                 raise ColabUtilsError(f"expected {name} as one of {', '.join(known)}, found {value!r}")
         if self.image_dtype not in (torch.float32, torch.uint8):
             raise ColabUtilsError(f"expected image_dtype as torch.float32 or torch.uint8, found {self.image_dtype!r}")
-        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0}
+        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0, "ranks": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
                 raise ColabUtilsError(f"expected {name} as a whole number of {lowest} or more, found {value!r}")
             object.__setattr__(self, name, int(value))
-        if not self.rank < self.ranks:
-            raise ColabUtilsError(f"expected ranks over rank {self.rank}, found {self.ranks!r}")
+        if self.rank >= self.ranks:
+            raise ColabUtilsError(f"expected a rank under {self.ranks} (ranks), found {self.rank}")
         if self.transforms is not None and self.deliver == "packed":
             raise ColabUtilsError(
                 "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or "
@@ -81,8 +81,10 @@ def make_loader(
     deliver: Delivery = "dense",
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
+    sampler: Sampler[int] | None = None,
+    drop_last: bool = False,
     seed: int = 0,
-    prefetch: int | Literal["auto"] = "auto",
+    prefetch: int = PREFETCH,
     group_by_aspect_ratio: bool = True,
     transforms: Transforms | None = None,
     transform_on: Literal["device", "worker"] = "device",
@@ -109,9 +111,12 @@ def make_loader(
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
             normalises itself.
         shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
+        sampler: gives the indices of each epoch instead, as in torch's ``DataLoader``, such as a
+            ``WeightedRandomSampler``; it has a length, and draws from ``seed`` unless it has a generator of its own.
+        drop_last: leave out the last batch of an epoch where it is not full.
         seed: of the order, and of all random numbers in your dataset and in ``transforms`` on the worker: the same
             samples with any backend and any number of workers.
-        prefetch: batches that each worker prepares ahead; "auto" is what was tuned, or 2.
+        prefetch: batches that each worker prepares ahead.
         group_by_aspect_ratio: fill shuffled batches with wide images or with tall ones, where the dataset has
             ``sizes``: less padding, as in torchvision's references.
         transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors. A
@@ -121,7 +126,8 @@ def make_loader(
         max_bad: images in all that may fail to load, with whatever exception, and are left out, each with a warning;
             one more is an error.
         rank: of this process, where several train together: it gets its share of the images of each batch, or None in
-            place of a batch that has none for it. Taken from ``torch.distributed`` where that is initialised.
+            place of a batch that has none for it. Taken from ``torch.distributed`` where that is initialised and there
+            is no ``sampler``.
         ranks: how many processes those are.
 
     Raises:
@@ -147,26 +153,26 @@ def make_loader(
     if transform_on not in ("device", "worker"):
         raise ColabUtilsError(f"expected transform_on as one of device, worker, found {transform_on!r}")
     on_worker = transform_on == "worker"
-    rank, ranks = _find_ranks(rank, ranks)
+    if sampler is None and rank is None and ranks is None:
+        rank, ranks = _find_ranks()
     settings = LoaderSettings(
         batch_size=batch_size, device=find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
-        workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank, ranks=ranks,
-        backend="processes" if backend == "auto" else backend, prefetch=2 if prefetch == "auto" else prefetch,
-        transforms=None if on_worker else transforms,
+        workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank or 0,
+        backend="processes" if backend == "auto" else backend, prefetch=prefetch,
+        transforms=None if on_worker else transforms, ranks=1 if ranks is None else ranks,
     )  # fmt: skip
     fetcher, settings = _make_fetcher(dataset, settings, transforms if on_worker else None)
     order = BatchSampler(
-        len(fetcher), settings.batch_size, settings.seed if shuffle else None,
+        len(fetcher), settings.batch_size, settings.seed if shuffle else None, sampler=sampler, drop_last=drop_last,
         sizes=fetcher.sizes if group_by_aspect_ratio else None,
     )  # fmt: skip
-    tuning = None
-    is_here = fetcher.arrival is None or fetcher.arrival.is_complete
+    is_here, tuning = fetcher.arrival is None or fetcher.arrival.is_complete, None
+    if sampler is not None and not is_here:
+        raise ColabUtilsError("expected no sampler while shards arrive, found one. Wait until all are here.")
     if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * settings.batch_size:
         only = None if backend == "auto" else settings.backend
         tuning = tune_workers(fetcher, batch_size=settings.batch_size, backend=only)
-        best = tuning.best
-        ahead = best.prefetch if prefetch == "auto" else settings.prefetch
-        settings = replace(settings, backend=best.backend, workers=best.workers, prefetch=ahead)
+        settings = replace(settings, backend=tuning.best.backend, workers=tuning.best.workers)
     return Loader(fetcher, order, settings, tuning)
 
 
@@ -180,12 +186,12 @@ def _check_dataset(dataset: Any) -> None:
         raise ColabUtilsError("expected a dataset with images, found an empty one")
 
 
-def _find_ranks(rank: int | None, ranks: int | None) -> tuple[int, int]:
+def _find_ranks() -> tuple[int, int]:
     """Which of how many processes this is."""
     distributed = torch.distributed
-    if rank is None and ranks is None and distributed.is_available() and distributed.is_initialized():
+    if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    return rank or 0, 1 if ranks is None else ranks
+    return 0, 1
 
 
 def _make_fetcher(
@@ -209,7 +215,7 @@ class Loader:
 
     Attributes:
         epoch: the epoch that the next pass runs, or that the pass under way is in.
-        settings: what it does; ``workers`` and ``backend`` are what really runs.
+        settings: what it does.
         tuning: how the workers were found, where they were.
         total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
@@ -242,7 +248,7 @@ class Loader:
 
     def __str__(self) -> str:
         way = describe_workers(self.backend, self.workers, self.prefetch)
-        return f"{len(self):,} batches of {self.batch_size}, {self.deliver}, by {way}"
+        return f"{len(self):,} batches of {self.batch_size}, {self.deliver} ({way})"
 
     __repr__ = __str__
 
@@ -305,17 +311,7 @@ class Loader:
 
     def _start(self) -> Prefetcher:
         if self._prefetcher is None:
-            try:
-                self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
-            except OSError as error:  # no more processes
-                warnings.warn(
-                    f"expected {self.workers} worker processes, found that they cannot be started ({error}): batches "
-                    "are loaded in this process. Close what you do not need, or use workers=0.",
-                    ColabUtilsWarning,
-                    stacklevel=4,
-                )
-                self.workers, self.backend = 0, "threads"
-                self._prefetcher = Prefetcher(self._fetcher, "threads", 0, self.prefetch)
+            self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         return self._prefetcher
 
@@ -384,7 +380,7 @@ class Loader:
         here = self._describe_order()
         there = {key: state.get(key, value) for key, value in here.items()}
         size, count, skipped = there["batch_size"], state["batch"], set(state.get("skipped", ()))
-        resized = size != self.batch_size and not state.get("joined")
+        resized = size != self.batch_size and not state.get("joined") and self._order.sampler is None
         if there != (here | {"batch_size": size} if resized else here):
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
         self.epoch = self._order.epoch = state["epoch"]

@@ -25,7 +25,8 @@ __all__ = ["EmulatedStep", "Trial", "Tuning", "tune_workers"]
 _BUSY = 0.9  # of a core: what a training process takes to launch kernels
 _BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
 _TRIAL_S = 0.8
-_MOST_WAYS = 4  # and one more trial, of more batches ahead
+PREFETCH = 2
+"""Batches ahead for each worker."""
 _HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
 _RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
 _SPARE = 1.25  # other batches may be larger than those looked at; and buffers grow by steps
@@ -79,12 +80,10 @@ class Trial:
 
     backend: Backend
     workers: int
-    prefetch: int
-    """Batches ahead for each worker."""
     images_per_second: float
 
     def __str__(self) -> str:
-        return describe_workers(self.backend, self.workers, self.prefetch)
+        return describe_workers(self.backend, self.workers, PREFETCH)
 
 
 @dataclass(frozen=True)
@@ -93,19 +92,12 @@ class Tuning:
 
     best: Trial
     trials: tuple[Trial, ...]
-    memory_bytes: int
-    """Shared memory for all batches under way, at most."""
-    free_bytes: int
-    """Memory that was free."""
     seconds: float
 
     def __str__(self) -> str:
         how = "beside a step that keeps 0.9 of a core busy" if self.trials else "the files are slow, not the cores"
-        return "\n".join([
-            *(f"{trial.images_per_second:8.0f} images/s  {trial}" for trial in self.trials),
-            f"picked: {self.best} (in {self.seconds:.0f} s: {how})",
-            f"memory: at most {format_bytes(self.memory_bytes)} for batches, of {format_bytes(self.free_bytes)} free",
-        ])  # fmt: skip
+        lines = [f"{trial.images_per_second:8.0f} images/s  {trial}" for trial in self.trials]
+        return "\n".join([*lines, f"picked: {self.best} (in {self.seconds:.0f} s: {how})"])
 
 
 def tune_workers(dataset: Dataset[Any] | Fetcher, *, batch_size: int, backend: Backend | None = None) -> Tuning:
@@ -125,31 +117,21 @@ def tune_workers(dataset: Dataset[Any] | Fetcher, *, batch_size: int, backend: B
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
-    fetcher = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset)
-    began_s, free = perf_counter(), find_free_memory()
+    fetcher, began_s = dataset if isinstance(dataset, Fetcher) else Fetcher(dataset), perf_counter()
     order = list(BatchSampler(len(fetcher), batch_size, 0, sizes=fetcher.sizes))
-    budget = int(free * _RAM_SHARE)
+    budget = int(find_free_memory() * _RAM_SHARE)
     batch_bytes, waits = _measure_batch(fetcher, order, most=budget // (1 + _HELD))
-
-    def count_bytes(workers: int, prefetch: int) -> int:
-        return (max(1, workers * prefetch) + _HELD) * batch_bytes
-
-    ways = [way for way in _list_ways(fetcher, backend) if count_bytes(way[1], 2) <= budget] or [("threads", 0)]
-    trials: list[Trial] = []
+    most = (budget // batch_bytes - _HELD) // PREFETCH
+    ways = [way for way in _list_ways(fetcher, backend) if way[1] <= most] or [("threads", 0)]
     if waits:
-        best = Trial(*max(ways, key=lambda way: way[1]), prefetch=2, images_per_second=0.0)
-    else:
-        with show_progress("tuning workers", total=len(ways) + 1, unit="trial") as bar, _busy_core():
-            for kind, workers in ways:
-                trials.append(_try_way(fetcher, order, kind, workers, 2))
-                bar.update()
-            best = _pick(trials)
-            if best.workers and count_bytes(best.workers, 4) <= budget:
-                trials.append(_try_way(fetcher, order, best.backend, best.workers, 4))
-                best = _pick([best, trials[-1]])
+        best = Trial(*max(ways, key=lambda way: way[1]), images_per_second=0.0)
+        return Tuning(best, (), perf_counter() - began_s)
+    with show_progress("tuning workers", total=len(ways), unit="trial") as bar, _busy_core():
+        trials = []
+        for kind, workers in ways:
+            trials.append(_try_way(fetcher, order, kind, workers))
             bar.update()
-    memory = count_bytes(best.workers, best.prefetch)
-    return Tuning(best, tuple(trials), memory, free, seconds=perf_counter() - began_s)
+    return Tuning(_pick(trials), tuple(trials), perf_counter() - began_s)
 
 
 def _list_ways(fetcher: Fetcher, backend: Backend | None) -> list[tuple[Backend, int]]:
@@ -164,31 +146,29 @@ def _list_ways(fetcher: Fetcher, backend: Backend | None) -> list[tuple[Backend,
         ways.append(("loader_process", cores))
     if backend is None and fetcher.is_decoded:
         ways.append(("threads", cores))
-    return ways[-_MOST_WAYS:]
+    return ways
 
 
 def _pick(trials: Sequence[Trial]) -> Trial:
-    """The fastest; of those that are about as fast, the one with the fewest workers and batches ahead."""
+    """The fastest; of those that are about as fast, the one with the fewest workers."""
     fastest = max(trial.images_per_second for trial in trials)
     close = [trial for trial in trials if trial.images_per_second >= _CLOSE * fastest]
-    return min(close, key=lambda trial: (trial.workers, trial.prefetch, -trial.images_per_second))
+    return min(close, key=lambda trial: (trial.workers, -trial.images_per_second))
 
 
-def _try_way(fetcher: Fetcher, order: list[list[int]], backend: Backend, workers: int, prefetch: int) -> Trial:
+def _try_way(fetcher: Fetcher, order: list[list[int]], backend: Backend, workers: int) -> Trial:
     """What a way delivers, as fast as its batches are taken."""
-    prefetcher = Prefetcher(fetcher, backend, workers, prefetch)
+    prefetcher = Prefetcher(fetcher, backend, workers, PREFETCH)
     try:
         loaded = prefetcher.run(enumerate(chain.from_iterable(repeat(order))), seed=(0,), skips_bad=True)
-        for _ in islice(
-            loaded, workers * prefetch + 1
-        ):  # the start of the workers, and the first touch of their memory
+        for _ in islice(loaded, workers * PREFETCH + 1):  # the workers start, and touch their memory for the first time
             pass
         images, began_s = 0, perf_counter()
         for _, batch, _ in loaded:
             images += len(batch or ())
             if perf_counter() - began_s > _TRIAL_S:
                 break
-        return Trial(backend, workers, prefetch, images / (perf_counter() - began_s))
+        return Trial(backend, workers, images / (perf_counter() - began_s))
     finally:
         prefetcher.close()
 
@@ -212,31 +192,25 @@ def _busy_core() -> Iterator[None]:
 
 
 def _measure_batch(fetcher: Fetcher, order: list[list[int]], *, most: int) -> tuple[int, bool]:
-    """Bytes of a large batch: of a few at random, and of the largest images where their sizes are known; and whether
-    the first of them waited for its files.
-    """
-    few, written = order[:4], list[int]()
+    """Bytes of a large batch, of the largest images where sizes are known; and whether it waited for its files."""
+    looked_at, sizes, error = order[:4], list[int](), None
     if fetcher.sizes is not None:
-        few = [*few, np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(order[0]) :].tolist()]
-
-    def reserve(size: int) -> Any:
-        if size * _SPARE > most:
-            raise ColabUtilsError(
-                f"expected batches of at most {format_bytes(most)}, of which {1 + _HELD} take half of the free "
-                f"memory, found {len(order[0])} images of {format_bytes(size * _SPARE)}. Use a smaller batch, or "
-                "smaller images."
-            )
-        written.append(size)
-        return np.empty(size, np.uint8)
-
-    for number, indices in enumerate(few):
-        waited_s = thread_time() - perf_counter()
+        looked_at = [np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(order[0]) :].tolist(), *looked_at[:1]]
+    for indices in looked_at:
+        began_s = perf_counter() - thread_time()
         try:
-            fetcher.write(indices, reserve, (0, number))
+            shape = fetcher.write(indices, lambda size: np.empty(size, np.uint8), (0,))
         except BadSampleError as failure:
-            if indices is few[-1] and not written:
-                raise failure.error from None
-        waited_s += perf_counter() - thread_time()
-        if written and waited_s > _SLOW_S:
-            break
-    return int(max(written) * _SPARE), waited_s > _SLOW_S
+            error = failure.error
+            continue
+        sizes.append(int(shape.lay_out()[1] * _SPARE))
+        if sizes[-1] > most:
+            raise ColabUtilsError(
+                f"expected batches of at most {format_bytes(most)}, of which {1 + _HELD} take half of the free memory, "
+                f"found {len(indices)} images of {format_bytes(sizes[-1])}. Use a smaller batch, or smaller images."
+            )
+        if perf_counter() - thread_time() - began_s > _SLOW_S:
+            return max(sizes), True
+    if not sizes and error is not None:
+        raise error
+    return max(sizes), False

@@ -1,21 +1,28 @@
-"""Who loads the batches: worker processes, one loader process with threads, threads here, or nobody else."""
+"""Who loads the batches: worker processes, one loader process with threads, threads here, or nobody else.
+
+Batches are written into shared buffers, which are used again and again. Fresh shared memory is what limits torch's own
+hand-off: making it, copying into it and faulting it in, for each tensor anew. A buffer is made once, before the workers
+fork, and grows where a batch asks for more. It is anonymous memory: /dev/shm may be small or full.
+"""
 
 from __future__ import annotations
 
 import gc
+import mmap
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import shutil
 import signal
 import threading
 import traceback
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
+from errno import ENOMEM
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from time import monotonic, sleep
@@ -24,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from colab_utils.data.decoding import load_jpeg_decoder
@@ -40,10 +48,10 @@ from colab_utils.loading.batch import (
     pack_target,
     write_batch,
 )
-from colab_utils.loading.buffers import SharedBuffer, SharedBufferPool
 from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.sampler import seed_random
 from colab_utils.loading.transforms import Transforms, apply_transforms
-from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork
+from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork, require_linux
 
 __all__ = ["Backend", "DeadWorker", "Fetcher", "Prefetcher", "WorkerJob", "describe_workers", "explain_death"]
 
@@ -51,6 +59,7 @@ Backend = Literal["processes", "loader_process", "threads"]
 """Worker processes; one loader process with threads; threads in the training process."""
 
 _LENT_BUFFERS = 4  # that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at
+_STEP_BYTES = 1 << 20  # by which a buffer grows
 _POLL_S = 0.02  # between two looks for shards that arrive
 _END = object()
 
@@ -101,7 +110,7 @@ class Fetcher:
             rows = indices if self._rows is None else self._rows[list(indices)].tolist()
             return write_batch(self._base, rows, reserve, dense=self.dense, flips=flips)
         samples = []
-        with _seed_random(seed) if self.may_draw else nullcontext():
+        with seed_random(seed) if self.may_draw else nullcontext():
             for place, index in enumerate(indices):
                 with blame_sample(place):
                     samples.append(self._read_sample(index))
@@ -128,20 +137,78 @@ def _writes_itself(kind: type) -> bool:
     return owners[0] is not None and owners[0] is owners[1]
 
 
-@contextmanager
-def _seed_random(seed: Sequence[int]) -> Iterator[None]:
-    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this process's as they were."""
-    entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(entropy[0])
-    np.random.seed(entropy[1] % 2**32)
-    torch.default_generator.manual_seed(entropy[2])
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+class SharedBuffer:
+    """Memory that this process and those forked from it see alike."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("colab_utils")
+        self._map: mmap.mmap | None = None
+
+    def reserve(self, size: int) -> NDArray[np.uint8]:
+        """At least ``size`` bytes to write into, uint8.
+
+        Raises:
+            ColabUtilsError: if the machine has less memory free than that; nothing is written then.
+        """
+        have = os.fstat(self._file).st_size
+        if size > have:
+            wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES  # some more, so that it seldom grows
+            free = find_free_memory()
+            try:
+                if size - have > free:
+                    raise OSError(ENOMEM, f"{format_bytes(free)} free")
+                os.posix_fallocate(self._file, 0, wanted)  # now, and not by a bus error on the first touch
+            except OSError as error:
+                raise ColabUtilsError(
+                    f"expected {format_bytes(size)} of shared memory for a batch, found too little "
+                    f"({error.strerror}). Use fewer workers, a smaller prefetch or a smaller batch."
+                ) from None
+        return self.view(size)
+
+    def view(self, size: int) -> NDArray[np.uint8]:
+        """Its first ``size`` bytes, which were reserved."""
+        if self._map is None or len(self._map) < size:
+            self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
+        return np.frombuffer(self._map, np.uint8, size)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # where it was never made
+            os.close(self._file)
+
+
+class SharedBufferPool:
+    """The buffers of one loader: some free, some with the workers, some lent to whoever holds a batch."""
+
+    def __init__(self, count: int, lent: int) -> None:
+        """``count`` buffers for the workers and ``lent`` more, which a training loop may hold at a time."""
+        require_linux("share memory between processes")
+        self.buffers = [SharedBuffer() for _ in range(count + lent)]
+        self._free = deque(range(count + lent))
+        self._lendable = lent
+        self._lent: set[int] = set()
+
+    def take(self) -> int:
+        """The number of a free buffer."""
+        return self._free.pop()  # the last one used: its memory may still be in the cache
+
+    def give_back(self, number: int) -> None:
+        """A buffer is free again."""
+        self._lent.discard(number)
+        self._free.append(number)
+
+    def lend(self, number: int, size: int) -> Tensor:
+        """A buffer's content, uint8 [size]; the buffer is free again when no tensor uses it any more.
+
+        Who keeps many batches gets copies of the later ones, so that the workers never run out of buffers.
+        """
+        content = self.buffers[number].view(size)
+        if len(self._lent) >= self._lendable:
+            copied = torch.from_numpy(content.copy())
+            self.give_back(number)
+            return copied
+        self._lent.add(number)
+        weakref.finalize(content, self.give_back, number).atexit = False
+        return torch.from_numpy(content)
 
 
 class Job(NamedTuple):
@@ -194,20 +261,13 @@ class DeadWorker(NamedTuple):
 
 
 def describe_workers(backend: Backend, workers: int, prefetch: int) -> str:
-    """A way of loading in words.
+    """A way of loading, as `make_loader` takes it.
 
     Example:
-        >>> describe_workers("processes", 2, 4)
-        '2 worker processes, 4 batches ahead each'
+        >>> print(describe_workers("processes", 2, 4))
+        workers=2, backend="processes", prefetch=4
     """
-    if not workers:
-        return "this process, when a batch is asked for"
-    one, many = {
-        "processes": ("worker process", "worker processes"),
-        "loader_process": ("thread of one loader process", "threads of one loader process"),
-        "threads": ("thread here", "threads here"),
-    }[backend]
-    return f"{workers} {one if workers == 1 else many}, {prefetch} batches ahead each"
+    return f'workers={workers}, backend="{backend}", prefetch={prefetch}' if workers else "workers=0"
 
 
 def _do_job(fetcher: Fetcher, buffers: list[SharedBuffer], job: Job) -> Result:
@@ -253,7 +313,7 @@ class WorkerPool:
     """Jobs run in worker processes, each with a pipe of its own: one that dies is noticed at once, and blocks no other.
 
     Raises:
-        OSError: if the system starts no more processes.
+        ColabUtilsError: if the system starts no more processes.
     """
 
     def __init__(self, processes: int, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
@@ -269,16 +329,17 @@ class WorkerPool:
                 with there, quiet_fork():
                     process.start()
                 self._processes.append(process)
-        except OSError:
+        except OSError as error:  # no more processes
             self.close()
-            raise
+            raise ColabUtilsError(
+                f"expected {processes} worker processes, found that they cannot be started ({error}). Close what you "
+                "do not need, or use workers=0."
+            ) from None
         self.pids: list[int] = [process.pid for process in self._processes]
 
     def send(self, worker: int, job: Job) -> None:
-        try:
+        with suppress(OSError):  # it died: what it has done is received first
             self._connections[worker].send(job)
-        except OSError:
-            raise self._explain_death(worker) from None
 
     def receive(self) -> Result:
         """Wait for the next result; raises ColabUtilsError if a worker died."""
@@ -328,12 +389,10 @@ def explain_death(found: str) -> ColabUtilsError:
     how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", found)
     cure = "Your own code or a library ended it: load with workers=0 to see where."
     if re.search("Killed|Bus error", found):
-        shm = (
-            f" and {format_bytes(shutil.disk_usage('/dev/shm').free)} of /dev/shm" if os.path.isdir("/dev/shm") else ""
-        )
+        shm = shutil.disk_usage("/dev/shm").free
         cure = (
-            f"Now {format_bytes(find_free_memory())} of memory{shm} are free. Mostly memory ran out: use fewer "
-            "workers, a smaller prefetch or a smaller batch, and run it again."
+            f"Now {format_bytes(find_free_memory())} of memory and {format_bytes(shm)} of /dev/shm are free. Mostly "
+            "memory ran out: use fewer workers, a smaller prefetch or a smaller batch, and run it again."
         )
     return ColabUtilsError(
         f"expected every worker process to live, found one that ended ({how[0] if how else 'no reason given'}). {cure}"
@@ -380,7 +439,7 @@ class Prefetcher:
     """Workers, their shared buffers, and the batches that were asked for; ``prefetch`` is batches ahead a worker.
 
     Raises:
-        OSError: if worker processes cannot be started.
+        ColabUtilsError: if worker processes cannot be started.
     """
 
     def __init__(self, fetcher: Fetcher, backend: Backend, workers: int, prefetch: int) -> None:

@@ -71,7 +71,6 @@ def copy_shards(
     source: str | Path,
     target: str | Path,
     *,
-    workers: int = COPY_STREAMS,
     profile: str | DriveProfile | None = None,
     limit_gb: float | None = None,
 ) -> CopyReport:
@@ -84,7 +83,6 @@ def copy_shards(
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD; it is made where it is not.
-        workers: files copied at the same time (threads).
         profile: the speed at which ``source`` is read (see `colab_utils.drive`); ``None`` is full speed.
         limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in ``target``
             then lists only those and is marked ``partial``; a later copy without a limit completes it.
@@ -100,8 +98,6 @@ def copy_shards(
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
     source, target, speed = Path(source), Path(target), get_profile(profile)
-    if workers < 1:
-        raise ColabUtilsError(f"expected workers of 1 or more, found {workers}: leave it out for 4")
     retries = Retries()
     index = read_index(source, retries)
     previous = read_target(source, target, index)
@@ -114,19 +110,19 @@ def copy_shards(
     started = perf_counter()
     job = Copying(source, target, speed, retries, overwrite=previous is not None)
     try:
-        job.run(files, workers)
+        job.run(files)
     except DriveLostError as error:
         raise DriveLostError(
-            f"{error}; {job.finished} of {len(files)} files are safe in {target}, the copy continues there"
+            f"{error}; {len(job.finished)} of {len(files)} files are safe in {target}, the copy continues there"
         ) from error
     merged = _merge(index, previous, chosen, target)
     with explain_write(target):
         write_index(target, merged)
     return CopyReport(
         shards=len(merged.shards),
-        bytes=sum(size for name, size, _ in files if name in job.copied),
+        bytes=sum(size for name, size, _ in files if job.finished[name]),
         seconds=perf_counter() - started,
-        skipped_shards=sum(job.copied.isdisjoint((shard.name, shard.arrays_name)) for shard in chosen),
+        skipped_shards=sum(not (job.finished[shard.name] or job.finished[shard.arrays_name]) for shard in chosen),
         left_out_shards=len(index.shards) - len(chosen),
         retries=retries.count,
     )
@@ -140,27 +136,22 @@ class Copying:
     ) -> None:
         self.source, self.target, self.profile, self.overwrite = source, target, profile, overwrite
         self.retries, self.stop = retries, retries.stop
-        self.copied: set[str] = set()
-        self.finished = 0
+        self.finished: dict[str, bool] = {}  # by file name: whether it was copied, and not there before
         self._progress: SimpleQueue[int] = SimpleQueue()
 
-    def run(self, files: list[tuple[str, int, str]], workers: int) -> None:
+    def run(self, files: list[tuple[str, int, str]]) -> None:
         """Copy what is not there yet. The bar moves in this thread: a notebook shows nothing from others."""
         total = sum(size for _, size, _ in files)
         with (
             show_progress("copying shards", total=total, unit="B", scale=True) as bar,
-            ThreadPoolExecutor(workers, thread_name_prefix="copy") as pool,
+            ThreadPoolExecutor(COPY_STREAMS, thread_name_prefix="copy") as pool,
         ):
-            pending = {pool.submit(self.copy_file, *file): file[0] for file in files}
+            pending = {pool.submit(self.copy_file, *file) for file in files}
             try:
                 while pending:
-                    done = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED).done
-                    # complete files first: an error among them must not hide how many are safe
-                    for future in sorted(done, key=lambda future: future.exception() is not None):
-                        name = pending.pop(future)
-                        if future.result():
-                            self.copied.add(name)
-                        self.finished += 1
+                    done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
                     bar.set_postfix_str(str(self.retries), refresh=False)
                     while not self._progress.empty():
                         bar.update(self._progress.get())
@@ -168,13 +159,14 @@ class Copying:
                 self.stop.set()  # on an error or Ctrl-C the other threads end at their next piece
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def copy_file(self, name: str, size: int, checksum: str) -> bool:
-        """Copy one file unless it is there; returns whether it was copied."""
+    def copy_file(self, name: str, size: int, checksum: str) -> None:
+        """Copy one file unless it is there."""
         path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
         with explain_write(self.target):
             if has_size(path, size) and hash_file(path) == checksum:
                 self._progress.put(size)
-                return False
+                self.finished[name] = False
+                return
             if path.exists() and not self.overwrite:
                 raise ColabUtilsError(
                     f"expected no other data in {self.target}, found another {name}: name another folder, or delete "
@@ -191,7 +183,7 @@ class Copying:
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-        return True
+        self.finished[name] = True
 
     def _transfer(self, name: str, temporary: Path) -> tuple[int, str]:
         """Copy the bytes under a temporary name; returns their number and their checksum."""

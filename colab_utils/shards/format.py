@@ -213,7 +213,7 @@ def hash_file(path: str | Path) -> str:
     import xxhash
 
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()  # type: ignore[arg-type]
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 @contextmanager

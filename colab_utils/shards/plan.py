@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -93,12 +93,7 @@ class ShardPlan:
         return "\n".join([*("  ".join(map(str.rjust, line, widths)) for line in lines), self.sentence])
 
 
-class _Cost(NamedTuple):
-    """What one image costs in one storage."""
-
-    bytes: float
-    write_s: float
-    load_cpu_s: float
+_Cost = tuple[float, float, float]  # of one image in one storage: bytes, seconds to write, CPU seconds to load
 
 
 def plan_shards(
@@ -151,8 +146,8 @@ def plan_shards(
     dataset = open_dataset(images, annotations)
     tried = _try_images(dataset, Path(images), recipe, processes)
     room = float("inf") if shards is None else find_free_space(Path(shards))
-    costs = [_Cost(*np.mean(rows, axis=0).tolist()) for rows in zip(*tried, strict=True)]
-    options = [_describe(*pair, len(dataset), processes, room) for pair in zip(_STORAGES, costs, strict=True)]
+    costs = zip(_STORAGES, np.mean(tried, axis=0).tolist(), strict=True)
+    options = [_describe(storage, cost, len(dataset), processes, room) for storage, cost in costs]
     if begun is not None:
         picked, reason = begun["storage"], "shards like that were begun in the folder"
     elif storage != "auto":
@@ -160,13 +155,7 @@ def plan_shards(
     else:
         need = None if step_ms is None else _BATCH_SIZE * 1000 / step_ms
         picked, reason = _pick(options, _count_larger(dataset, min_size, max_size), len(dataset), need)
-    return ShardPlan(
-        picked=options[_STORAGES.index(picked)],
-        reason=reason,
-        options=tuple(options),
-        images=len(dataset),
-        sampled_images=len(tried),
-    )
+    return ShardPlan(options[_STORAGES.index(picked)], reason, tuple(options), len(dataset), len(tried))
 
 
 def _try_images(dataset: CocoDataset, images: Path, recipe: dict[str, Any], processes: int) -> list[list[_Cost]]:
@@ -202,20 +191,15 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[
         decode_pixels(sample.data).copy()  # the loader decodes into memory that is used again
         load_cpu_s = process_time() - made_cpu_s
         size = sample.count_bytes() + sum(array.nbytes for array in vars(builder.build()).values())
-        costs.append(_Cost(size, max(made_s - began_s, read_s), load_cpu_s))
+        costs.append((size, max(made_s - began_s, read_s), load_cpu_s))
     return costs
 
 
 def _describe(storage: Storage, cost: _Cost, count: int, processes: int, room: float) -> StorageOption:
-    size = round(count * cost.bytes)
-    return StorageOption(
-        storage=storage,
-        bytes=size,
-        write_s=count * cost.write_s / processes,
-        load_cpu_ms=cost.load_cpu_s * 1000,
-        images_per_second=max(count_cores() - _BUSY_CORES, 0.1) / max(cost.load_cpu_s, 1e-6),
-        fits=size <= (min(room, find_free_memory()) if storage == "pixels" else room),
-    )
+    mean_bytes, write_s, load_cpu_s = cost
+    size, rate = round(count * mean_bytes), max(count_cores() - _BUSY_CORES, 0.1) / max(load_cpu_s, 1e-6)
+    fits = size <= (min(room, find_free_memory()) if storage == "pixels" else room)
+    return StorageOption(storage, size, count * write_s / processes, load_cpu_s * 1000, rate, fits)
 
 
 def _count_larger(dataset: CocoDataset, min_size: int, max_size: int) -> int:

@@ -132,11 +132,12 @@ def plot_timeline(simulation: Simulation, *, seconds: float | None = None) -> Fi
     workers = f"{simulation.workers} worker" + ("" if simulation.workers == 1 else "s")
     title = f"With {workers} the step waits {simulation.stall_share:.0%} of the time"
     names = [f"worker {n}" if simulation.workers else "loading" for n in range(len(simulation.loads))]
+    shown_s = seconds or simulation.seconds
     lanes = {
-        name: list(zip(trace.start_s, trace.end_s - trace.start_s, strict=True))
+        name: [(start, end - start) for start, end in zip(trace.start_s, trace.end_s, strict=True) if start < shown_s]
         for name, trace in zip([*names, "step"], [*simulation.loads, simulation.steps], strict=True)
     }
-    return draw_lanes(title, lanes, seconds=seconds or simulation.seconds)
+    return draw_lanes(title, lanes, seconds=shown_s)
 
 
 def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figure:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -33,8 +33,7 @@ Which = Literal["newest", "best"]
 _FORMAT_VERSION = 1
 _PATTERNS = {"newest": f"checkpoint-{'[0-9]' * 8}.pt", "best": f"best-{'[0-9]' * 8}.pt"}
 _OTHERS_KEPT = {"newest": 1, "best": 0}
-_COST_SHARE = 100  # the steps between two checkpoints take so many times what a checkpoint takes from them
-_PAUSES_S = (60.0, 300.0)  # the least and the most between two checkpoints
+_PAUSES_S = (60.0, 10.0)  # the least between two checkpoints; the latter at the end of an epoch
 
 
 class CheckpointFolder:
@@ -80,12 +79,10 @@ class CheckpointFolder:
             for pattern in _PATTERNS.values():
                 for leftover in self.run.glob(f".{pattern}.*.part"):  # of a killed run: never complete, never read
                     leftover.unlink()
-            older = [*self._list("newest"), *self._list("best")]
-            if anew and older:
-                target = _find_free_name(f"{self.run}/previous-")
-                target.mkdir()
-                for path in older:
-                    shutil.move(path, target / path.name)
+            target = _find_free_name(f"{self.run}/previous-")
+            for path in [*self._list("newest"), *self._list("best")] if anew else ():
+                target.mkdir(exist_ok=True)
+                shutil.move(path, target / path.name)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected a folder for checkpoints, found that {self.run} cannot be written to "
@@ -105,19 +102,13 @@ class CheckpointFolder:
         data = io.BytesIO()  # Drive wants a file from its first byte to its last, written once
         torch.save({**state, "format": _FORMAT_VERSION, "step": step}, data)
         try:
-            try:
-                self._write(path, data.getbuffer(), which, patiently=patiently)
-            except DriveLostError:
-                path = self.waiting / path.name
-                self._write(path, data.getbuffer(), which)
-                cure = "run the same command on this machine when Drive is back" if patiently else "training goes on"
-                text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
-                warnings.warn(text, ColabUtilsWarning, stacklevel=2)
-        except OSError as error:
-            raise ColabUtilsError(
-                f"could not write checkpoint {path} ({error.strerror or error}); the newest complete one is "
-                f"{self.newest}. Free disk space or choose another run folder, then start again: training resumes."
-            ) from error
+            self._write(path, data.getbuffer(), which, patiently=patiently)
+        except DriveLostError:
+            path = self.waiting / path.name
+            self._write(path, data.getbuffer(), which)
+            cure = "run the same command on this machine when Drive is back" if patiently else "training goes on"
+            text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
+            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         return path
 
     def read(self, which: Which = "newest", *, mend: bool = False) -> dict[str, Any] | None:
@@ -158,7 +149,13 @@ class CheckpointFolder:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, data)
 
-        Retries().run(write) if patiently else write()
+        try:
+            Retries().run(write) if patiently else write()
+        except OSError as error:
+            raise ColabUtilsError(
+                f"could not write checkpoint {path} ({error.strerror or error}); the newest complete one is "
+                f"{self.newest}. Free disk space or choose another run folder, then start again: training resumes."
+            ) from error
         with suppress(OSError):  # one file too many does no harm
             others = [other for other in _list_files(path.parent, which) if other != path]
             old = others[: len(others) - _OTHERS_KEPT[which]]
@@ -172,45 +169,38 @@ class CheckpointWriter:
 
     Args:
         folder: Where they are written.
-        device: Of the steps. On a CPU the thread takes its time from them, which counts as the checkpoint's cost.
-        every_steps: Steps from one checkpoint to the next. Default: by the time that they take.
+        every_steps: Steps from one checkpoint to the next. Default: one a minute, and at the end of an epoch.
 
     Example:
         >>> import tempfile
-        >>> writer = CheckpointWriter(CheckpointFolder(tempfile.mkdtemp()), torch.device("cpu"))
+        >>> writer = CheckpointWriter(CheckpointFolder(tempfile.mkdtemp()))
         >>> writer.submit({"weight": torch.ones(2)}, step=3)
         >>> writer.close()
     """
 
-    def __init__(self, folder: CheckpointFolder, device: torch.device, every_steps: int | None = None) -> None:
-        self._folder, self._counts_thread, self._every_steps = folder, device.type == "cpu", every_steps
+    def __init__(self, folder: CheckpointFolder, every_steps: int | None = None) -> None:
+        self._folder, self._every_steps, self._saved_s = folder, every_steps, perf_counter()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._job: Future[None] | None = None
-        self._saved_s, self.cost_s = perf_counter(), 0.0
+        self._job: Future[Path] | None = None
 
     def is_due(self, step: int, *, epoch_ended: bool) -> bool:
-        """Whether a checkpoint is due after this step: one a minute, or up to five minutes where it takes more than a
-        hundredth of that; at the end of an epoch that hundredth alone counts.
+        """Whether a checkpoint is due after this step; never while the last one is being written.
 
         Raises:
             ColabUtilsError: The last one could not be written: said now, and not with the next one.
         """
-        if self._job and self._job.done():
-            self.finish()
+        if self._job and not self._job.done():
+            return False
+        self.finish()
         if self._every_steps:
             return step % self._every_steps == 0
-        since_s, least_s = perf_counter() - self._saved_s, _COST_SHARE * self.cost_s
-        pause_s = least_s if epoch_ended else min(max(_PAUSES_S[0], least_s), _PAUSES_S[1])
-        return not self._job and since_s >= pause_s
+        return perf_counter() - self._saved_s >= _PAUSES_S[epoch_ended]
 
     def submit(self, state: Mapping[str, Any], *, step: int, patiently: bool = False) -> None:
         """Copy a state to this machine's memory, and write it in the thread."""
         self.finish()
-        began_s = perf_counter()
-        copied = copy_to_cpu(dict(state))
+        self._job = self._thread.submit(self._folder.save, copy_to_cpu(dict(state)), step=step, patiently=patiently)
         self._saved_s = perf_counter()
-        self.cost_s = self._saved_s - began_s
-        self._job = self._thread.submit(self._write, copied, step, patiently)
 
     def finish(self) -> None:
         """Wait until everything is written.
@@ -225,12 +215,6 @@ class CheckpointWriter:
     def close(self) -> None:
         """End the thread, after the write in progress."""
         self._thread.shutdown()
-
-    def _write(self, state: dict[str, Any], step: int, patiently: bool) -> None:
-        began_s = thread_time()
-        self._folder.save(state, step=step, patiently=patiently)
-        if self._counts_thread:
-            self.cost_s += thread_time() - began_s
 
 
 def copy_to_cpu(value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -28,7 +28,6 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import expand_boxes, expand_masks
 from torchvision.models.detection.transform import resize_boxes
 
-from colab_utils.data.masks import Runs, write_runs
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.masks import send
@@ -83,10 +82,8 @@ class AveragePrecision:
     """Each class of the dataset."""
 
     def __str__(self) -> str:
-        return (
-            f"AP of boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5), "
-            f"of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
-        )
+        boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"
+        return f"AP of {boxes}, of masks {self.segm:.3f} ({self.segm_50:.3f} at IoU 0.5), {self.images} images"
 
 
 def evaluate(
@@ -121,29 +118,25 @@ def evaluate(
         except BrokenProcessPool:
             text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
-        try:
+        with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
-        except BrokenProcessPool as error:
-            raise EvaluationProcessError(
-                "expected the average precision from another process, found that it was killed twice, as happens where "
-                "memory is full. Evaluate on fewer images, or on a machine with more memory."
-            ) from error
+    found = "found that its process was killed twice, as happens where memory is full"
+    raise EvaluationProcessError(f"expected an average precision, {found}. Evaluate on fewer images.")
 
 
 def _check_classes(model: Any, dataset: Any) -> None:
     """Refuse a model whose labels mean other classes than those of the dataset."""
     if not isinstance(dataset, ShardDataset | CocoFolder):
         raise ColabUtilsError(f"expected a ShardDataset or a CocoFolder, found {type(dataset).__name__}. Open one.")
-    ids = dataset.category_ids
-    trained = getattr(model, "category_ids", None)  # of `load_trained_model`
-    fits = trained is None or ids.items() <= trained.items()
-    classes = dataset.num_classes
+    ids, classes = dataset.category_ids, dataset.num_classes
+    trained = getattr(model, "category_ids", ids)  # of `load_trained_model`
+    fits = ids.items() <= trained.items()
     predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
     if isinstance(predictor, FastRCNNPredictor):
         classes = predictor.cls_score.out_features
         # a model of raw COCO ids may have more classes than this dataset
         is_raw = all(label == number for label, number in ids.items())
-        fits = fits and (classes >= dataset.num_classes if is_raw else classes == dataset.num_classes)
+        fits = fits and (classes == dataset.num_classes or (is_raw and classes > dataset.num_classes))
     if not fits:
         raise ColabUtilsError(
             f"expected a dataset with the classes of the model ({classes} with the background), found other labels "
@@ -154,8 +147,7 @@ def _check_classes(model: Any, dataset: Any) -> None:
 @contextmanager
 def _set_up(model: nn.Module) -> Iterator[None]:
     """Evaluation mode with exact boxes; afterwards every module has the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    hooks = keep_boxes_exact(model)
+    modes, hooks = [(module, module.training) for module in model.modules()], keep_boxes_exact(model)
     model.eval()
     try:
         yield
@@ -222,8 +214,6 @@ def detect(
         For each image its D objects: ``boxes`` float32 [D, 4] in pixels, ``labels`` int64 [D], ``scores`` float32 [D],
         and ``masks`` float32 [D, 28, 28], 0 to 1; of another model than a Mask R-CNN bool [D, H, W].
 
-    Raises:
-        ColabUtilsError: The model gives no masks.
     """
     precision = choose_precision(device)
     with torch.autocast(torch.device(device).type, precision, enabled=precision != torch.float32):
@@ -231,7 +221,7 @@ def detect(
         if isinstance(model, MaskRCNN):
             results = _find_in_boxes(model, floats, [(image.shape[1], image.shape[2]) for image in images])
         else:
-            results = _find_dense(model, [*floats])
+            results = [{**result, "masks": result["masks"][:, 0] > 0.5} for result in model([*floats])]
     return [{name: result[name].cpu().numpy() for name in _RESULT} for result in results]
 
 
@@ -249,15 +239,6 @@ def _find_in_boxes(model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Si
         result["boxes"] = resize_boxes(result["boxes"], resized_size, size)
         result["masks"] = result["masks"][:, 0].float()
     return list(results)
-
-
-def _find_dense(model: nn.Module, images: list[Tensor]) -> list[dict[str, Tensor]]:
-    results: list[dict[str, Tensor]] = model(images)
-    if results and "masks" not in results[0]:
-        raise ColabUtilsError(
-            f"expected masks from the model, found {', '.join(results[0])}. Pass a model that finds masks."
-        )
-    return [{**result, "masks": result["masks"][:, 0] > 0.5} for result in results]
 
 
 def describe_detections(
@@ -293,26 +274,22 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
         >>> [rle["counts"] for rle in encode_masks(torch.ones(1, 28, 28), torch.tensor([[2.0, 1, 3, 3]]), (4, 6))]
         [b'4<8']
     """
+    from pycocotools import mask as coco_mask
+
     height, width = size
-    parts = [*_draw_runs(masks, boxes, height, width)]
-    if not parts:
-        return []
-    return write_runs(Runs(*map(np.concatenate, zip(*parts, strict=True))), len(masks), height, width)
-
-
-def _draw_runs(masks: Tensor, boxes: Tensor, height: int, width: int) -> Iterator[Runs]:
-    """The runs of each mask, down its columns."""
     padded, scale = expand_masks(masks[:, None], 1)
-    places = expand_boxes(boxes, scale).long().tolist()
-    for number, (mask, (x0, y0, x1, y1)) in enumerate(zip(padded, places, strict=True)):
+    rles = []
+    for mask, (x0, y0, x1, y1) in zip(padded, expand_boxes(boxes, scale).long().tolist(), strict=True):
         drawn = functional.interpolate(mask[None], (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1)), mode="bilinear")[0, 0]
         left, top = max(x0, 0), max(y0, 0)
         shown = drawn[top - y0 : max(min(y1 + 1, height) - y0, 0), left - x0 : max(min(x1 + 1, width) - x0, 0)] > 0.5
-        columns = np.zeros((shown.shape[1], shown.shape[0] + 1), np.int8)  # a 0 ends each
-        columns[:, :-1] = shown.numpy().T
-        edges = np.flatnonzero(np.diff(columns.ravel(), prepend=0))
-        column, row = np.divmod(edges, columns.shape[1])
-        yield Runs(np.full(len(edges) // 2, number), column[::2] + left, row[::2] + top, row[1::2] + top)
+        columns = np.pad(shown.numpy().T, ((0, 0), (0, 1))).astype(np.int8)  # a 0 ends each
+        column, row = np.divmod(np.flatnonzero(np.diff(columns.ravel(), prepend=0)), columns.shape[1])
+        edges, counts = np.unique((column + left) * height + row + top, return_counts=True)
+        edges = edges[counts == 1]  # a run that reaches the next column goes on there
+        runs = np.diff(edges, prepend=0, append=height * width).tolist()
+        rles.append({"size": [height, width], "counts": runs if runs[-1] else runs[:-1]})
+    return coco_mask.frPyObjects(rles, height, width) if rles else []
 
 
 def collect_truth(dataset: ShardDataset | CocoFolder) -> dict[str, Any]:
@@ -323,10 +300,8 @@ def collect_truth(dataset: ShardDataset | CocoFolder) -> dict[str, Any]:
     """
     truth: dict[str, Any] = dataset.to_coco().dataset
     if all(one["iscrowd"] for one in truth["annotations"]):
-        raise ColabUtilsError(
-            f"expected objects to measure against, found none in {len(dataset)} images. "
-            "Evaluate on a dataset with annotations."
-        )
+        found = f"found none in {len(dataset)} images: evaluate on a dataset with annotations"
+        raise ColabUtilsError(f"expected objects to measure against, {found}")
     return truth
 
 
@@ -353,21 +328,18 @@ def _score() -> AveragePrecision:
         coco = COCO()
         coco.dataset = _truth
         coco.createIndex()
-        box, box_50, boxes = _compute_precision(coco, _results, "bbox")
-        mask, mask_50, masks = _compute_precision(coco, _results, "segm")
+        found = coco.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
+        box, box_50, boxes = _compute_precision(coco, found, "bbox")
+        mask, mask_50, masks = _compute_precision(coco, found, "segm")
     names = [category["name"] for category in _truth["categories"]]
     per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
     return AveragePrecision(box, mask, box_50, mask_50, len(_truth["images"]), per_class)
 
 
-def _compute_precision(truth: Any, results: list[dict[str, Any]], kind: str) -> tuple[float, float, list[float | None]]:
+def _compute_precision(truth: Any, found: Any, kind: str) -> tuple[float, float, list[float | None]]:
     """AP over all IoU, at IoU 0.5, and of each class in the order of the category ids."""
-    from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    if kind == "segm":  # where a result has a box, loadRes does not look at the mask
-        results = [{key: value for key, value in result.items() if key != "bbox"} for result in results]
-    found = truth.loadRes(results) if results else COCO()  # loadRes takes no empty list
     evaluation = COCOeval(truth, found, kind)
     evaluation.evaluate()
     evaluation.accumulate()

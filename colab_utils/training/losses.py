@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
 from colab_utils.training.augment import Size, choose_sizes, fit_shape
 
-__all__ = ["assign_anchors", "compute_losses", "make_input", "match_boxes"]
+__all__ = ["compute_losses", "make_input", "match_boxes", "match_in_chunks"]
 
 _CHUNK_PAIRS = 1 << 21  # of an object and an anchor: box_iou takes about 40 bytes for each
 
@@ -46,7 +45,7 @@ def compute_losses(
     """The losses that ``model(images, targets)`` gives in training mode, from a packed batch on the model's device.
 
     The model's own backbone, proposals and heads run, with its own settings. Three parts are replaced: `make_input`
-    does the work of its transform, `assign_anchors` matches anchors in chunks, and ``sample_masks`` takes each mask
+    does the work of its transform, `match_in_chunks` matches anchors, and ``sample_masks`` takes each mask
     target, 28 x 28 pixels, from the stored bits. torchvision resizes all masks of an image and makes floats of them;
     here memory for masks follows the boxes of the proposals, not the image's area times its objects. With the same
     random state the losses equal torchvision's, except for rounding.
@@ -88,7 +87,7 @@ def compute_losses(
     features = model.backbone(images.tensors)
     if isinstance(features, Tensor):
         features = OrderedDict([("0", features)])
-    with _match_in_chunks(model.rpn):
+    with match_in_chunks(model.rpn):
         proposals, proposal_losses = model.rpn(images, features, targets)
     heads = model.roi_heads
     # torchvision checks that there are masks, but does not read them here
@@ -106,25 +105,17 @@ def compute_losses(
 
 def _check_input(model: Any, batch: Any) -> None:
     name = type(model).__name__
+    problem = ""
     if isinstance(model, DistributedDataParallel | DataParallel):
-        raise ColabUtilsError(
-            f"expected a Mask R-CNN of torchvision, found it in {name}, which only works where its own forward is "
-            "called. Wrap a module whose forward calls compute_losses with your model, and call that."
-        )
-    if not isinstance(model, GeneralizedRCNN) or not getattr(model.roi_heads, "has_mask", bool)():
-        raise ColabUtilsError(
-            f"expected a Mask R-CNN of torchvision, found {name}, which has no mask head of torchvision's. Make the "
-            "loader with deliver='dense' and call model(images, targets)."
-        )
-    if not model.training:
-        raise ColabUtilsError(
-            "expected a model in training mode, found one in evaluation mode. Call model.train() first."
-        )
-    if not isinstance(batch, PackedBatch):
-        raise ColabUtilsError(
-            f"expected a packed batch, found {type(batch).__name__}. Make the loader with deliver='packed'; for dense "
-            "batches call model(images, targets)."
-        )
+        problem = f"a model without {name} around it: wrap a module whose forward calls compute_losses instead"
+    elif not isinstance(model, GeneralizedRCNN) or not getattr(model.roi_heads, "has_mask", bool)():
+        problem = f"a Mask R-CNN of torchvision, found {name}: call model(images, targets) with deliver='dense'"
+    elif not model.training:
+        problem = "a model in training mode, found one in evaluation mode: call model.train() first"
+    elif not isinstance(batch, PackedBatch):
+        problem = f"a packed batch, found {type(batch).__name__}: make the loader with deliver='packed'"
+    if problem:
+        raise ColabUtilsError(f"expected {problem}")
 
 
 def make_input(
@@ -259,32 +250,20 @@ def match_boxes(matcher: Matcher, objects: Tensor, boxes: Tensor) -> Tensor:
     return torch.where(closest, every, matches)
 
 
-def assign_anchors(
-    rpn: RegionProposalNetwork, anchors: list[Tensor], targets: list[dict[str, Tensor]]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The result of ``rpn.assign_targets_to_anchors``: labels (1, 0 or -1 for neither) and boxes of every anchor.
+class _ChunkedMatcher(Matcher):
+    """A model's matcher of anchors, which is given objects and anchors in place of their overlaps."""
 
-    Source: torchvision ``models/detection/rpn.py``.
-    """
-    labels, matched = [], []
-    for boxes, target in zip(anchors, targets, strict=True):
-        objects = target["boxes"]
-        if not len(objects):
-            labels.append(boxes.new_zeros(len(boxes)))
-            matched.append(torch.zeros_like(boxes))
-            continue
-        matches = match_boxes(rpn.proposal_matcher, objects, boxes)
-        labels.append((matches >= 0).float() - (matches == rpn.proposal_matcher.BETWEEN_THRESHOLDS).float())
-        matched.append(objects[matches.clamp(min=0)])
-    return labels, matched
+    def __call__(self, pair: Any) -> Tensor:
+        return match_boxes(self, *pair)
 
 
 @contextmanager
-def _match_in_chunks(rpn: RegionProposalNetwork) -> Iterator[None]:
-    """Replace the matching of a model's anchors by `assign_anchors`."""
-    name = "assign_targets_to_anchors"
-    vars(rpn)[name] = partial(assign_anchors, rpn)
+def match_in_chunks(rpn: RegionProposalNetwork) -> Iterator[None]:
+    """Let a model's anchors be matched by `match_boxes`."""
+    matcher, similarity = rpn.proposal_matcher, rpn.box_similarity
+    limits = matcher.high_threshold, matcher.low_threshold, matcher.allow_low_quality_matches
+    rpn.proposal_matcher, rpn.box_similarity = _ChunkedMatcher(*limits), lambda objects, anchors: (objects, anchors)
     try:
         yield
     finally:
-        del vars(rpn)[name]
+        rpn.proposal_matcher, rpn.box_similarity = matcher, similarity

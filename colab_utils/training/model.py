@@ -7,15 +7,13 @@ into plain torchvision, and the other way round.
 
 from __future__ import annotations
 
-import http.client
-import pickle
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,18 +33,9 @@ from colab_utils.runtime import is_watched
 from colab_utils.training.checkpoint import CheckpointFolder
 
 __all__ = [
-    "BUILDERS",
-    "GPU_MODEL",
-    "LIGHT_MODEL",
-    "MODEL_NAMES",
-    "assemble_mask_rcnn",
-    "build_mask_rcnn",
-    "check_model_name",
-    "choose_precision",
-    "fold_norms",
-    "keep_boxes_exact",
-    "load_trained_model",
-]
+    "BUILDERS", "GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "assemble_mask_rcnn", "build_mask_rcnn",
+    "check_model_name", "choose_precision", "fold_norms", "keep_boxes_exact", "load_trained_model",
+]  # fmt: skip
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
@@ -57,8 +46,6 @@ _WEIGHTS = {
 }
 MODEL_NAMES = tuple(_WEIGHTS)
 _COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))  # by label
-_UNUSED_NAMES = ("__background__", "N/A")
-_DOWNLOAD_TIMEOUT_S = 15.0
 
 
 def build_mask_rcnn(
@@ -98,25 +85,25 @@ def build_mask_rcnn(
     """
     check_model_name(name)
     if num_classes < 2:
-        raise ColabUtilsError(
-            f"expected num_classes of at least 2 (background and one class), found {num_classes}. "
-            "Check the categories of your annotations."
-        )
-    sizes = {"min_size": min_size, "max_size": max_size}
-    known = None
-    if weights is not None:
-        known = _fetch_pretrained(name) if weights == "coco" else _read_run(name, weights)
-    if known is None:
-        return assemble_mask_rcnn(name, num_classes=num_classes, starts_from="random", **sizes)
-    if not known.num_classes:  # weights of the backbone alone
-        model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from=known.starts_from, **sizes)
-        body = model.backbone.body
-        body.load_state_dict({key: known.weights[f"features.{key}"] for key in body.state_dict()})
+        raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}")
+    sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
+    known: Mapping[int, str] = _COCO_NAMES
+    state = _fetch_pretrained(name) if weights == "coco" else None
+    if weights is not None and weights != "coco":
+        model, known = _load_run(name, weights)
+        model.transform.min_size, model.transform.max_size = (min_size,), max_size
+    elif state is None or name == LIGHT_MODEL:
+        starts_from = "random" if state is None else "imagenet"
+        model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from=starts_from, **sizes)
+        if state is not None:  # weights of the backbone alone
+            body = model.backbone.body
+            body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
         return model
-    model = assemble_mask_rcnn(name, num_classes=known.num_classes, starts_from=known.starts_from, **sizes)
-    model.load_state_dict(known.weights)
-    if num_classes != known.num_classes or class_names:
-        _replace_heads(model, num_classes, _match_names(class_names or {}, known.class_names))
+    else:
+        model = assemble_mask_rcnn(name, num_classes=len(known), starts_from="coco", **sizes)
+        model.load_state_dict(state)
+    if num_classes != model.roi_heads.box_predictor.cls_score.out_features or class_names:
+        _replace_heads(model, num_classes, _match_names(class_names or {}, known))
     return model
 
 
@@ -148,7 +135,7 @@ def check_model_name(name: str) -> None:
     """
     if name not in BUILDERS:
         raise ColabUtilsError(
-            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these names."
+            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these."
         )
 
 
@@ -174,12 +161,18 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
     if state is None:
         cure = "Train with validation shards first" if which == "best" else "Train first"
         raise ColabUtilsError(f"expected a checkpoint in {run}, found none. {cure}.")
+    model = _read_model(state)
+    model.class_names, model.category_ids = state["class_names"], state["category_ids"]
+    return model.eval()
+
+
+def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
+    """The model of a checkpoint, in training mode."""
     plan = state["plan"]
     names = ("num_classes", "starts_from", "min_size", "max_size")
     model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
     model.load_state_dict(state.get("ema") or state["model"])
-    model.class_names, model.category_ids = state["class_names"], state["category_ids"]
-    return model.eval()
+    return model
 
 
 def _assemble_resnet_v2(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
@@ -233,59 +226,35 @@ BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
 """What builds each model without weights: called with the number of classes, ``pretrained``, and the sizes."""
 
 
-class _Pretrained(NamedTuple):
-    """Weights to start from."""
-
-    weights: Mapping[str, Any]
-    starts_from: str
-    num_classes: int
-    """The background included; 0 where only the backbone has weights."""
-    class_names: Mapping[int, str]
-
-
-def _fetch_pretrained(name: str) -> _Pretrained | None:
+def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     """The published weights of a model; None, with a warning, where the download fails."""
     timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # a network that swallows packets would hang for minutes
+    socket.setdefaulttimeout(15.0)  # seconds: a network that swallows packets would hang for minutes
     try:
-        weights = _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
-    # RuntimeError: wrong hash, or a file of torch.hub's cache that was cut short.
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, http.client.HTTPException) as error:
-        warnings.warn(
-            f"{name} starts from random weights because its pretrained weights could not be downloaded "
-            f"({getattr(error, 'reason', error)}). It will learn, but needs many more steps.",
-            ColabUtilsWarning,
-            stacklevel=3,
-        )
+        return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
+    except Exception as error:  # of the network, or of a file that is cut short or another one
+        reason = f"its pretrained weights could not be downloaded ({getattr(error, 'reason', error)})"
+        text = f"{name} starts from random weights because {reason}. It will learn, but needs many more steps."
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
     finally:
         socket.setdefaulttimeout(timeout)
-    if name == LIGHT_MODEL:
-        return _Pretrained(weights, "imagenet", 0, {})
-    return _Pretrained(weights, "coco", len(_COCO_NAMES), _COCO_NAMES)
 
 
-def _read_run(name: str, run: str | Path) -> _Pretrained:
-    """The weights of a run's best checkpoint, else of its newest."""
-    folder = CheckpointFolder(run)
-    state = folder.read("best") or folder.read("newest")
+def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
+    """The model of a run's best checkpoint, else of its newest, and its class names."""
+    state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:
-        raise ColabUtilsError(
-            f"expected weights 'coco', None or the folder of a run with a checkpoint, found {str(run)!r}. "
-            "Pass one of the three."
-        )
-    plan = state["plan"]
-    if plan["model"] != name:
-        raise ColabUtilsError(
-            f"expected a run of the model {name}, found one of {plan['model']} in {run}. Pass that model's name."
-        )
-    weights = state.get("ema") or state["model"]
-    return _Pretrained(weights, plan["starts_from"], plan["num_classes"], state["class_names"])
+        raise ColabUtilsError(f"expected weights 'coco', None or the folder of a run, found {str(run)!r}. Pass one.")
+    found = state["plan"]["model"]
+    if found != name:
+        raise ColabUtilsError(f"expected a run of the model {name}, found one of {found} in {run}. Pass that name.")
+    return _read_model(state), state["class_names"]
 
 
 def _match_names(names: Mapping[int, str], known: Mapping[int, str]) -> dict[int, int]:
     """Label to the label of the class of the same name in the weights; empty where no name is the same."""
-    labels = {name.lower(): label for label, name in known.items() if name not in _UNUSED_NAMES}
+    labels = {name.lower(): label for label, name in known.items() if name not in ("__background__", "N/A")}
     found = {label: labels[name.lower()] for label, name in names.items() if name.lower() in labels}
     return {0: 0, **found} if found else {}
 
@@ -294,19 +263,13 @@ def _match_names(names: Mapping[int, str], known: Mapping[int, str]) -> dict[int
 def _replace_heads(model: MaskRCNN, num_classes: int, matches: Mapping[int, int]) -> None:
     """Last layers for other classes: those of the classes in ``matches`` are copied, the rest is random."""
     heads = model.roi_heads
-    boxes, masks = heads.box_predictor, heads.mask_predictor
+    boxes, masks, convolution = heads.box_predictor, heads.mask_predictor, heads.mask_predictor.conv5_mask
     heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
-    convolution = masks.conv5_mask
     heads.mask_predictor = MaskRCNNPredictor(convolution.in_channels, convolution.out_channels, num_classes)
     heads.mask_predictor.conv5_mask.load_state_dict(convolution.state_dict())
-    layers = (
-        (boxes.cls_score, heads.box_predictor.cls_score, 1),
-        (boxes.bbox_pred, heads.box_predictor.bbox_pred, 4),
-        (masks.mask_fcn_logits, heads.mask_predictor.mask_fcn_logits, 1),
-    )
-    for old, new, rows in layers:
-        for name in ("weight", "bias"):
-            source, target = getattr(old, name), getattr(new, name)
+    for old, new in ((boxes, heads.box_predictor), (masks.mask_fcn_logits, heads.mask_predictor.mask_fcn_logits)):
+        for source, target in zip(old.parameters(), new.parameters(), strict=True):
+            rows = len(target) // num_classes  # of each class
             for label, known in matches.items():
                 target[label * rows : (label + 1) * rows] = source[known * rows : (known + 1) * rows]
 
@@ -329,7 +292,7 @@ def fold_norms(model: nn.Module) -> int:
     pairs = [*_find_pairs(model, nn.Conv2d)]
     for conv, norm in pairs:
         conv.__class__, norm.__class__ = _FoldedConv2d, _FoldedNorm
-        for name in ("scale", "shift", "folded"):
+        for name in ("scale", "shift"):
             conv.register_buffer(name, None, persistent=False)
     if pairs:
         _compute_factors(model)
@@ -351,17 +314,14 @@ def _compute_factors(model: nn.Module, _: Any = None) -> None:
         scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
         conv.scale = scale[:, None, None, None]
         conv.shift = norm.bias - norm.running_mean * scale
-        conv.folded = None if conv.weight.requires_grad else conv.weight * conv.scale
 
 
 class _FoldedConv2d(nn.Conv2d):
     scale: Tensor
     shift: Tensor
-    folded: Tensor | None
 
     def forward(self, features: Tensor) -> Tensor:
-        weight = self.weight * self.scale if self.folded is None or self.weight.requires_grad else self.folded
-        return self._conv_forward(features, weight, self.shift)
+        return self._conv_forward(features, self.weight * self.scale, self.shift)
 
 
 class _FoldedNorm(FrozenBatchNorm2d):

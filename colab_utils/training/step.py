@@ -1,12 +1,17 @@
-"""One training step: forward, backward and optimiser, in the precision and the memory that the device has."""
+"""One training step: forward, backward and optimiser, in the precision and the memory that the device has, alone or
+as one of several processes, as ``torchrun`` starts them.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
+import os
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,19 +21,24 @@ from torch.nn.parallel import DistributedDataParallel
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.training.augment import Size
-from colab_utils.training.distributed import Ranks
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, choose_precision, keep_boxes_exact
 
-__all__ = ["MOST_PARTS", "TrainingStep", "choose_rate", "compute_rate", "make_optimizer"]
+__all__ = ["MOST_PARTS", "Ranks", "TrainingStep", "choose_rate", "compute_rate", "join_ranks", "make_optimizer"]
+
+Images = PackedBatch | list[Tensor] | None
+"""A packed batch, or images as torchvision takes them; None where a process has none of a batch's images."""
+
+Targets = list[dict[str, Tensor]] | None
+"""As torchvision takes them; None with a packed batch, which brings its own."""
 
 MOST_PARTS = 8  # of a batch: it is halved at most three times
 _MAX_GRADIENT_NORM = 10.0  # far above the usual norm: it only limits the first steps from random weights
 _WARMUP_STEPS = 500
-_OUT_OF_MEMORY = (
-    "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED",
-    "valid cuDNN algorithm", "unable to find an engine", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDA out of memory",
-    "CUDA error: out of memory",
+_PATIENCE = timedelta(minutes=30)  # of the other processes for the first one, while it evaluates
+_OUT_OF_MEMORY = (  # of torch, cuBLAS and cuDNN
+    "out of memory", "_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_SUPPORTED",
+    "valid cuDNN algorithm", "unable to find an engine",
 )  # fmt: skip
 
 
@@ -60,14 +70,9 @@ class TrainingStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        device: str | torch.device,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        shapes: Sequence[Size] = (),
-        ranks: Ranks | None = None,
-    ) -> None:
+        self, model: nn.Module, device: str | torch.device, *, optimizer: torch.optim.Optimizer | None = None,
+        shapes: Sequence[Size] = (), ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
         self.device, self.shapes, self.ranks = torch.device(device), tuple(shapes), ranks or Ranks()
         try:
             self.model = model.to(self.device).train()
@@ -93,12 +98,7 @@ class TrainingStep:
             )
 
     def __call__(
-        self,
-        images: PackedBatch | list[Tensor] | None,
-        targets: list[dict[str, Tensor]] | None = None,
-        *,
-        flips: Sequence[bool] | None = None,
-        total: int | None = None,
+        self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None, total: int | None = None
     ) -> Tensor:
         """Train on one batch: ``images`` and ``targets`` as torchvision takes them, or a packed batch on the device.
 
@@ -112,14 +112,12 @@ class TrainingStep:
                 size = -(-count // self.parts)
                 raise ColabUtilsError(
                     f"expected {size} of the {count} images of a batch to fit into the GPU's memory, found that they "
-                    "do not. Train with a smaller min_size or a lighter model; with a smaller batch_size where several "
-                    "processes train, which cannot try a step again."
+                    "do not. Train with a smaller min_size or a lighter model; several processes: smaller batches."
                 )
             self.parts *= 2
             warnings.warn(
                 f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
-                f"{self.parts} parts whose gradients are added up. The effective batch size stays the same; the steps "
-                "take longer.",
+                f"{self.parts} parts whose gradients are added up. The effective batch size stays the same.",
                 ColabUtilsWarning,
                 stacklevel=2,
             )
@@ -131,14 +129,9 @@ class TrainingStep:
         return loss
 
     def add_gradients(
-        self,
-        images: PackedBatch | list[Tensor] | None,
-        targets: list[dict[str, Tensor]] | None = None,
-        *,
-        flips: Sequence[bool] | None = None,
-        total: int | None = None,
-        synchronize: bool = True,
-    ) -> Tensor | None:
+        self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None,
+        total: int | None = None, synchronize: bool = True,
+    ) -> Tensor | None:  # fmt: skip
         """The gradients of a batch, and its loss; None where memory ran out.
 
         ``synchronize=False`` leaves the gradients of several processes apart.
@@ -169,8 +162,10 @@ class TrainingStep:
         self.scaler.unscale_(self.optimizer)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, _MAX_GRADIENT_NORM)
-        if self.scaler.is_enabled():
-            _begin_momentum(self.optimizer)
+        for p in parameters if self.scaler.is_enabled() and "momentum" in self.optimizer.defaults else ():
+            # where float16 overflows and the first step is skipped, fused SGD keeps averages that were never written
+            if self.optimizer.state[p].get("momentum_buffer") is None:
+                self.optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -191,7 +186,7 @@ class TrainingStep:
         # a fused optimiser wants its averages in the same order of memory as the weights
         for parameter, averages in self.optimizer.state.items():
             for name, value in averages.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if value is not None and value.shape == parameter.shape:
                     averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if state["scaler"]:  # empty where it was not needed
             self.scaler.load_state_dict(state["scaler"])
@@ -204,9 +199,7 @@ class _SummedLosses(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, images: Any, targets: list[dict[str, Tensor]] | None, flips: Sequence[bool] | None, shapes: Sequence[Size]
-    ) -> Tensor:
+    def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None, shapes: Sequence[Size]) -> Tensor:
         if images is None:  # this process has no image of the batch, and the others wait for its gradients
             return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
         if isinstance(images, PackedBatch):
@@ -216,20 +209,9 @@ class _SummedLosses(nn.Module):
         return torch.stack([loss.float() for loss in losses.values()]).sum()
 
 
-def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Begin averages of gradients with zeros, which gives the same first step.
-
-    Where float16 overflows and that step is skipped, torch's fused SGD keeps memory that was never written.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("momentum") else ():
-            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a GPU's memory ran out, for which each of its libraries has its own message."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:
@@ -268,3 +250,58 @@ def compute_rate(step: int, *, steps: int, highest: float) -> float:
         return highest * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return highest * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of ``count`` processes this is, from 0; rank 0 alone writes files. One process alone is 0 of 1.
+
+    Example:
+        >>> ranks = Ranks()
+        >>> ranks.is_first, ranks.gather("mine"), ranks.send("yours")
+        (True, ['mine'], 'yours')
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each process, in the order of their ranks."""
+        values = [value] * self.count
+        if self.count > 1:
+            distributed.all_gather_object(values, value)
+        return values
+
+    def send(self, value: Any) -> Any:
+        """The value of the first process, in all of them."""
+        values = [value]
+        if self.count > 1:
+            distributed.broadcast_object_list(values, 0)
+        return values[0]
+
+
+@contextmanager
+def join_ranks(device: torch.device) -> Iterator[Ranks]:
+    """The processes that ``torchrun`` started, joined by NCCL on GPUs and by gloo on CPUs; without it, one alone.
+
+    Example:
+        >>> with join_ranks(torch.device("cpu")) as ranks:
+        ...     ranks.count
+        1
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield Ranks()
+        return
+    joins = not distributed.is_initialized()  # a group of yours is used, and stays
+    if joins:
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    try:
+        yield Ranks(distributed.get_rank(), distributed.get_world_size())
+    finally:
+        if joins:
+            distributed.destroy_process_group()

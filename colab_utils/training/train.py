@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,20 +21,11 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms
+from colab_utils.training import model as models
 from colab_utils.training.augment import Augment, choose_shapes, list_scales, resize_all
 from colab_utils.training.checkpoint import CheckpointFolder
-from colab_utils.training.distributed import Ranks, join_ranks
 from colab_utils.training.memory import plan_memory
-from colab_utils.training.model import (
-    GPU_MODEL,
-    LIGHT_MODEL,
-    assemble_mask_rcnn,
-    build_mask_rcnn,
-    check_model_name,
-    choose_precision,
-    fold_norms,
-)
-from colab_utils.training.step import TrainingStep, choose_rate, make_optimizer
+from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer
 from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
 
 __all__ = ["LogLine", "TrainReport", "TrainingPlan", "train"]
@@ -95,9 +86,9 @@ def train(
         resume: ``"auto"`` continues from the newest complete checkpoint; ``"never"`` moves older ones to
             ``run/previous-1`` and so on, and starts anew.
         seed: Decides the order of the images, the flips and the random weights.
-        checkpoint_steps: Steps between checkpoints. Default: one a minute, or up to five minutes where one takes more
-            than a hundredth of that from the steps, and at the end of an epoch. There are others after the last step,
-            on Ctrl-C and on errors. They are written in a thread while training goes on.
+        checkpoint_steps: Steps between checkpoints. Default: one a minute, and at the end of an epoch if ten seconds
+            have passed. There are others after the last step, on Ctrl-C and on errors. They are written in a thread
+            while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU.
         max_size: Limit of the longer side in pixels. Default: five thirds of ``min_size``.
@@ -132,14 +123,16 @@ def train(
     with ExitStack() as stack:
         place = _choose_device(device)
         ranks = stack.enter_context(join_ranks(place))
-        images = _open_images(shards, local, limit_gb, val_shards, seed=seed, ranks=ranks, stack=stack)
+        dataset, rows, validation = _open_images(
+            shards, local, limit_gb, val_shards, seed=seed, ranks=ranks, stack=stack
+        )
         folder = CheckpointFolder(run)
         state = ranks.send(folder.read(mend=True) if resume == "auto" and ranks.is_first else None)
-        plan = _make_plan(asked, images, state, device=place, ranks=ranks, seed=seed)
-        step = _build_step(plan, images.dataset, weights=weights, state=state, device=place, ranks=ranks)
-        plan = _plan_batches(plan, step, images)
+        plan = _make_plan(asked, dataset, len(rows), state, device=place, ranks=ranks, seed=seed)
+        step = _build_step(plan, dataset.class_names, weights=weights, state=state, device=place, ranks=ranks)
+        plan = _plan_batches(plan, step, dataset, rows)
         loader = make_loader(
-            images.subset, batch_size=plan.batch_size, device=place, seed=seed,
+            Subset(dataset, rows), batch_size=plan.batch_size, device=place, seed=seed,
             workers=1 if workers == "auto" and place.type == "cpu" else workers,
             deliver="dense" if transforms else "packed", transforms=transforms,
         )  # fmt: skip
@@ -147,7 +140,7 @@ def train(
         plan = _plan_steps(plan, loader, state, steps=steps, epochs=epochs or 1)
         if ranks.is_first:
             folder.prepare(anew=resume == "never")
-        trainer = Trainer(plan, step, loader, folder, *images[::2], checkpoint_steps=checkpoint_steps)
+        trainer = Trainer(plan, step, loader, folder, dataset, validation, checkpoint_steps=checkpoint_steps)
         stack.callback(trainer.writer.close)
         if state:
             trainer.load_state(state)
@@ -169,14 +162,12 @@ def _check_values(**values: Any) -> None:
         "ema": (lambda value: 0 < value < 1, "between 0 and 1, say 0.999"),
         "learning_rate": (lambda value: 0 < value < float("inf"), "above 0, say 0.005"),
         "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
-        "model": (lambda value: isinstance(value, str), "as the name of a model"),
+        "model": (models.BUILDERS.__contains__, f"as one of {', '.join(models.MODEL_NAMES)}"),
     }
     for name, value in values.items():
         if value is not None and not rules[name][0](value):
             found = repr(value).splitlines()[0]
             raise ColabUtilsError(f"expected {name} {rules[name][1]}, found {found}. Pass another value.")
-    if values["model"]:
-        check_model_name(values["model"])
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
@@ -191,21 +182,11 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-class _Images(NamedTuple):
-    dataset: ShardDataset
-    rows: list[int]
-    """The images with objects."""
-    validation: ShardDataset | None
-
-    @property
-    def subset(self) -> Subset[Any]:
-        return Subset(self.dataset, self.rows)
-
-
 def _open_images(
     shards: str | Path, local: str | Path | None, limit_gb: float | None, val_shards: str | Path | None, *, seed: int,
     ranks: Ranks, stack: ExitStack,
-) -> _Images:  # fmt: skip
+) -> tuple[ShardDataset, list[int], ShardDataset | None]:  # fmt: skip
+    """The dataset, the rows of its images with objects, and the validation images."""
     if local is None:
         dataset = ShardDataset(shards, contiguous_labels=True)
     elif ranks.count > 1:
@@ -229,7 +210,7 @@ def _open_images(
             f"expected images with objects in {shards}, found none in {len(dataset)} images. "
             "Check the annotations that the shards were made from."
         )
-    return _Images(dataset, rows, validation)
+    return dataset, rows, validation
 
 
 def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
@@ -247,23 +228,23 @@ def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gp
     found = {name: known.get(name) if value is None else value for name, value in asked.items()}
     if found["batch_size"] != known.get("batch_size"):  # the rate follows the batch
         found["learning_rate"] = asked["learning_rate"]
-    model = found["model"] or (GPU_MODEL if on_gpu else LIGHT_MODEL)
-    min_size = found["min_size"] or (192 if model == LIGHT_MODEL and not on_gpu else 800)
+    model = found["model"] or (models.GPU_MODEL if on_gpu else models.LIGHT_MODEL)
+    min_size = found["min_size"] or (192 if model == models.LIGHT_MODEL and not on_gpu else 800)
     defaults = {"model": model, "min_size": min_size, "max_size": round(min_size * 5 / 3), "augment": "flip",
                 "batch_size": 0, "learning_rate": 0}  # fmt: skip
     return found | {name: found[name] or default for name, default in defaults.items()}
 
 
 def _make_plan(
-    asked: dict[str, Any], images: _Images, state: _State, *, device: torch.device, ranks: Ranks, seed: int
-) -> TrainingPlan:
+    asked: dict[str, Any], dataset: ShardDataset, images: int, state: _State, *, device: torch.device, ranks: Ranks,
+    seed: int,
+) -> TrainingPlan:  # fmt: skip
     """All that is known before the model is built; steps, batch size and learning rate may be 0."""
     known = state["plan"] if state else {}
-    dataset, count = images.dataset, len(images.rows)
     plan = TrainingPlan(
         **choose_settings(asked, known, on_gpu=device.type == "cuda"), dataset=dataset.fingerprint, device=str(device),
-        starts_from=known.get("starts_from", ""), precision=str(choose_precision(device)).removeprefix("torch."),
-        num_classes=dataset.num_classes, images=count, skipped_images=len(dataset) - count, steps=0, seed=seed,
+        starts_from=known.get("starts_from", ""), precision=str(models.choose_precision(device)).removeprefix("torch."),
+        num_classes=dataset.num_classes, images=images, skipped_images=len(dataset) - images, steps=0, seed=seed,
         first_step=state["step"] if state else 0, ranks=ranks.count,
     )  # fmt: skip
     if state:
@@ -294,27 +275,25 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
     if before["device"] == "cpu" and plan.device.startswith("cuda"):
         warnings.warn(
             f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For a "
-            f"GPU's defaults ({GPU_MODEL} at 800 pixels) pass another run folder, or resume='never'.",
+            f"GPU's defaults ({models.GPU_MODEL} at 800 pixels) pass another run folder, or resume='never'.",
             ColabUtilsWarning,
             stacklevel=3,
         )
 
 
 def _build_step(
-    plan: TrainingPlan, dataset: ShardDataset, *, weights: str | Path | None, state: _State, device: torch.device,
+    plan: TrainingPlan, class_names: dict[int, str], *, weights: str | Path | None, state: _State, device: torch.device,
     ranks: Ranks,
 ) -> TrainingStep:  # fmt: skip
     """The model on its device, the same in every process, with its optimiser; as in a checkpoint's ``state``."""
     torch.manual_seed(plan.seed)
     sizes = {"num_classes": plan.num_classes, "min_size": plan.min_size, "max_size": plan.max_size}
     if state:
-        network = assemble_mask_rcnn(plan.model, starts_from=plan.starts_from, **sizes)
+        network = models.assemble_mask_rcnn(plan.model, starts_from=plan.starts_from, **sizes)
     else:  # the other processes take what the first one could download
-        names, first = dataset.class_names, None
-        if ranks.is_first:
-            first = build_mask_rcnn(plan.model, weights=weights, class_names=names, **sizes)
-        network = ranks.send(first)
-    fold_norms(network)
+        weights = weights if ranks.is_first else None
+        network = ranks.send(models.build_mask_rcnn(plan.model, weights=weights, class_names=class_names, **sizes))
+    models.fold_norms(network)
     network.backbone.to(memory_format=torch.channels_last)
     if plan.augment == "multiscale":
         network.transform.min_size = list_scales(plan.min_size)
@@ -325,9 +304,9 @@ def _build_step(
     return step
 
 
-def _plan_batches(plan: TrainingPlan, step: TrainingStep, images: _Images) -> TrainingPlan:
+def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset, rows: list[int]) -> TrainingPlan:
     """Batch size and learning rate; on a GPU what makes every batch fit, and the shapes that batches are padded to."""
-    dataset, rows, ranks, number = images.dataset, images.rows, step.ranks, plan.batch_size
+    ranks, number = step.ranks, plan.batch_size
     sizes, memory = dataset.sizes[rows], None
     resized = resize_all(sizes, step.model.transform)
     if step.device.type == "cuda" and plan.augment != "own":
@@ -343,24 +322,21 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, images: _Images) -> Tr
         step.shapes = choose_shapes(resized, filter(len, (batch[ranks.rank :: ranks.count] for batch in batches)))
     return replace(
         plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number), memory=memory,
-        starts_from=step.model.starts_from,
+        starts_from=str(step.model.starts_from),
     )  # fmt: skip
 
 
 def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int | None, epochs: int) -> TrainingPlan:
     """Steps of the run, with the loader where a checkpoint's was, and what is not as it was then, in words."""
-    changed = []
+    changed = ""
     if state:
-        before, position = state["plan"], state["loader"]
+        position = state["loader"]
         try:
             loader.load_state_dict(position)
         except ColabUtilsError:  # of other images: rather leave some out than see them twice
             epoch = position["epoch"] + (position["batch"] > 0)
             loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": 0})
-            changed.append("in a new epoch")
-        for key, what in (("batch_size", "images a batch"), ("images", "images")):
-            if before[key] != getattr(plan, key):
-                changed.append(f"{getattr(plan, key)} {what}, before {before[key]}")
+            changed = f"in a new epoch, of {plan.images} images, before {state['plan']['images']}"
     if steps is None:
         later = max(0, epochs - loader.epoch - 1) * -(-plan.images // plan.batch_size)
         steps = plan.first_step + (loader.left + later if loader.epoch < epochs else 0)
@@ -371,4 +347,4 @@ def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int
             ColabUtilsWarning,
             stacklevel=3,
         )
-    return replace(plan, steps=steps, changed=", ".join(changed))
+    return replace(plan, steps=steps, changed=changed)

@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, repeat
 from statistics import fmean
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import format_bytes, show_progress
@@ -31,13 +30,9 @@ from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessErr
 from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.step import TrainingStep, compute_rate
 
-__all__ = [
-    "EMA", "BestCheckpoint", "LogLine", "LossPoint", "StepTimer", "TrainReport", "Trainer",
-    "TrainingPlan",
-]  # fmt: skip
+__all__ = ["EMA", "LogLine", "StepTimer", "TrainReport", "Trainer", "TrainingPlan"]
 
 _AGREE_STEPS = 10  # after which several processes ask each other whether to stop
-_Batch = PackedBatch | tuple[list[Tensor], list[Any]] | None
 
 
 class Trainer:
@@ -49,7 +44,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.plan, self.step, self.loader, self.folder = plan, step, loader, folder
         self.dataset, self.validation = dataset, validation
-        self.ranks, self.writer = step.ranks, CheckpointWriter(folder, step.device, checkpoint_steps)
+        self.ranks, self.writer = step.ranks, CheckpointWriter(folder, checkpoint_steps)
         self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
         self.timer, self._logged = StepTimer(step.device), (0, 0.0, 0.0)
         self.done = self._saved_step = self._logged_step = self._ap_step = 0
@@ -67,7 +62,9 @@ class Trainer:
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
         """
-        with self._defer_interrupt() as interrupts, self._save_on_error(), self._show_bar(hidden=bool(log)) as bar:
+        show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
+        steps = show("training", total=self.plan.steps - self.done)
+        with self._defer_interrupt() as interrupts, self._save_on_error(), steps as bar:
             self.timer = StepTimer(self.step.device)
             for batch in self._load_batches():
                 self._train(batch)
@@ -89,7 +86,7 @@ class Trainer:
             self.done, losses, images / wall_s, wait_s / wall_s, str(self.folder.newest), self.ap, self.plan, self.best
         )
 
-    def _load_batches(self) -> Iterator[_Batch]:
+    def _load_batches(self) -> Iterator[Any]:
         """Batches of one epoch after the other, until the plan's last step."""
         batches = chain.from_iterable(repeat(self.loader))
         while self.done < self.plan.steps:
@@ -98,8 +95,8 @@ class Trainer:
                 batch = next(batches)
             yield batch
 
-    def _train(self, batch: _Batch) -> None:
-        """One step."""
+    def _train(self, batch: Any) -> None:
+        """One step with a packed batch, with images and targets, or with None where this process has none of them."""
         rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         for group in self.step.optimizer.param_groups:
             group["lr"] = rate
@@ -159,8 +156,7 @@ class Trainer:
             except EvaluationProcessError as error:
                 self.ap = None
                 warnings.warn(f"this evaluation is skipped: {error}", ColabUtilsWarning, stacklevel=2)
-            finally:
-                self._is_evaluating = False
+            self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 facts = {"bbox": self.ap.bbox, "segm": self.ap.segm, "validation": self.validation.fingerprint}
                 state = {**self._describe_model(), "model": copy_to_cpu(dict(model.state_dict())), **facts}
@@ -203,27 +199,23 @@ class Trainer:
         self._position = self.loader.state_dict()
 
     def _describe_model(self) -> dict[str, Any]:
-        return {
-            "plan": asdict(self.plan),
-            "class_names": {int(label): str(name) for label, name in self.dataset.class_names.items()},
-            "category_ids": {int(label): int(category) for label, category in self.dataset.category_ids.items()},
-        }
+        names, ids = self.dataset.class_names, self.dataset.category_ids
+        return {"plan": asdict(self.plan), "class_names": dict(names), "category_ids": dict(ids)}
 
     def _fetch_losses(self) -> None:
         """Read the losses of the latest steps from the device, and stop where one is not a number."""
-        fresh = torch.stack([loss for loss, _ in self._pending]).tolist() if self._pending else []
-        images = [ids for _, ids in self._pending]
-        self._pending.clear()
-        for step, (loss, ids) in enumerate(zip(fresh, images, strict=True), len(self.losses) + 1):
+        pending, self._pending = self._pending, []
+        fresh = torch.stack([loss for loss, _ in pending]).tolist() if pending else []
+        for loss, (_, ids) in zip(fresh, pending, strict=True):
+            self.losses.append(loss)
             if not math.isfinite(loss):
                 self._saved_step = self.done  # weights that are not numbers are not saved
                 self.writer.finish()
                 raise ColabUtilsError(
-                    f"expected a finite loss, found {loss} at step {step}, of the images with the ids "
+                    f"expected a finite loss, found {loss} at step {len(self.losses)}, of the images with the ids "
                     f"{', '.join(map(str, ids))}. Look at these, and start again from "
                     f"{self.folder.newest or 'the start'} with a learning_rate lower than {self.plan.learning_rate:g}."
                 )
-        self.losses += fresh
 
     @contextmanager
     def _save_on_error(self) -> Iterator[None]:
@@ -241,7 +233,7 @@ class Trainer:
         """
         interrupts: list[int] = []
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def note(number: int, _: object) -> None:
             if self.ranks.count == 1 and (interrupts or self._is_evaluating):
                 raise KeyboardInterrupt
             interrupts.append(number)
@@ -263,11 +255,6 @@ class Trainer:
             return  # to ask the others takes time
         if any(self.ranks.gather(bool(interrupts))):
             raise KeyboardInterrupt
-
-    def _show_bar(self, *, hidden: bool) -> Any:
-        if hidden or not self.ranks.is_first:
-            return tqdm(disable=True)
-        return show_progress("training", total=self.plan.steps - self.done, unit="step")
 
 
 class EMA:
@@ -480,8 +467,7 @@ class TrainReport:
 
     def __str__(self) -> str:
         tenth = max(1, len(self.losses) // 10)
-        first = fmean(point.loss for point in self.losses[:tenth])
-        last = fmean(point.loss for point in self.losses[-tenth:])
+        first, last = (fmean(point.loss for point in part) for part in (self.losses[:tenth], self.losses[-tenth:]))
         ap = f"; {self.ap}" if self.ap else ""
         ap += f"; {self.best}" if self.best and self.best.step != self.steps else ""
         return (

@@ -7,7 +7,8 @@ import pytest
 from benchmarks import environments, loaders
 from benchmarks.report import BEGIN, END, README, write_readme
 from benchmarks.scenarios import SCENARIOS, Target, judge
-from benchmarks.systems import SYSTEMS
+from benchmarks.systems import SYSTEMS, get_system
+from benchmarks.worker import run_job
 from colab_utils.errors import ColabUtilsError
 
 PEERS = ("slow", "fast")
@@ -44,8 +45,22 @@ def test_scenarios_name_systems_that_there_are():
 
 @pytest.fixture(scope="module")
 def results(tiny_dataset, tmp_path_factory):
-    """A run of one scenario with our loader and a peer that is not installed."""
-    work = tmp_path_factory.mktemp("work")
+    """A run of one scenario with our loader and a peer that is not installed.
+
+    Only what is measured runs in a process of its own, and two crews are tried.
+    """
+    work, run_apart, packed = tmp_path_factory.mktemp("work"), loaders.run_apart, get_system("packed")
+
+    def run_job_here(job, python, *, timeout_s):
+        return run_apart(job, python, timeout_s=timeout_s) if job.task == "measure" else run_job(job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaders, "run_apart", run_job_here)
+        patch.setattr(packed, "crews", packed.crews[:2])
+        return run_kept_jpeg(tiny_dataset, work)
+
+
+def run_kept_jpeg(tiny_dataset, work):
     options = ["--scenario", "kept_jpeg", "--systems", "packed,dali", "--samples", "12", "--seconds", "0.2"]
     data = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
     arguments = [*data, *options, "--repeats", "1", "--work", str(work), "--json", str(work / "out.json")]

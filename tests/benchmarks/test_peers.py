@@ -13,7 +13,6 @@ from colab_utils.comparison.compare import compare
 MODULES = {"webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "streaming", "tf_data": "tensorflow"}
 QUICK = {
     "drive_profile": "none", "step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "timeline_s": 0.1,
-    "forecast_s": 0,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import torch
 import colab_utils
 from colab_utils.comparison import compare as comparing
 from colab_utils.comparison import strategies as strategies_module
-from colab_utils.comparison.compare import StrategyTiming, compare, find_pay_back
+from colab_utils.comparison.compare import StrategyTiming, compare, find_pay_back, scale_epoch
 from colab_utils.comparison.equality import describe_difference, find_difference
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import DEFAULT_STRATEGIES, STRATEGIES, Setting, Strategy, deliver
@@ -216,7 +216,7 @@ def test_a_bad_image_is_left_out(race, tiny_dataset, tmp_path):
 def test_more_disk_than_there_is_is_refused(prepare, monkeypatch):
     prepared = prepare()
     monkeypatch.setattr(
-        "colab_utils.comparison.prepared.shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000)
+        "shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000)
     )
     with pytest.raises(ColabUtilsError, match="of free disk"):
         prepared.get("files_on_ssd")
@@ -454,7 +454,8 @@ def test_what_keeps_its_samples_reads_all_of_them_while_it_opens():
     assert row.first_epoch_minutes == pytest.approx((2.0 * 10 + 960 / 4 * 0.1) / 60)
 
 
-def test_one_batch_has_no_start_to_tell():
+def test_where_no_batch_came_after_the_start_the_warm_ones_tell():
+    assert scale_epoch(np.array([1.6]), batches=1001, start=2, warm_s=0.1) == pytest.approx(1.6 + 1000 * 0.1)
     row = summarise(total=8, compared=4, first_s=0.3, workers=2)
     assert row.first_epoch_minutes == pytest.approx(2 * 0.4 / 60)
 

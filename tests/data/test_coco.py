@@ -216,7 +216,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(images=[{"id": "7", "file_name": "a"}]), "id '7' where COCO has an integer"),
         (make_coco(images=[{"id": 7.5, "file_name": "a"}]), "id 7.5 where"),
         (make_coco(images=[{"id": float("nan"), "file_name": "a"}]), "NaN"),
-        (make_coco(images=[{"id": 2**70, "file_name": "a"}]), "too large"),
+        (make_coco(images=[{"id": 2**70, "file_name": "a"}]), "id 1180591620717411303424 where"),
         (make_coco(images=[{"id": 7, "file_name": "a", "height": 2**40}]), "'images' (id 7)"),
         (make_coco(images=make_coco()["images"] * 2), "image id 3 twice"),
         (change_annotation(bbox=None), "a bbox that is not"),
@@ -226,9 +226,9 @@ WHOLE = json.dumps(make_coco()).encode()
         (change_annotation(category_id="car"), "category_id 'car'"),
         (change_annotation(area="big"), "'annotations' (id 1)"),
         (make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]), "no 'bbox'"),  # a captions file
-        (make_coco(categories=[{"id": 1}]), "a category without id or name"),
-        (make_coco(categories=[5]), "a category without id or name"),
-        (make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]), "category id 1 twice"),
+        (make_coco(categories=[{"id": 1}]), "'categories' (id 1) with no 'name'"),
+        (make_coco(categories=[5]), "'categories' (id 5)"),
+        (make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]), "another name, 'b', than 'a'"),
     ],
 )
 def test_what_is_not_coco_is_one_clear_line(path, content, found):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import random
@@ -94,9 +95,7 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
     assert "the largest stage is read" in found.verdict
     assert "(emulated)" in found.verdict
-    assert [stage.name for stage in found.reads] == ["cold", "warm"]
     assert list(by_id) == ["shards", "data_and_workers", "local_files", "workers", "prefetch", "faster_step"]
-    assert " an epoch in place of " in by_id["shards"].sentence
     assert by_id["shards"].forecast_images_per_second > 1.5 * found.images_per_second
     json.dumps(dataclasses.asdict(found), allow_nan=False)
 
@@ -105,19 +104,16 @@ def test_without_a_step_only_the_loader_is_judged(tiny_shards, no_fixes):
     found = diagnose(make_loader(ShardDataset(tiny_shards), batch_size=4, workers=0), seconds=0.5)
     assert found.verdict.startswith("The loader alone gives")
     assert found.step == "none"
-    assert found.headspace > 0
+    assert found.headspace == 1
     assert "step" not in [stage.name for stage in found.stages]
 
 
-def test_three_images_on_drive(tiny_dataset, tmp_path, monkeypatch, no_fixes):
+def test_three_images(tiny_dataset, tmp_path, no_fixes):
     annotations = write_subset(read_coco(tiny_dataset.annotations), range(3), tmp_path / "three.json")
-    monkeypatch.setattr(module, "is_on_drive", lambda folder: True)
     loader = make_loader(CocoFolder(tiny_dataset.images, annotations), batch_size=2, workers=0)
     found = diagnose(loader, EmulatedStep(5), seconds=0.5)
     assert found.images_per_second > 0
     assert found.batches >= 3
-    assert found.drive.files
-    assert str(found.drive).splitlines()[0] in str(found)
     json.dumps(dataclasses.asdict(found), allow_nan=False)
 
 
@@ -170,10 +166,10 @@ def test_the_step_trains_and_what_it_trained_is_put_back(no_fixes):
 def test_copies_of_batches_have_a_budget(monkeypatch):
     def note(free_bytes, count):
         monkeypatch.setattr(module, "find_free_memory", lambda: free_bytes)
-        batches = module._CachedBatches()
+        kept = {}
         for number in range(count):
-            batches.note(number, (torch.zeros(1000), [{"masks": torch.zeros(1500)}]))  # 10,000 bytes
-        return list(batches.kept)
+            module._keep_batch(kept, number, (torch.zeros(1000), [{"masks": torch.zeros(1500)}]))  # 10,000 bytes
+        return list(kept)
 
     assert note(1e9, 3) == [0, 1]
     assert note(1e9, 100) == [7, 15, 31, 63]
@@ -196,11 +192,23 @@ def test_batches_that_differ_make_no_headspace(no_fixes):
     assert found.headspace >= 1 / (1 - found.stall_share) - 1e-9
 
 
-def test_a_step_that_lacks_cpu_beside_the_loader_is_named():
-    batches = module._CachedBatches()
-    batches.note(0, ())
-    assert batches.find_contention(_make_times(0.02, 0.15), _make_times(0, 0.1)) == pytest.approx(1.5)
-    assert batches.find_contention(_make_times(0.02, 0.05), _make_times(0, 0.1)) == 1.0
+@pytest.mark.clock
+def test_a_step_that_lacks_cpu_beside_the_loader_is_named(no_fixes):
+    beside = [True]
+
+    class Loader:
+        def __iter__(self):
+            try:
+                yield from itertools.repeat((["image"], [{}]))
+            finally:
+                beside[0] = False
+
+    def step(images, targets):  # half as fast while the loader runs
+        time.sleep(0.01 if beside[0] else 0.005)
+
+    found = diagnose(Loader(), step, seconds=1)
+    assert found.headspace == pytest.approx(2, rel=0.2)
+    assert "It lacks CPU: beside the loader the step itself takes" in found.verdict
     words = describe_verdict(_make_times(0.02, 0.15), 40, 1.5, (), [], "emulated 100 ms", "high: 20")
     assert "beside the loader the step itself takes 1.5 times as long" in words
     words = describe_verdict(_make_times(0.20, 0.10), 40, 1.0, (), [], "emulated 100 ms", "high: 20")

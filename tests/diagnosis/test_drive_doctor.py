@@ -22,8 +22,8 @@ from colab_utils.loading import CocoFolder, ShardDataset
 SLOW = DriveProfile("slow", open_s=0.06, bytes_per_s=20e6, source="made up for the test")
 
 COCO = DriveHealth(
-    "/content/drive/MyDrive/coco", "Google Drive", 10, files=118_287, bytes=19_300_000_000, complete=True,
-    sampled_files=200, open_ms_median=38.0, open_ms_p95=90.0, cold_mb_per_s=53.0, warm_mb_per_s=120.0,
+    "/content/drive/MyDrive/coco", "Google Drive", 10, files=118_287, bytes=19_300_000_000,
+    sampled_files=200, open_ms_median=38.0, open_ms_p95=90.0, cold_mb_per_s=53.0,
     workers_gain=1.9, epoch_s=38 * 60, later_epoch_s=38 * 60, copy_s=6 * 60,
     fullest_folder="/content/drive/MyDrive/coco/train2017", entries=5_000, free_bytes=65_000_000_000,
 )  # fmt: skip
@@ -42,109 +42,97 @@ class TestMeasuring:
         folder = _fill(tmp_path / "photos", 16, size)
         for attempt in range(3):  # on a busy machine sleeping takes longer
             health = examine_drive(folder, profile=SLOW, seconds=5)
-            found = (health.open_ms_median, health.cold_mb_per_s, health.warm_mb_per_s)
-            if attempt == 2 or found == pytest.approx((60, 20, 20), rel=0.2):
+            found = (health.open_ms_median, health.cold_mb_per_s)
+            if attempt == 2 or found == pytest.approx((60, 20), rel=0.2):
                 break
-        assert found == pytest.approx((60, 20, 20), rel=0.2)
+        assert found == pytest.approx((60, 20), rel=0.2)
         assert health.open_ms_p95 >= health.open_ms_median
         assert (health.kind, health.files, health.bytes) == ("slowed folder", 16, 16 * size)
-        assert (health.entries, health.fullest_folder, health.complete) == (16, str(folder), True)
+        assert (health.entries, health.fullest_folder) == (16, str(folder))
         assert health.workers_gain > 1.5
         assert health.epoch_s == pytest.approx(16 * (0.06 + size / 20e6) / health.workers_gain, rel=0.2)
         assert health.copy_s == pytest.approx(16 * size / 20e6, rel=0.2)
-        assert 0 < health.read_bytes <= 200e6
         assert health.troubles == ()
 
     def test_a_local_disk_is_not_what_you_wait_for(self, tmp_path):
         folder = _fill(tmp_path / "photos", 20, 5_000)
         before = {path: path.stat().st_mtime_ns for path in [folder, *folder.iterdir()]}
-        health = examine_drive(folder, seconds=3)
+        health = examine_drive(folder, seconds=1)
         assert health.kind == "other disk"
         assert len(health.cures) == 1
-        assert health.cures[0].startswith("Drive is not what you wait for")
-        assert "drive log bytes" in str(health).splitlines()[-1]
+        assert health.cures[0].startswith("This folder is not on Drive")
         assert {path: path.stat().st_mtime_ns for path in [folder, *folder.iterdir()]} == before
 
     def test_every_epoch_costs_what_a_slowed_folder_forgets(self, tmp_path):
         folder = _fill(tmp_path / "photos", 30, 20_000)
         health = examine_drive(folder, profile=SLOW, seconds=2, epochs=50)
         assert health.later_epoch_s == pytest.approx(health.epoch_s, rel=0.5)
-        assert health.cures[0].startswith("Make shards and copy those: loose files cost you")
-        assert "every epoch" in health.cures[0]
+        assert health.cures[0].startswith("Make shards and copy those: 50 epochs read from here for")
         assert examine_drive(folder, profile=SLOW, seconds=2, epochs=1).cures[0].startswith("Leave the files")
 
     def test_small_images_show_no_stream_on_a_mount(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(doctor, "_find_kind", lambda path: "Google Drive")  # which is mounted on Colab only
+        monkeypatch.setattr(doctor, "is_on_drive", lambda path: True)  # which is mounted on Colab only
         monkeypatch.setenv("HOME", str(tmp_path))
         folder = _fill(tmp_path / "coco", 10, 50_000)
         for _ in range(3):  # on a busy machine a first read may be slower by chance
-            health = examine_drive(folder, profile=SLOW, seconds=3)
+            health = examine_drive(folder, profile=SLOW, seconds=2)
             if health.troubles:
                 break
         assert health.open_ms_median < 30  # a mounted Drive has its own speed
         assert health.cold_mb_per_s is None
-        assert "cold mb per s" in str(health)
         assert "as fast as second ones" in health.troubles[0]
-        (folder / "images.zip").write_bytes(bytes(3_000_000))
-        assert examine_drive(folder, seconds=3).cold_mb_per_s > 0
-
-    def test_the_words_of_trouble_in_drives_log(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(doctor, "_find_kind", lambda path: "Google Drive")  # which is mounted on Colab only
-        monkeypatch.setenv("HOME", str(tmp_path))
-        log = tmp_path / ".config/Google/DriveFS/Logs/drive_fs.txt"
-        log.parent.mkdir(parents=True)
-        log.write_text("I all is well\n" + "E Failed to download content (QUOTA_EXCEEDED)\n" * 3)
-        health = examine_drive(_fill(tmp_path / "coco", 3, 100), seconds=3)
-        assert health.drive_log_bytes == log.stat().st_size
-        assert "Drive's log says QUOTA_EXCEEDED 3 times" in health.troubles
-        assert any(cure.startswith("Make fewer, larger files") for cure in health.cures)
+        (folder / "large.jpg").write_bytes(bytes(3_000_000))
+        assert examine_drive(folder, images=["large.jpg"], seconds=1).cold_mb_per_s > 0
 
 
 class TestWhatAnEpochReads:
-    def test_a_dataset_and_a_list_and_a_folder(self, tiny_dataset):
-        images, root = Path(tiny_dataset.images), Path(tiny_dataset.annotations).parent
+    def test_a_dataset_and_a_list(self, tiny_dataset):
+        images = Path(tiny_dataset.images)
         total = sum(path.stat().st_size for path in images.iterdir())
         dataset = CocoFolder(images, tiny_dataset.annotations, profile=DriveProfile("quick", 0.001, 1e9, source=""))
         names = [dataset.coco.file_name(i) for i in range(len(dataset))]
-        health = examine_drive(images, images=dataset, seconds=3)
+        health = examine_drive(images, images=dataset, seconds=1)
         assert (health.kind, health.files, health.bytes) == ("slowed folder", 12, total)
-        assert examine_drive(images, images=names[:5], seconds=3).files == 5
-        health = examine_drive(root, images=images, seconds=3)
-        assert (health.files, health.sharded) == (12, False)
+        assert examine_drive(images, images=names[:5], seconds=1).files == 5
 
     def test_shards_count_by_their_index(self, tiny_shards):
         index = ShardDataset(tiny_shards).index
         for images in (None, ShardDataset(tiny_shards)):
-            health = examine_drive(tiny_shards, images=images, profile=SLOW, seconds=3)
+            health = examine_drive(tiny_shards, images=images, profile=SLOW, seconds=1)
             assert (health.files, health.bytes, health.sharded) == (2 * len(index.shards), index.bytes, True)
             assert health.cures[0].startswith("Copy the shards")
 
     def test_an_index_of_something_else_is_no_trouble(self, tmp_path):
         (_fill(tmp_path / "photos", 3, 100) / "index.json").write_text("{}")
-        health = examine_drive(tmp_path / "photos", seconds=3)
+        health = examine_drive(tmp_path / "photos", seconds=1)
         assert (health.files, health.sharded, health.troubles) == (3, False, ())
 
 
 class TestCures:
-    def test_the_first_cure_weighs_every_epoch_against_once(self):
-        assert COCO.cures[0].startswith("Make shards and copy those: loose files cost you 38 minutes every epoch, or 6")
-        assert COCO.cures[0].endswith("Over 10 epochs: 6.3 hours, or 44 minutes.")
-        assert len(COCO.cures) == 1
-        assert "118,287 files, 19.3 GB: 38 minutes, later 38 minutes" in str(COCO)
-
-    def test_drives_cache_helps_later_epochs(self):
-        cure = dataclasses.replace(COCO, later_epoch_s=400).cures[0]
-        assert "38 minutes in a session's first epoch and 6.7 minutes in later ones" in cure
-
-    def test_what_a_cache_serves_may_stay_but_not_for_ever(self):
-        cure = dataclasses.replace(COCO, later_epoch_s=10).cures[0]
-        assert cure.startswith("Leave the files where they are: 10 epochs take 40 minutes, a copy for them 44 minutes;")
-        assert cure.endswith("each new session costs 38 minutes again, or 6 minutes with shards.")
-
-    def test_shards_are_copied(self):
-        cure = dataclasses.replace(COCO, sharded=True, epoch_s=400, later_epoch_s=400, cold_mb_per_s=None).cures[0]
-        assert cure.startswith("Copy the shards, which read from here cost you 6.7 minutes every epoch, or 6 minutes")
-        assert "the 65 MB/s that others measured" in cure
+    @pytest.mark.parametrize(
+        ("change", "cure"),
+        [
+            # every epoch costs the same
+            (
+                {},
+                "Make shards and copy those: 10 epochs read from here for 6.3 hours, a copy costs 44 minutes, 6 min",
+            ),
+            # Drive's cache helps in later epochs
+            (
+                {"later_epoch_s": 600},
+                "Make shards and copy those: 10 epochs read from here for 2.1 hours, a copy costs 44",
+            ),
+            # and may help so much that a copy is not worth it
+            ({"later_epoch_s": 10}, "Leave the files where they are: 10 epochs read for 40 minutes, a copy costs 44"),
+            # shards are there already
+            ({"sharded": True}, "Copy the shards: 10 epochs read from here for 6.3 hours, a copy costs 6 minutes."),
+        ],
+    )
+    def test_the_first_cure_weighs_reading_from_here_against_a_copy(self, change, cure):
+        health = dataclasses.replace(COCO, **change)
+        assert health.cures[0].startswith(cure)
+        assert len(health.cures) == 1
+        assert "118,287 files, 19.3 GB: 38 minutes, later " in str(health)
 
     def test_the_cache_counts_twice(self):
         cures = dataclasses.replace(COCO, free_bytes=30_000_000_000).cures
@@ -170,7 +158,7 @@ class TestBadInput:
         (tmp_path / "file").touch()
         (tmp_path / "empty").mkdir()
         with pytest.raises(ColabUtilsError, match=message) as caught:
-            examine_drive(tmp_path / name, seconds=3)
+            examine_drive(tmp_path / name, seconds=1)
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize("arguments", [{"seconds": 0}, {"seconds": float("nan")}, {"epochs": 0}])
@@ -184,17 +172,16 @@ class TestBadInput:
         with pytest.raises(
             ColabUtilsError, match=r"expected files in .*photos, found none of (\[\]|'no/such/folder'|7):"
         ):
-            examine_drive(tmp_path / "photos", images=images, seconds=3)
+            examine_drive(tmp_path / "photos", images=images, seconds=1)
 
     def test_three_files(self, tmp_path):
-        health = examine_drive(_fill(tmp_path / "photos", 3, 100), profile=SLOW, seconds=3)
+        health = examine_drive(_fill(tmp_path / "photos", 3, 100), profile=SLOW, seconds=1)
         assert (health.sampled_files, health.workers_gain) == (3, None)
-        assert "workers gain" in str(health).splitlines()[-1]
 
     def test_files_that_cannot_be_read(self, tmp_path):
         folder = _fill(tmp_path / "photos", 4, 100)
         names = [*(path.name for path in folder.iterdir()), "gone.jpg", "lost.jpg", "bad\0name.jpg"]
-        health = examine_drive(folder, images=names, profile=SLOW, seconds=3)
+        health = examine_drive(folder, images=names, profile=SLOW, seconds=1)
         assert health.sampled_files == 4
         assert len(health.troubles) == 1
         assert health.troubles[0].endswith(".jpg and 1 more: No such file or directory")
@@ -203,7 +190,7 @@ class TestBadInput:
     def test_a_folder_that_may_not_be_listed(self, tmp_path):
         folder = _fill(tmp_path / "photos", 1, 100)
         folder.chmod(0)
-        health = examine_drive(folder, profile=SLOW, seconds=3)
+        health = examine_drive(folder, profile=SLOW, seconds=1)
         folder.chmod(0o700)
         assert health.troubles == (f"{folder}: Permission denied",)
 
@@ -212,7 +199,7 @@ class TestBadInput:
             folder = _fill(Path(root) / "photos", 4, 10_000)
             for number in range(4, 100_000):
                 os.link(f"{folder}/000{number % 4}.jpg", f"{folder}/{number}.jpg")
-            health = examine_drive(folder, profile=SLOW, seconds=3)
+            health = examine_drive(folder, profile=SLOW, seconds=1)
         assert (health.entries, health.files, health.bytes) == (100_000, 100_000, 1_000_000_000)
         assert any(cure.startswith("Make fewer, larger files") for cure in health.cures)
 
@@ -244,7 +231,7 @@ class TestMountsThatFail:
             return preadv(*arguments)
 
         monkeypatch.setattr(os, "preadv", vanish)
-        health = examine_drive(folder, profile=get_profile("fast"), seconds=3)
+        health = examine_drive(folder, profile=get_profile("fast"), seconds=1)
         assert health.sampled_files >= 1
         assert [line.partition(": ")[2] for line in health.troubles] == [os.strerror(number)]
         wanted = "Mount Drive again" if number == errno.ENOTCONN else "Make fewer, larger files"
@@ -259,7 +246,7 @@ class TestMountsThatFail:
         assert done.returncode == 0, done.stderr
         (hung_s, hung), (died_s, died) = ast.literal_eval(done.stdout)
         assert max(hung_s, died_s) < 7
-        assert hung["troubles"][0] == f"{tmp_path}: no answer (realpath)"
+        assert hung["troubles"][0] == f"{tmp_path}: no answer (list_files)"
         assert died["troubles"] == (f"{tmp_path}: Transport endpoint is not connected",)
         assert hung["kind"] == died["kind"] == "Google Drive"
         assert hung["cures"][0].startswith("Mount Drive again")

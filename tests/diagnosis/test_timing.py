@@ -78,7 +78,8 @@ class TestTimeBatches:
         assert times.wait_share == pytest.approx(sum(times.wait_s) / total)
         assert times.batch_ms_median == pytest.approx(np.median(np.add(times.wait_s, times.step_s)) * 1000)
         assert times.batch_ms_p95 >= times.batch_ms_median
-        assert "images/s over 4 batches" in str(times)
+        assert times.find_load_ms(0) == pytest.approx(1000 * sum(times.wait_s) / 8)
+        assert times.find_load_ms(2) == pytest.approx(2000 * total / 8)
 
     @pytest.mark.clock
     def test_warm_up_and_first_batch_stand_apart(self):

@@ -265,7 +265,7 @@ def test_what_cannot_be_seen_is_said(monkeypatch):
     def vanish(*_):
         raise LookupError("no such thing any more")
 
-    monkeypatch.setattr(watchdog, "read_progress", vanish)
+    monkeypatch.setattr(stacks, "_read_progress", vanish)
     with pytest.raises(ColabUtilsError, match=r"this process cannot be seen \(no such thing any more\)"):
         list(watch((time.sleep(30) for _ in range(2)), timeout_s=TIMEOUT_S, on_stall="raise"))
 
@@ -398,7 +398,9 @@ def test_a_batch_that_finds_no_shared_memory():
     """A limit on files stands for a full /dev/shm: torch prints an error, drops the batch, and waits for ever."""
     loader = DataLoader(torch.zeros(6, 1 << 20), num_workers=1, collate_fn=list, worker_init_fn=_limit_files)
     watched = watch(loader, timeout_s=TIMEOUT_S, on_stall="raise")
-    with pytest.raises(ColabUtilsError, match=r"worker 0 .*is idle, but its batch never arrived.*of /dev/shm are free"):
+    with pytest.raises(
+        ColabUtilsError, match=r"worker 0 .*is idle, but its batch never arrived.*Where /dev/shm is full"
+    ):
         list(watched)
     assert watched.stalls[0].verdict == "lost"
     _end_workers()

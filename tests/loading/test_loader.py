@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
@@ -363,6 +364,48 @@ def test_a_folder_that_vanishes_is_said(tiny_shards, tmp_path, make):
 
 
 # order
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_last_batch_is_dropped_where_it_is_not_full(make, workers):
+    options = {"batch_size": 3, "workers": workers, "deliver": "packed", "drop_last": True}
+    loader, complete = make(Numbers(8), **options), make(Numbers(8), **options | {"drop_last": False})
+    assert len(loader) == 2
+    for epoch in range(2):
+        assert loader.epoch == epoch
+        assert list_ids(loader) == list_ids(complete)[:2]
+    assert list_ids(make(Numbers(2), **options)) == []
+
+
+def test_a_sampler_gives_the_order(make):
+    options = {"batch_size": 4, "deliver": "packed", "seed": 3}
+    drawn = []
+    for workers in (0, 2):
+        weighted = WeightedRandomSampler([0.0] * 20 + [1.0] * 3, 10)  # draws from torch's own generator
+        loader = make(Numbers(23), workers=workers, sampler=weighted, **options)
+        assert len(loader) == 3
+        drawn.append([list_ids(loader), list_ids(loader)])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]  # two epochs differ
+    assert {*flatten(drawn[0][0])} <= {20, 21, 22}
+    batches = iter(loader)
+    next(batches)
+    again = make(Numbers(23), workers=0, sampler=weighted, **options)
+    again.load_state_dict(loader.state_dict())
+    assert list_ids(again) == list_ids(batches)
+    with pytest.raises(ColabUtilsError, match="the same order"):
+        make(Numbers(23), workers=0, sampler=weighted, **options | {"batch_size": 5}).load_state_dict(
+            loader.state_dict() | {"batch": 1}
+        )
+    shares = [DistributedSampler(Numbers(23), 2, rank) for rank in range(2)]
+    loaders = [make(Numbers(23), workers=0, sampler=share, **options) for share in shares]
+    for epoch in range(2):
+        seen = [flatten(list_ids(loader)) for loader in loaders]
+        assert {*flatten(seen)} == set(range(23))
+        shares[0].set_epoch(epoch)
+        assert seen[0] == list(shares[0])
+    with pytest.raises(ColabUtilsError, match="the same order"):
+        again.load_state_dict(make(Numbers(23), batch_size=3, workers=0).state_dict())
 
 
 def test_batches_are_wide_or_tall():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import multiprocessing
 import os
 import random
 import shutil
@@ -24,12 +25,11 @@ from torchvision.transforms import v2
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import buffers, workers
-from colab_utils.loading.buffers import SharedBuffer, SharedBufferPool
+from colab_utils.loading import workers
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.transforms import apply_transforms
-from colab_utils.loading.workers import Fetcher
+from colab_utils.loading.workers import Fetcher, SharedBuffer, SharedBufferPool
 from colab_utils.shards.arrays import dump_arrays, rebuild_arrays
 from colab_utils.shards.format import ShardInfo, hash_file, read_index, split_member, write_index
 
@@ -102,21 +102,27 @@ def test_a_buffer_grows_and_what_was_lent_keeps_its_content():
 
 
 def test_a_batch_larger_than_memory_is_refused(make, monkeypatch):
-    monkeypatch.setattr(buffers, "find_free_memory", lambda: 1000)
+    monkeypatch.setattr(workers, "find_free_memory", lambda: 1000)
     for count in (0, 2):
         with pytest.raises(ColabUtilsError, match=r"shared memory for a batch.*1.0 kB free.*smaller batch"):
             list(make(Numbers(20), batch_size=4, workers=count))
 
 
-def test_workers_that_cannot_start_are_said_and_done_without(make, monkeypatch):
-    def refuse(*_):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+def test_workers_that_cannot_start_are_said_and_none_is_left(make, monkeypatch):
+    fork, count = os.fork, [0]
 
-    monkeypatch.setattr(workers.WorkerPool, "__init__", refuse)
-    loader = make(Numbers(6), batch_size=2, workers=2, shuffle=False, deliver="packed")
-    with pytest.warns(ColabUtilsWarning, match=r"2 worker processes, found that they cannot be started.*in this proc"):
-        assert flatten(list_ids(loader)) == list(range(6))
-    assert loader.workers == 0
+    def refuse():
+        count[0] += 1
+        if count[0] == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refuse)
+    loader = make(Numbers(6), batch_size=2, workers=3, shuffle=False, deliver="packed")
+    with pytest.raises(ColabUtilsError, match=r"3 worker processes, found that they cannot be started.*temporarily"):
+        list(loader)
+    assert multiprocessing.active_children() == []
+    assert flatten(list_ids(loader)) == list(range(6))  # now they can
 
 
 def kill_one(index):
@@ -484,5 +490,5 @@ def test_transforms_that_do_not_fit_are_refused(tiny_shards, make):
 
 def test_a_loader_says_what_it_does(tiny_shards, make):
     loader = make(ShardDataset(tiny_shards), batch_size=2, workers=2, deliver="packed")
-    assert str(loader) == "6 batches of 2, packed, by 2 worker processes, 2 batches ahead each"
-    assert "by this process" in str(make(ShardDataset(tiny_shards), batch_size=2, workers=0))
+    assert str(loader) == '6 batches of 2, packed (workers=2, backend="processes", prefetch=2)'
+    assert "(workers=0)" in repr(make(ShardDataset(tiny_shards), batch_size=2, workers=0))

@@ -88,7 +88,7 @@ def test_everything_arrives_and_the_report_says_so(source, tmp_path):
 
 
 def test_real_shards_arrive(tiny_shards, tmp_path):
-    copy_shards(tiny_shards, tmp_path / "ssd", workers=2)
+    copy_shards(tiny_shards, tmp_path / "ssd")
     assert read_index(tmp_path / "ssd") == read_index(tiny_shards)
     for name, size, checksum in read_index(tiny_shards).files():
         assert (tmp_path / "ssd" / name).stat().st_size == size
@@ -259,10 +259,11 @@ def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "DriveFile", VanishingFile)
+        patch.setattr(module, "COPY_STREAMS", 1)
         with pytest.raises(
             DriveLostError, match=r"disconnected.*force_remount.*; 4 of 8 files are safe in .*continues"
         ):
-            copy_shards(source, tmp_path / "ssd", workers=1)
+            copy_shards(source, tmp_path / "ssd")
         left = names(tmp_path / "ssd")
         assert left == ["shard-000000.arrays", "shard-000000.tar", "shard-000001.arrays", "shard-000001.tar"]
     monkeypatch.undo()
@@ -322,8 +323,6 @@ def test_mistakes_are_named(source, tmp_path):
     (tmp_path / "link").symlink_to(source)
     with pytest.raises(ColabUtilsError, match=r"expected two folders"):
         copy_shards(source, tmp_path / "link")
-    with pytest.raises(ColabUtilsError, match=r"workers of 1 or more, found 0"):
-        copy_shards(source, tmp_path / "ssd", workers=0)
     (tmp_path / "file").touch()
     with pytest.raises(ColabUtilsError, match=r"File exists"):
         copy_shards(source, tmp_path / "file")
@@ -342,8 +341,8 @@ def running(tmp_path):
     def stop(number):
         script = (
             "import sys; from colab_utils.drive import DriveProfile; from colab_utils.shards import copy\n"
-            "copy.PIECE_BYTES = 2000\n"
-            "copy.copy_shards(*sys.argv[1:], workers=2, profile=DriveProfile('test', 0.001, 4e5, ''))"
+            "copy.PIECE_BYTES, copy.COPY_STREAMS = 2000, 2\n"
+            "copy.copy_shards(*sys.argv[1:], profile=DriveProfile('test', 0.001, 4e5, ''))"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(source), str(tmp_path / "ssd")],

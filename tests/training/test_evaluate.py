@@ -94,7 +94,7 @@ def test_perfect_model_reaches_one(dataset, capsys):
     ap = evaluate(model, dataset)
     assert (ap.bbox, ap.segm, ap.bbox_50, ap.segm_50) == pytest.approx((1, 1, 1, 1), abs=1e-6)
     assert ap.images == len(dataset)
-    assert {c.bbox for c in ap.per_class} <= {1.0, None}
+    assert all(c.bbox is None or c.bbox == pytest.approx(1) for c in ap.per_class)
     assert [c.name for c in ap.per_class] == list(dataset.class_names.values())
     assert model.training
     assert not model.frozen_part.training  # as it came in, part by part
@@ -155,9 +155,15 @@ def build(dataset):
     return model
 
 
-def test_the_batch_size_does_not_change_the_result(dataset):
+@pytest.fixture(scope="module")
+def measured(dataset):
+    """The average precision of the model that `build` makes."""
+    return evaluate(build(dataset), dataset)
+
+
+def test_the_batch_size_does_not_change_the_result(dataset, measured):
     model = build(dataset)
-    one, many = (evaluate(model, dataset, batch_size=size) for size in (1, 5))
+    one, many = evaluate(model, dataset, batch_size=1), measured
     assert one.bbox > 0
     assert (many.bbox, many.segm) == pytest.approx((one.bbox, one.segm), rel=1e-4)
     assert model.training
@@ -172,11 +178,11 @@ def test_only_images_padded_to_the_same_shape_share_a_batch(dataset, monkeypatch
     assert max(map(len, batches)) == 4
 
 
-def test_a_coco_folder_gives_the_average_precision_of_its_shards(dataset, tiny_dataset):
+def test_a_coco_folder_gives_the_average_precision_of_its_shards(dataset, tiny_dataset, measured):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, contiguous_labels=True)
     model = build(dataset)
-    shards, files = evaluate(model, dataset), evaluate(model, folder)
-    assert (files.bbox, files.segm) == pytest.approx((shards.bbox, shards.segm), rel=1e-3)
+    files = evaluate(model, folder)
+    assert (files.bbox, files.segm) == pytest.approx((measured.bbox, measured.segm), rel=1e-3)
     assert sum(one["iscrowd"] for one in collect_truth(folder)["annotations"]) == sum(
         one["iscrowd"] for one in collect_truth(dataset)["annotations"]
     )
@@ -204,7 +210,7 @@ def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
-def test_a_killed_evaluation_process_is_started_once_more(deaths, dataset, monkeypatch, tmp_path):
+def test_a_killed_evaluation_process_is_started_once_more(deaths, dataset, measured, monkeypatch, tmp_path):
     describe = evaluate_module.describe_detections
 
     def die(found, **given):
@@ -214,11 +220,10 @@ def test_a_killed_evaluation_process_is_started_once_more(deaths, dataset, monke
         return describe(found, **given)
 
     model = build(dataset)
-    expected = evaluate(model, dataset)
     monkeypatch.setattr(evaluate_module, "describe_detections", die)
     ends = pytest.raises(EvaluationProcessError, match="killed twice") if deaths == 2 else contextlib.nullcontext()
     with pytest.warns(ColabUtilsWarning, match=r"was killed .* starts once more"), ends:
-        assert evaluate(model, dataset) == expected
+        assert evaluate(model, dataset) == measured
     assert model.training
 
 

@@ -16,7 +16,7 @@ from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.training import losses as losses_module
 from colab_utils.training.augment import choose_sizes
-from colab_utils.training.losses import assign_anchors, compute_losses, make_input, match_boxes
+from colab_utils.training.losses import compute_losses, make_input, match_boxes, match_in_chunks
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
@@ -207,10 +207,10 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(real_samples):
     model = build(real_samples)
     boxes_only = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=2)
     refused = [
-        (DataParallel(model), packed, "found it in DataParallel.* whose forward calls compute_losses"),
-        (boxes_only, packed, "found FasterRCNN, which has no mask head.*deliver='dense'"),
+        (DataParallel(model), packed, "without DataParallel around it.* whose forward calls compute_losses"),
+        (boxes_only, packed, "found FasterRCNN.*deliver='dense'"),
         (torch.nn.Identity(), packed, "found Identity"),
-        (build(real_samples).eval(), packed, "evaluation mode. Call model.train"),
+        (build(real_samples).eval(), packed, "evaluation mode: call model.train"),
         (model, (images, targets), "expected a packed batch, found tuple.*deliver='packed'"),
     ]
     for one, batch, message in refused:
@@ -251,7 +251,10 @@ def test_anchors_of_a_batch_are_assigned_as_by_torchvision():
     rpn = build_mask_rcnn(TINY_MODEL, num_classes=2, weights=None, min_size=64).rpn
     anchors = [draw_boxes(500, seed) for seed in (3, 4, 5)]
     targets = [{"boxes": draw_boxes(9, 6)}, {"boxes": torch.zeros(0, 4)}, {"boxes": draw_boxes(2, 7)}]
-    expected, found = rpn.assign_targets_to_anchors(anchors, targets), assign_anchors(rpn, anchors, targets)
+    expected = rpn.assign_targets_to_anchors(anchors, targets)
+    with match_in_chunks(rpn):
+        found = rpn.assign_targets_to_anchors(anchors, targets)
+    assert rpn.box_similarity is box_iou, "as it was"
     for theirs, ours in zip(expected, found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
 

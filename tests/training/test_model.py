@@ -303,7 +303,7 @@ def test_precision_follows_the_gpu(capability, precision, monkeypatch):
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory):
-    made = make_dataset(tmp_path_factory.mktemp("boxes") / "data", n=2, width=320, height=240, workers=1)
+    made = make_dataset(tmp_path_factory.mktemp("boxes") / "data", n=2, width=480, height=120, workers=1)
     dataset = CocoFolder(made.images, made.annotations, contiguous_labels=True)
     return [dataset[i] for i in range(2)]
 
@@ -311,7 +311,7 @@ def samples(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiny():
     torch.manual_seed(0)
-    return build_mask_rcnn(TINY_MODEL, num_classes=8, weights=None, min_size=512, max_size=853)
+    return build_mask_rcnn(TINY_MODEL, num_classes=8, weights=None, min_size=160, max_size=640)
 
 
 def find_losses(model, samples, dtype, *, way):
