@@ -149,7 +149,7 @@ def open_like(
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
         rebuilt: Any = make_loader(
-            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or 2,
+            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or now.prefetch,
             device=getattr(loader, "device", device), deliver=getattr(loader, "deliver", "dense"),
         )  # fmt: skip
     else:

@@ -301,7 +301,7 @@ class _Pass:
         places = {pid: place for place, pid in enumerate(samples)}
         if at_work := [(at[0], pid) for pid, at in samples.items() if at]:
             return _Blamed(places[min(at_work)[1]], min(at_work)[1])
-        if not samples and getattr(self._loader, "num_workers", None):  # not forked while this watches
+        if not samples and getattr(self._loader, "num_workers", False):  # not forked while this watches
             places = {process.pid or 0: place for place, process in enumerate(multiprocessing.active_children())}
         alive = [pid for pid in places if not read_ending(pid)]
         busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle] or (alive if samples else [])

@@ -1,4 +1,4 @@
-"""Masks from their bits: dense ones, mirrored and resized, and the mask targets of proposals.
+"""Masks from their bits: dense ones, mirrored, and the mask targets of proposals.
 
 What depends on the objects' crops alone is worked out on the CPU, in small tables. What looks at pixels is a few
 operations over all objects at once, on the device that the bits are on, in chunks of bounded memory.
@@ -6,7 +6,7 @@ operations over all objects at once, on the device that the bits are on, in chun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchvision.ops import roi_align
 
-from colab_utils.data.masks import nearest_indices, number_within
+from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError
 
 __all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks", "send"]
@@ -25,7 +24,7 @@ __all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks", "send"]
 Ints = NDArray[np.int64]
 
 CHUNK_BYTES = 64_000_000  # of memory for what is worked on at once
-DRAWN_BYTES, SAMPLED_BYTES = 64, 8  # that a pixel takes then
+DRAWN_BYTES, SAMPLED_BYTES = 64, 16  # that a pixel takes then
 
 
 class MaskBits(NamedTuple):
@@ -86,20 +85,15 @@ def expand_masks(
     counts: Tensor | Sequence[int],
     *,
     flips: Tensor | Sequence[bool] | None = None,
-    to_sizes: Tensor | Sequence[Sequence[int]] | None = None,
     out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Dense masks of each image, on the device that the bits are on; first mirrored, then resized.
-
-    Source: ``torch.nn.functional.interpolate(mode="nearest")`` as torchvision's ``GeneralizedRCNNTransform`` calls
-    it; the masks equal its own bit for bit.
+    """Dense masks of each image, on the device that the bits are on.
 
     Args:
         masks: The packed masks of all T objects.
-        sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
+        sizes: int [B, 2]: height and width of each image in pixels. On the CPU, as all tables here.
         counts: int [B]: objects of each image.
         flips: bool [B]: the images to mirror left to right; none by default.
-        to_sizes: int [B, 2]: height and width in pixels to resize to; the stored sizes by default.
         out: uint8 [bytes] on the device of the bits: memory to use again, of at least a byte for each pixel of the
             dense masks; what an earlier call put there is lost. New memory by default.
 
@@ -114,117 +108,61 @@ def expand_masks(
         >>> masks = MaskBits(torch.tensor([0b10110000], dtype=torch.uint8), crops, torch.tensor([0, 1]))
         >>> expand_masks(masks, [(2, 4)], [1])[0].tolist()
         [[[0, 1, 0, 0], [0, 1, 1, 0]]]
-        >>> expand_masks(masks, [(2, 4)], [1], flips=[True], to_sizes=[(1, 8)])[0].tolist()
-        [[[0, 0, 0, 0, 1, 1, 0, 0]]]
+        >>> expand_masks(masks, [(2, 4)], [1], flips=[True])[0].tolist()
+        [[[0, 0, 1, 0], [0, 1, 1, 0]]]
     """
-    tables = _read_tables(masks, sizes, counts, flips, to_sizes)
-    shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), tables.to_sizes.tolist(), strict=True)]
-    numels = [prod(shape) for shape in shapes]
-    device = masks.bits.device
-    if out is not None and len(out) < sum(numels):
+    tables, device = _read_tables(masks, sizes, counts, flips), masks.bits.device
+    shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), tables.sizes.tolist(), strict=True)]
+    numels, is_new = [prod(shape) for shape in shapes], out is None
+    if out is None:  # numpy's zeros lie in huge pages, which torch does not ask for
+        zeros = np.zeros(sum(numels), np.uint8) if device.type == "cpu" else None
+        out = torch.zeros(sum(numels), dtype=torch.uint8, device=device) if zeros is None else torch.from_numpy(zeros)
+    if len(out) < sum(numels):
         raise ColabUtilsError(f"expected {sum(numels)} bytes for the masks, found {len(out)}. Give a larger `out`.")
-    if out is not None:
-        dense = out[: sum(numels)]
-    elif device.type == "cpu":
-        dense = torch.from_numpy(np.zeros(sum(numels), np.uint8))  # in huge pages, which torch does not ask for
-    else:
-        dense = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
+    dense = out[: sum(numels)]
     images = [part.view(shape) for part, shape in zip(dense.split(numels), shapes, strict=True)]
-    places = [_place_objects(tables, image) for image in range(len(images))]
     if device.type == "cpu":
         # cleared when its turn comes: it is in the cache when it is drawn upon
-        _draw_objects(
-            masks.bits, tables, places, (image.numpy() if out is None else image.zero_().numpy() for image in images)
-        )
+        _draw_objects(masks.bits, tables, (image if is_new else image.zero_() for image in images))
     else:
-        if out is not None:
-            dense.zero_()
-        widths, areas = tables.to_sizes[tables.images, 1], tables.to_sizes.prod(1)[tables.images]
-        corners = np.concatenate([np.zeros((0, 4), np.int64), *(place.corners for place in places)])
-        _draw_rows(masks.bits, tables, places, corners, np.arange(len(areas)), np.cumsum(areas) - areas, widths, dense)
+        _draw_rows(masks.bits, tables, dense if is_new else dense.zero_())
     return images
 
 
-class _Places(NamedTuple):
-    """Which stored pixels an image shows after mirroring and resizing, and where its N objects lie then."""
-
-    columns: Ints
-    """[width]: the stored column of each column."""
-    rows: Ints
-    """[height]: the stored row of each row."""
-    corners: Ints
-    """[N, 4]: x0, y0, x1, y1 of each object, half open."""
-
-
-def _place_objects(tables: _Tables, image: int) -> _Places:
-    (height, width), (to_height, to_width) = tables.sizes[image].tolist(), tables.to_sizes[image].tolist()
-    rows, columns = nearest_indices(height, to_height), nearest_indices(width, to_width)
-    corners = tables.crops[tables.images == image]
-    if tables.flips[image]:
-        corners[:, ::2] = width - corners[:, 2::-2]
-    corners[:, ::2] = np.searchsorted(columns, corners[:, ::2])
-    corners[:, 1::2] = np.searchsorted(rows, corners[:, 1::2])
-    return _Places(width - 1 - columns if tables.flips[image] else columns, rows, corners)
-
-
-def _draw_objects(bits: Tensor, tables: _Tables, places: list[_Places], dense: Iterable[NDArray[np.uint8]]) -> None:
+def _draw_objects(bits: Tensor, tables: _Tables, dense: Iterable[Tensor]) -> None:
     """Draw by numpy, an object at a time: on a CPU many times as fast as ``_draw_rows``."""
     packed = bits.numpy()
     objects = zip(tables.crops.tolist(), tables.offsets.tolist(), strict=False)
-    for place, masks, size, flip in zip(places, dense, tables.sizes.tolist(), tables.flips, strict=True):
-        for mask, (x0, y0, x1, y1) in zip(masks, place.corners.tolist(), strict=True):
+    for masks, flip in zip(dense, tables.flips, strict=True):
+        for mask in masks.numpy():
             (left, top, right, bottom), start = next(objects)
             height, width = bottom - top, right - left
             crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
-            if mask.shape == tuple(size):
-                # numpy mirrors a byte at a time
-                mask[y0:y1, x0:x1] = torch.from_numpy(crop).flip(1).numpy() if flip else crop
-            else:
-                columns, rows = place.columns[x0:x1] - left, place.rows[y0:y1] - top
-                mask[y0:y1, x0:x1] = crop.take(columns, 1).take(rows, 0)
+            if flip:  # by torch: numpy mirrors a byte at a time
+                crop, left = torch.from_numpy(crop).flip(1).numpy(), mask.shape[1] - right
+            mask[top:bottom, left : left + width] = crop
 
 
-def _draw_rows(
-    bits: Tensor, tables: _Tables, places: list[_Places], corners: Ints, objects: Ints, origins: Ints, strides: Ints,
-    dense: Tensor,
-) -> None:  # fmt: skip
-    """Draw by torch, all rows of some objects at once, into ``dense``, which is flat.
-
-    Pixel (x, y) of an object goes to its origin + y * its stride + x; its ``corners`` [N, 4] are x0, y0, x1, y1.
-    """
-    if not len(objects):
-        return
-    columns, rows = (np.concatenate(parts) for parts in list(zip(*places, strict=True))[:2])
-    first_column, first_row = (
-        np.cumsum(lengths) - lengths for lengths in ([len(place[axis]) for place in places] for axis in (0, 1))
-    )
-    x0, y0, x1, y1 = corners.T
-    (left, top, right, _), image = tables.crops[objects].T, tables.images[objects]
-    # each row of each object: its object, its place in the image, its width, and pixels drawn before it
-    of = np.repeat(np.arange(len(objects)), y1 - y0)
-    row = number_within(y1 - y0) + y0[of]
-    wide = (x1 - x0)[of]
-    starts = np.cumsum(wide) - wide
-    stored = rows[first_row[image[of]] + row]
-    table = np.stack(
-        [
-            wide,
-            # with a pixel's number among all drawn ones added: where its column and where itself lie
-            (first_column[image] + x0)[of] - starts,
-            (origins + x0)[of] + row * strides[of] - starts,
-            # with its stored column added: its bit
-            tables.offsets[objects[of]] * 8 + (stored - top[of]) * (right - left)[of] - left[of],
-        ]
-    )
-    shown = send(columns, bits.device)
+def _draw_rows(bits: Tensor, tables: _Tables, dense: Tensor) -> None:
+    """Draw by torch, all objects' rows at once; ``dense`` is flat."""
+    left, top, right, bottom = tables.crops.T
+    # each row of each object: its object, its place in the crop, its width
+    of, row = np.repeat(np.arange(len(top)), bottom - top), number_within(bottom - top)
+    wide = (right - left)[of]
+    begins = np.cumsum(wide) - wide
+    areas, step = tables.sizes.prod(1)[tables.images], np.where(tables.flips, -1, 1)[tables.images[of]]
+    widths = tables.sizes[tables.images[of], 1]
+    to = (np.cumsum(areas) - areas)[of] + (top[of] + row) * widths + np.where(step > 0, left[of], widths - 1 - left[of])
+    # with a pixel's number among all drawn ones: its bit, and its place
+    table = np.stack([wide, tables.offsets[of] * 8 + row * wide - begins, to - step * begins, step])
     most = CHUNK_BYTES // DRAWN_BYTES
-    cuts = np.searchsorted(starts, np.arange(0, wide.sum() + most, most))
+    cuts = np.searchsorted(begins, np.arange(0, wide.sum() + most, most))
     for first, last in pairwise(np.unique(cuts).tolist()):
-        part, begin, length = send(table[:, first:last], bits.device), int(starts[first]), int(wide[first:last].sum())
+        part, begin, length = send(table[:, first:last], bits.device), int(begins[first]), int(wide[first:last].sum())
         pixel = torch.arange(begin, begin + length, device=bits.device)
-        column, to, bit = part[1:].repeat_interleave(part[0], 1, output_size=length)
-        bit += shown[column.add_(pixel)]
-        dense[to.add_(pixel)] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
+        bit, place, direction = part[1:].repeat_interleave(part[0], 1, output_size=length)
+        bit += pixel
+        dense[place.addcmul_(direction, pixel)] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
 
 
 @torch.no_grad()
@@ -239,21 +177,25 @@ def sample_masks(
     to_sizes: Tensor | Sequence[Sequence[int]] | None = None,
     size: int = 28,
 ) -> Tensor:
-    """Mask targets of R proposals, straight from the bits: memory follows the objects' boxes, not the images.
+    """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the images.
 
-    Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` over dense masks of
-    the image's size. Here it is called over each object's own box and a pixel around it: all else is 0.
+    Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where a row of either
+    matrix averages the pixels that its samples read.
+
+    Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` (sampling ratio
+    -1, not aligned): samples more than a pixel outside the image are 0, others outside read its border. Equal within
+    1e-5 to what they make of dense masks.
 
     Args:
         masks: The packed masks of all T objects.
         objects: int64 [R]: the object, among the T, of each proposal.
-        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after mirroring and resizing,
-            inside the image. Both are read on the CPU, so if they lie on a GPU this waits for it, once.
+        boxes: float32 [R, 4]: x0, y0, x1, y1 of each proposal in pixels of the image after mirroring and resizing.
+            Both are read on the CPU, so if they lie on a GPU this waits for it, once.
         sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
         counts: int [B]: objects of each image.
         flips: bool [B]: the images that are mirrored left to right; none by default.
         to_sizes: int [B, 2]: height and width in pixels that each image is resized to, its masks by nearest
-            neighbour as in ``expand_masks``; the stored sizes by default.
+            neighbour; the stored sizes by default.
         size: Rows and columns of a target; 28 by default, as in Mask R-CNN.
 
     Returns:
@@ -277,29 +219,93 @@ def sample_masks(
             f"expected one of {len(tables.images)} objects and a finite box [4] for each proposal, found others among "
             f"{len(of)} objects and boxes {list(corners.shape)}. Give proposals of the batch that the masks are of."
         )
-    places = [_place_objects(tables, image) for image in range(len(tables.sizes))]
-    drawn, which = np.unique(of, return_inverse=True)
-    crops = np.concatenate([np.zeros((0, 4), np.int64), *(place.corners for place in places)])[drawn]
-    starts, limits = np.maximum(crops[:, :2] - 1, 0), tables.to_sizes[tables.images[drawn], ::-1]
-    sides, at = crops[:, 2:] - starts + 1, np.zeros(len(drawn), np.int64)
-    device, order = masks.bits.device, np.argsort(sides.max(1))
+    starts, images, crops = corners[:, :2], tables.images[of], tables.crops[of]
+    limits, stored, flipped = tables.to_sizes[images, ::-1], tables.sizes[images, ::-1], tables.flips[images]
+    shrinks = stored.astype(np.float32) / limits.astype(np.float32)  # as nearest_indices works it out
+    # as roi_align works it out, in float32, so that the samples lie where its own do
+    sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
+    steps = sides / np.float32(size)
+    grids = np.stack([starts, steps, np.ceil(steps), limits, shrinks], 1).astype(np.float32)
+    # the part of each crop that samples can read, as stored
+    lows, lasts = (edge.clip(0, limits - 1).astype(np.int64) for edge in (starts, starts + sides + 1))
+    lows, highs = ((edge * shrinks).astype(np.int64) for edge in (lows, lasts))
+    highs += 1
+    lows[flipped, 0], highs[flipped, 0] = (stored - highs)[flipped, 0], (stored - lows)[flipped, 0]
+    lows, highs = np.maximum(lows, crops[:, :2]), np.minimum(highs, crops[:, 2:])
+    signs = np.where(flipped, -1, 1)
+
+    device = masks.bits.device
     targets = torch.zeros((len(of), size, size), dtype=torch.float32, device=device)
-    while len(order):  # objects of like sizes together
-        cost = np.maximum.accumulate(sides[order]).prod(1) * np.arange(1, len(order) + 1) * SAMPLED_BYTES
-        chunk, order = np.split(order, [max(1, int(np.searchsorted(cost, CHUNK_BYTES, "right")))])
-        space = sides[chunk].max(0)
-        # where the image ends the space must end, too: a sample beyond is 0, one a little before reads the last pixel
-        starts[chunk] = np.where(crops[chunk, 2:] == limits[chunk], limits[chunk] - space, starts[chunk])
-        dense = torch.zeros((len(chunk), 1, *space[::-1].tolist()), dtype=torch.uint8, device=device)
-        at[chunk] = np.arange(len(chunk))
-        origins, strides = at[chunk] * space.prod() - starts[chunk] @ [1, space[0]], np.full(len(chunk), space[0])
-        _draw_rows(masks.bits, tables, places, crops[chunk], drawn[chunk], origins, strides, dense.view(-1))
-        rows = np.flatnonzero(np.isin(which, chunk))
-        own = which[rows]
-        rois = np.concatenate([at[own, None], corners[rows] - np.tile(starts[own], 2)], 1).astype(np.float32)
-        with torch.autocast(device.type, enabled=False):
-            targets[send(rows, device)] = roi_align(dense.float(), send(rois, device), (size, size))[:, 0]
+    with torch.autocast(device.type, enabled=False):  # half precision would round the weights
+        for row, low, span in _cut_chunks(lows, highs, grids[:, 2].astype(np.int64), size):
+            crop, (x, y) = crops[row], low.T
+            stride = crop[:, 2] - crop[:, 0]
+            first = tables.offsets[of[row]] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
+            across = np.stack([signs[row], np.where(flipped[row], stored[row, 0] - 1 - x, -x), span[:, 0]])
+            down = np.stack([np.ones_like(y), -y, span[:, 1]])
+            pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())
+            columns = _weigh_pixels(grids[row, :, 0].T, across, (size, pixels.shape[2]), device)
+            rows = _weigh_pixels(grids[row, :, 1].T, down, (size, pixels.shape[1]), device)
+            targets.index_add_(0, send(row, device), rows @ (pixels @ columns.mT))
     return targets
+
+
+def _cut_chunks(lows: Ints, highs: Ints, grids: Ints, size: int) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Proposals of like sizes together, the largest in blocks of rows: their numbers, first pixels (x, y), lengths."""
+    pixels = CHUNK_BYTES // SAMPLED_BYTES
+    width, height = (highs - lows).clip(0).T
+    most = (pixels // width.clip(1)).clip(1)
+    blocks = -(-height // most) * (width > 0)
+    row = np.repeat(np.arange(len(lows)), blocks)
+    low, span = lows[row], np.stack([width, most], 1)[row]
+    low[:, 1] += number_within(blocks) * most[row]
+    span[:, 1] = np.minimum(span[:, 1], highs[row, 1] - low[:, 1])
+    order = np.argsort(span.max(1))
+    while len(order):
+        padded, samples = np.maximum.accumulate(span[order]), np.maximum.accumulate(grids[row[order]])
+        cost = (padded.prod(1) + size * (padded + 4 * samples).sum(1)) * np.arange(1, len(order) + 1)
+        chunk, order = np.split(order, [max(1, int(np.searchsorted(cost, pixels, "right")))])
+        yield row[chunk], low[chunk], span[chunk]
+
+
+def _read_pixels(bits: Tensor, lines: Ints, shape: tuple[int, int]) -> Tensor:
+    """Blocks of pixels: float32 [k, height, width or up to 7 more] of 0 and 1; what is beyond a crop is anything.
+
+    ``lines`` is [2, k]: each block's first bit, and how many bits further its next row starts.
+    """
+    first, stride = send(lines, bits.device)[..., None]
+    start = first + stride * torch.arange(shape[1], device=bits.device)
+    places = (start >> 3)[..., None] + torch.arange(-(-shape[0] // 8) + 1, device=bits.device)
+    pairs = bits[places.clamp_(max=len(bits) - 1)].int()
+    # a row starts at any bit of a byte: move it to the first
+    lined = ((pairs[..., :-1] << 8 | pairs[..., 1:]) >> (8 - (start & 7))[..., None]) & 255
+    numbers, shifts = torch.arange(256, device=bits.device), torch.arange(7, -1, -1, device=bits.device)
+    return torch.nn.functional.embedding(lined, ((numbers[:, None] >> shifts) & 1).float()).flatten(2)
+
+
+def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """What each pixel of a block counts in each row, or column, of a target: float32 [k, size, pixels].
+
+    Args:
+        grid: [5, k]: where the box starts, the side of a bin, samples in a bin, pixels of the image, and how many
+            stored pixels go into one of these.
+        reach: [3, k]: pixel p of the stored image is ``first * p + second`` of the block, if that is below ``third``.
+        shape: size and pixels: those of the longest block, or more.
+        device: where to make it.
+    """
+    start, side, count, limit, shrink = send(grid, device)[..., None, None]
+    sign, edge, length = send(reach, device)[..., None, None]
+    number = torch.arange(int(grid[2].max()), dtype=torch.float32, device=device) + 0.5
+    place = start + torch.arange(shape[0], dtype=torch.float32, device=device)[:, None] * side + number * side / count
+    weight = ((number < count) & (place >= -1) & (place <= limit)) / count
+    place = place.clamp_(min=0).minimum(limit - 1)
+    share = place.frac()
+    weights = torch.zeros((len(start), *shape), dtype=torch.float32, device=device)
+    for pixel, part in ((place.long(), 1 - share), (place.long() + 1, share)):
+        at = sign * (pixel * shrink).long() + edge
+        inside = (at >= 0) & (at < length)
+        weights.scatter_add_(2, at.clamp_(0, shape[1] - 1), weight * part * inside)
+    return weights
 
 
 def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:

@@ -123,9 +123,7 @@ def train(
     with ExitStack() as stack:
         place = _choose_device(device)
         ranks = stack.enter_context(join_ranks(place))
-        dataset, rows, validation = _open_images(
-            shards, local, limit_gb, val_shards, seed=seed, ranks=ranks, stack=stack
-        )
+        dataset, rows, validation = _open_images(shards, local, limit_gb, val_shards, seed, ranks, stack)
         folder = CheckpointFolder(run)
         state = ranks.send(folder.read(mend=True) if resume == "auto" and ranks.is_first else None)
         plan = _make_plan(asked, dataset, len(rows), state, device=place, ranks=ranks, seed=seed)
@@ -183,7 +181,7 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def _open_images(
-    shards: str | Path, local: str | Path | None, limit_gb: float | None, val_shards: str | Path | None, *, seed: int,
+    shards: str | Path, local: str | Path | None, limit_gb: float | None, val_shards: str | Path | None, seed: int,
     ranks: Ranks, stack: ExitStack,
 ) -> tuple[ShardDataset, list[int], ShardDataset | None]:  # fmt: skip
     """The dataset, the rows of its images with objects, and the validation images."""
