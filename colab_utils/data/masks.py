@@ -5,6 +5,7 @@ Packed masks are what shards and batches carry: each mask cropped to its own tig
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -118,8 +119,16 @@ def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list
     resized = []
     for rle in rles:  # one at a time: a dense mask of a large photo takes megabytes
         rows, columns = (nearest_indices(*sides) for sides in zip(rle["size"], (height, width), strict=True))
-        resized.append(coco_mask.encode(np.asfortranarray(coco_mask.decode(rle)[rows][:, columns])))
+        resized.append(coco_mask.encode(np.asfortranarray(_decode(rle)[rows][:, columns])))
     return resized
+
+
+def _decode(rle: dict[str, Any]) -> NDArray[np.uint8]:
+    """The dense mask, uint8 [H, W]; pycocotools 2.0.11 gives numpy 2 a warning, an error under ``python -W error``."""
+    from pycocotools import mask as coco_mask
+
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return np.asarray(coco_mask.decode(rle))
 
 
 def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
@@ -131,7 +140,7 @@ def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
     for row, rle in enumerate(rles):
         x, y, width, height = coco_mask.toBbox(rle).astype(int).tolist()
         crops[row] = x, y, x + width, y + height
-        parts.append(np.packbits(coco_mask.decode(rle)[y : y + height, x : x + width], axis=None))
+        parts.append(np.packbits(_decode(rle)[y : y + height, x : x + width], axis=None))
         offsets[row + 1] = offsets[row] + parts[-1].size
     return PackedMasks(np.concatenate(parts), crops, offsets)
 

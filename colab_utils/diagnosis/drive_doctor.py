@@ -89,9 +89,7 @@ class DriveHealth:
         if self.epoch_s is not None and self.later_epoch_s is not None and self.copy_s is not None:
             cures.append(self._weigh(self.epoch_s, self.later_epoch_s, self.copy_s))
         if self.free_bytes is not None and 2 * self.bytes > self.free_bytes:
-            room = (
-                f"with Drive's cache it takes {format_bytes(2 * self.bytes)}, {format_bytes(self.free_bytes)} are free"
-            )
+            room = f"with Drive's cache it takes {format_bytes(2 * self.bytes)} of {format_bytes(self.free_bytes)}"
             cures.append(f"Free some disk, or copy a part (limit_gb={self.free_bytes // 2e8 / 10:g}): {room}.")
         if self.entries >= _FULL_ENTRIES or any(word in found for word in _FULL):
             cures.append(f"Make fewer, larger files of those in {self.fullest_folder}: {_FULL_ENTRIES:,} make trouble.")

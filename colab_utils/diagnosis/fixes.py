@@ -23,10 +23,10 @@ from colab_utils.drive import is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.runtime import count_cores, find_free_memory, format_bytes, format_seconds, quiet_fork
-from colab_utils.shards.copy import COPY_STREAMS, copy_shards
+from colab_utils.runtime import count_cores, find_free_memory, format_bytes, quiet_fork
+from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
-from colab_utils.shards.write import READ_STREAMS, write_shards
+from colab_utils.shards.write import write_shards
 
 __all__ = ["FIXES", "Fix", "Situation", "find_fixes", "open_like"]
 
@@ -66,7 +66,7 @@ class Fix:
     measured_images_per_second: float | None
     """By a longer one with your own step (``verify=True``); else None."""
     sentence: str
-    """What to do, what it brings, and what it takes once; or why it was not tried."""
+    """What to do and what it brings; or why it was not tried."""
 
     @property
     def images_per_second(self) -> float:
@@ -103,11 +103,6 @@ class Situation:
     def batch_size(self) -> int:
         """Images in a batch."""
         return round(self.now.images / len(self.now.wait_s))
-
-    @property
-    def cpu_ms(self) -> float:
-        """Of an image's way to a sample."""
-        return sum(stage.cpu_ms for stage in self.stages.values())
 
     @property
     def prefetch(self) -> int:
@@ -154,7 +149,7 @@ def open_like(
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
         rebuilt: Any = make_loader(
-            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or 2,
+            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or now.prefetch,
             device=getattr(loader, "device", device), deliver=getattr(loader, "deliver", "dense"),
         )  # fmt: skip
     else:
@@ -178,13 +173,12 @@ def open_like(
 
 @dataclass(frozen=True)
 class _Plan:
-    """How to try one fix: ``options`` are those of `open_like`; ``once`` is what it takes, in words."""
+    """How to try one fix: ``options`` are those of `open_like`."""
 
     sentence: str
     options: dict[str, Any]
     name: str = ""
     faster: float = 1.0
-    once: str = ""
 
 
 def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
@@ -212,7 +206,7 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
             if now.verify and (plan.faster == 1 or isinstance(now.step, EmulatedStep)):  # yours cannot be made faster
                 measured = _time(now, plan, step if plan.faster != 1 else now.step, share=_VERIFY_SHARE)
             gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.now.images_per_second else "wins nothing"
-            return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}{plan.once}.")
+            return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}.")
         except Exception as error:  # what was found out so far is worth more
             why = describe_error(error)
     return Fix(id, name, None, None, f"{advice}. Not tried: {why.removesuffix('.')}.")
@@ -223,10 +217,6 @@ def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share
         warmup = 2 if isinstance(loader, DataLoader) else _BUFFERS
         times = time_batches(loader, step, batches=500, warmup=warmup, max_s=share * now.seconds, least=least)
     return times.images_per_second
-
-
-def _describe_once(seconds: float, size_bytes: float) -> str:
-    return f"; once, about {format_seconds(seconds)} and {format_bytes(size_bytes)}"
 
 
 def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:
@@ -283,44 +273,33 @@ def _plan_data(now: Situation, folder: Path, sizes: tuple[int, int]) -> dict[str
 
 
 def _plan_shards(now: Situation, folder: Path, id: str, sizes: tuple[int, int] | None = None, note: str = "") -> _Plan:
-    """Shards of a sample on the local disk, with images as they are or shrunk to these ``sizes``."""
-    sample, total = _make_sample(now, folder / f"shards-{sizes}", sizes), len(now.loader.dataset)
-    # reading every image once, decoding it and encoding it again or drawing its masks, on all cores
-    once_ms = total * max(now.stages["read"].mean_ms / READ_STREAMS, 2 * now.cpu_ms) / count_cores()
-    stored = total / len(sample) * sum(shard.bytes + shard.arrays_bytes for shard in sample.index.shards)
-    options = {"dataset": sample, "packs": id == "packed_masks"}
-    return _Plan(f"{FIXES[id][1]} {note}".strip(), options, once=_describe_once(once_ms / 1000, stored))
-
-
-def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
-    plan, workers = make_plan(), now.choose_workers(now.cpu_ms, now.cpu_ms)  # near the GPU, no file is waited for
-    return replace(plan, name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
-
-
-def _plan_files(now: Situation, folder: Path) -> _Plan:
-    """The image files as they are, on the local disk."""
-    dataset: CocoFolder = now.loader.dataset
-    sizes = []
-    for index in now.indices:
-        path = folder / dataset.coco.file_name(index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sizes.append(path.write_bytes(read_file(dataset.find_path(index))))
-    local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
-    os.sync()  # what was copied is written now, and not during the trial
-    total, read_s = len(dataset), now.stages["read"].mean_ms / 1000
-    once = _describe_once(total * read_s / COPY_STREAMS, total * sum(sizes) / len(sizes))
-    return _Plan(FIXES["local_files"][1], {"dataset": local}, once=once)
-
-
-def _make_sample(now: Situation, shards: Path, sizes: tuple[int, int] | None) -> ShardDataset:
-    """Shards of some images on the local disk: of those that were timed, which a slow Drive has cached."""
-    dataset = now.loader.dataset
+    """Shards of the images that were timed, on the local disk, with images as they are or shrunk to these ``sizes``."""
+    dataset, shards = now.loader.dataset, folder / f"shards-{sizes}"
     if isinstance(dataset, CocoFolder):
-        annotations = write_subset(dataset.coco, now.indices, shards.parent / "sample.json")
+        annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
         limits = {"min_size": sizes[0], "max_size": sizes[1]} if sizes else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
         os.sync()  # it is written now, and not during the trial
     elif is_on_drive(dataset.folder):
         first = dataset.index.shards[0]
         copy_shards(dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9))
-    return ShardDataset(shards if shards.exists() else dataset.folder)
+    sample = ShardDataset(shards if shards.exists() else dataset.folder)
+    return _Plan(f"{FIXES[id][1]} {note}".strip(), {"dataset": sample, "packs": id == "packed_masks"})
+
+
+def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
+    plan, cpu_ms = make_plan(), sum(stage.cpu_ms for stage in now.stages.values())
+    workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
+    return replace(plan, name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
+
+
+def _plan_files(now: Situation, folder: Path) -> _Plan:
+    """The image files as they are, on the local disk."""
+    dataset: CocoFolder = now.loader.dataset
+    for index in now.indices:
+        path = folder / dataset.coco.file_name(index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(read_file(dataset.find_path(index)))
+    local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
+    os.sync()  # what was copied is written now, and not during the trial
+    return _Plan(FIXES["local_files"][1], {"dataset": local})

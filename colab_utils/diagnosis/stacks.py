@@ -155,7 +155,7 @@ class WorkerMonitor:
         for outer, _ in walk_stack(frame):
             code = outer.f_code
             if code.co_name in _METHODS and code.co_argcount > 1:
-                me, index = (outer.f_locals.get(name) for name in code.co_varnames[:2])
+                me, index = (outer.f_locals.get(name, ()) for name in code.co_varnames[:2])
                 found = int(index) if me is self.dataset and hasattr(index, "__index__") else found
         return found
 

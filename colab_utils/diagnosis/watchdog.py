@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -219,12 +219,9 @@ class _Pass:
             self._recover(cause, last=tries == _MAX_TRIES)
 
     def _ask(self) -> Any:
-        with self._monitor.follow():
-            if self._batches is None:
-                with quiet_fork():
-                    self._batches = iter(self._loader)
-                    return next(self._batches, _END)  # generators fork here
-            return next(self._batches, _END)
+        with self._monitor.follow(), quiet_fork() if self._batches is None else nullcontext():
+            self._batches = iter(self._loader) if self._batches is None else self._batches
+            return next(self._batches, _END)  # generators fork here
 
     def _stop_waiting(self) -> None:
         with self._lock:  # not while a worker is being given up for this very batch
@@ -304,7 +301,7 @@ class _Pass:
         places = {pid: place for place, pid in enumerate(samples)}
         if at_work := [(at[0], pid) for pid, at in samples.items() if at]:
             return _Blamed(places[min(at_work)[1]], min(at_work)[1])
-        if not samples and getattr(self._loader, "num_workers", 0):  # not forked while this watches
+        if not samples and getattr(self._loader, "num_workers", False):  # not forked while this watches
             places = {process.pid or 0: place for place, process in enumerate(multiprocessing.active_children())}
         alive = [pid for pid in places if not read_ending(pid)]
         busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle] or (alive if samples else [])

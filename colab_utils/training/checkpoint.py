@@ -79,12 +79,10 @@ class CheckpointFolder:
             for pattern in _PATTERNS.values():
                 for leftover in self.run.glob(f".{pattern}.*.part"):  # of a killed run: never complete, never read
                     leftover.unlink()
-            older = [*self._list("newest"), *self._list("best")]
-            if anew and older:
-                target = _find_free_name(f"{self.run}/previous-")
-                target.mkdir()
-                for path in older:
-                    shutil.move(path, target / path.name)
+            target = _find_free_name(f"{self.run}/previous-")
+            for path in [*self._list("newest"), *self._list("best")] if anew else ():
+                target.mkdir(exist_ok=True)
+                shutil.move(path, target / path.name)
         except OSError as error:
             raise ColabUtilsError(
                 f"expected a folder for checkpoints, found that {self.run} cannot be written to "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ def plan_memory(
     Raises:
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
-    heaviest, model = _find_heaviest(sizes, counts), step.model
+    heaviest, model = _find_heaviest(sizes, counts), cast("Any", step.model)
     if batch_size is None:
         tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
     else:

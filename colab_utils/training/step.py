@@ -10,8 +10,9 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -251,7 +252,8 @@ def compute_rate(step: int, *, steps: int, highest: float) -> float:
     return highest * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-class Ranks(NamedTuple):
+@dataclass(frozen=True)
+class Ranks:
     """Which of ``count`` processes this is, from 0; rank 0 alone writes files. One process alone is 0 of 1.
 
     Example:

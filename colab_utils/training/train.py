@@ -123,9 +123,7 @@ def train(
     with ExitStack() as stack:
         place = _choose_device(device)
         ranks = stack.enter_context(join_ranks(place))
-        dataset, rows, validation = _open_images(
-            shards, local, limit_gb, val_shards, seed=seed, ranks=ranks, stack=stack
-        )
+        dataset, rows, validation = _open_images(shards, local, limit_gb, val_shards, seed, ranks, stack)
         folder = CheckpointFolder(run)
         state = ranks.send(folder.read(mend=True) if resume == "auto" and ranks.is_first else None)
         plan = _make_plan(asked, dataset, len(rows), state, device=place, ranks=ranks, seed=seed)
@@ -162,14 +160,12 @@ def _check_values(**values: Any) -> None:
         "ema": (lambda value: 0 < value < 1, "between 0 and 1, say 0.999"),
         "learning_rate": (lambda value: 0 < value < float("inf"), "above 0, say 0.005"),
         "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
-        "model": (lambda value: isinstance(value, str), "as the name of a model"),
+        "model": (models.BUILDERS.__contains__, f"as one of {', '.join(models.MODEL_NAMES)}"),
     }
     for name, value in values.items():
         if value is not None and not rules[name][0](value):
             found = repr(value).splitlines()[0]
             raise ColabUtilsError(f"expected {name} {rules[name][1]}, found {found}. Pass another value.")
-    if values["model"]:
-        models.check_model_name(values["model"])
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:
@@ -185,7 +181,7 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def _open_images(
-    shards: str | Path, local: str | Path | None, limit_gb: float | None, val_shards: str | Path | None, *, seed: int,
+    shards: str | Path, local: str | Path | None, limit_gb: float | None, val_shards: str | Path | None, seed: int,
     ranks: Ranks, stack: ExitStack,
 ) -> tuple[ShardDataset, list[int], ShardDataset | None]:  # fmt: skip
     """The dataset, the rows of its images with objects, and the validation images."""
@@ -324,24 +320,21 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset,
         step.shapes = choose_shapes(resized, filter(len, (batch[ranks.rank :: ranks.count] for batch in batches)))
     return replace(
         plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number), memory=memory,
-        starts_from=step.model.starts_from,
+        starts_from=str(step.model.starts_from),
     )  # fmt: skip
 
 
 def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int | None, epochs: int) -> TrainingPlan:
     """Steps of the run, with the loader where a checkpoint's was, and what is not as it was then, in words."""
-    changed = []
+    changed = ""
     if state:
-        before, position = state["plan"], state["loader"]
+        position = state["loader"]
         try:
             loader.load_state_dict(position)
         except ColabUtilsError:  # of other images: rather leave some out than see them twice
             epoch = position["epoch"] + (position["batch"] > 0)
             loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": 0})
-            changed.append("in a new epoch")
-        for key, what in (("batch_size", "images a batch"), ("images", "images")):
-            if before[key] != getattr(plan, key):
-                changed.append(f"{getattr(plan, key)} {what}, before {before[key]}")
+            changed = f"in a new epoch, of {plan.images} images, before {state['plan']['images']}"
     if steps is None:
         later = max(0, epochs - loader.epoch - 1) * -(-plan.images // plan.batch_size)
         steps = plan.first_step + (loader.left + later if loader.epoch < epochs else 0)
@@ -352,4 +345,4 @@ def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int
             ColabUtilsWarning,
             stacklevel=3,
         )
-    return replace(plan, steps=steps, changed=", ".join(changed))
+    return replace(plan, steps=steps, changed=changed)

@@ -49,8 +49,9 @@ class _Stream(IterableDataset):
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
-    """Trials end with their time, however few batches they had."""
+    """Trials end with their time, however few batches they had; and on a slow machine all are made."""
     monkeypatch.setattr(fixes, "_TRIAL_BATCHES", 4)
+    monkeypatch.setattr(fixes, "_LATE", 1000)
 
 
 def _collate(samples):
@@ -92,7 +93,7 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
         assert found[id].forecast_images_per_second > 1.5 * now.now.images_per_second, id
     assert "6% of the pixels" in found["resize"].sentence
     assert found["data_and_workers"].name.startswith("resize once offline, and ")
-    assert "; once, about " in found["local_files"].sentence
+    assert found["local_files"].sentence.startswith("Copy the files: about ")
 
 
 @pytest.mark.clock

@@ -107,6 +107,6 @@ def test_a_worker_that_hoards_is_found_out():
     found = summarise_readings(readings)
     assert found.growth_mb_per_batch == pytest.approx(40, rel=0.4)
     assert found.dangers[0].startswith("Memory grows by ")
-    assert len(found.worker_mb) == 2
+    assert sum(mb > 100 for mb in found.worker_mb) == 2
     assert max(found.worker_mb) < (rss - 0.5 * len(ballast)) / MB  # RSS counts the 200 MB in each
     batches._shutdown_workers()

@@ -293,7 +293,7 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(undisturbed, t
 
     monkeypatch.setattr(trainer.Trainer, "_train", note)
     report = train(tiny_shards, run, steps=8, **{**TINY, "batch_size": 1})
-    assert "resumed after step 5 (1 images a batch, before 2)" in str(report.plan)
+    assert "batches of 1, " in str(report.plan)
     position = CheckpointFolder(run).read(mend=True)["loader"]
     assert (position["epoch"], position["batch"], position["batch_size"]) == (2, 1, 1)
     monkeypatch.undo()
@@ -319,7 +319,7 @@ def test_fewer_images_of_the_same_dataset_are_said(undisturbed, tiny_shards, dat
     write_shards(images, dataset.annotations, shards=tmp_path / "shards", workers=1, max_bad=0.5)
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
     report = train(tmp_path / "shards", run, steps=6, workers=0, device="cpu")
-    assert "resumed after step 5 (in a new epoch, 5 images, before 6)" in str(report.plan)
+    assert "resumed after step 5 (in a new epoch, of 5 images, before 6)" in str(report.plan)
     assert report.losses[:5] == undisturbed.losses
 
 
@@ -378,7 +378,10 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
         ({"batch_size": 0}, "batch_size of at least 1, found 0"),  # empty batches
         ({"device": "gpu"}, "expected a device such as 'cpu' or 'cuda', found 'gpu'"),  # no such device
         ({"device": "cuda"}, "expected a GPU for device 'cuda', found none"),  # no GPU
-        ({"model": torch.nn.Linear(2, 2)}, "name of a model, found Linear"),  # a model in place of its name
+        (
+            {"model": torch.nn.Linear(2, 2)},
+            r"model as one of maskrcnn_resnet50_fpn_v2, .* found Linear",
+        ),  # a model in place of its name
     ],
 )
 def test_bad_arguments_are_refused_in_words(tiny_shards, tmp_path, options, message):
@@ -405,7 +408,7 @@ def test_run_that_is_a_file_is_refused_before_training(tiny_shards, tmp_path):
 
 
 def test_unknown_model_is_named_before_the_checkpoint(undisturbed, tiny_shards):
-    with pytest.raises(ColabUtilsError, match="expected one of the models"):
+    with pytest.raises(ColabUtilsError, match="expected model as one of maskrcnn_resnet50_fpn_v2"):
         train(tiny_shards, Path(undisturbed.checkpoint).parent, **{**TINY, "model": "yolo"})
 
 
