@@ -61,10 +61,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def quiet_machine() -> None:
-    """Waits until every core is free, a minute at most: for a test that compares two times of the same work."""
-    until_s = time.monotonic() + 60
+    """Waits until every core is free: for a test that compares two times of the same work."""
+    until_s = time.monotonic() + 120
     with ThreadPoolExecutor(count_cores()) as pool:
-        while max(pool.map(_measure_delay, range(count_cores()))) > 1.3 and time.monotonic() < until_s:
+        while max(pool.map(_measure_delay, range(count_cores()))) > 1.3:
+            if time.monotonic() > until_s:
+                pytest.skip("other programs kept the cores busy for two minutes: run it on an idle machine")
             time.sleep(0.5)
 
 

@@ -1,4 +1,4 @@
-"""Masks from their bits: dense ones, mirrored and resized, and the mask targets of proposals.
+"""Masks from their bits: dense ones, mirrored, and the mask targets of proposals.
 
 What depends on the objects' crops alone is worked out on the CPU, in small tables. What looks at pixels is a few
 operations over all objects at once, on the device that the bits are on, in chunks of bounded memory.
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import nearest_indices, number_within
+from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError
 
 __all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks", "send"]
@@ -85,20 +85,15 @@ def expand_masks(
     counts: Tensor | Sequence[int],
     *,
     flips: Tensor | Sequence[bool] | None = None,
-    to_sizes: Tensor | Sequence[Sequence[int]] | None = None,
     out: Tensor | None = None,
 ) -> list[Tensor]:
-    """Dense masks of each image, on the device that the bits are on; first mirrored, then resized.
-
-    Fetcher: ``torch.nn.functional.interpolate(mode="nearest")`` as torchvision's ``GeneralizedRCNNTransform`` calls
-    it; the masks equal its own bit for bit.
+    """Dense masks of each image, on the device that the bits are on.
 
     Args:
         masks: The packed masks of all T objects.
-        sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
+        sizes: int [B, 2]: height and width of each image in pixels. On the CPU, as all tables here.
         counts: int [B]: objects of each image.
         flips: bool [B]: the images to mirror left to right; none by default.
-        to_sizes: int [B, 2]: height and width in pixels to resize to; the stored sizes by default.
         out: uint8 [bytes] on the device of the bits: memory to use again, of at least a byte for each pixel of the
             dense masks; what an earlier call put there is lost. New memory by default.
 
@@ -113,108 +108,61 @@ def expand_masks(
         >>> masks = MaskBits(torch.tensor([0b10110000], dtype=torch.uint8), crops, torch.tensor([0, 1]))
         >>> expand_masks(masks, [(2, 4)], [1])[0].tolist()
         [[[0, 1, 0, 0], [0, 1, 1, 0]]]
-        >>> expand_masks(masks, [(2, 4)], [1], flips=[True], to_sizes=[(1, 8)])[0].tolist()
-        [[[0, 0, 0, 0, 1, 1, 0, 0]]]
+        >>> expand_masks(masks, [(2, 4)], [1], flips=[True])[0].tolist()
+        [[[0, 0, 1, 0], [0, 1, 1, 0]]]
     """
-    tables = _read_tables(masks, sizes, counts, flips, to_sizes)
-    shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), tables.to_sizes.tolist(), strict=True)]
-    numels = [prod(shape) for shape in shapes]
-    device = masks.bits.device
-    if out is not None and len(out) < sum(numels):
+    tables, device = _read_tables(masks, sizes, counts, flips), masks.bits.device
+    shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), tables.sizes.tolist(), strict=True)]
+    numels, is_new = [prod(shape) for shape in shapes], out is None
+    if out is None:  # numpy's zeros lie in huge pages, which torch does not ask for
+        zeros = np.zeros(sum(numels), np.uint8) if device.type == "cpu" else None
+        out = torch.zeros(sum(numels), dtype=torch.uint8, device=device) if zeros is None else torch.from_numpy(zeros)
+    if len(out) < sum(numels):
         raise ColabUtilsError(f"expected {sum(numels)} bytes for the masks, found {len(out)}. Give a larger `out`.")
-    if out is not None:
-        dense = out[: sum(numels)]
-    elif device.type == "cpu":
-        dense = torch.from_numpy(np.zeros(sum(numels), np.uint8))  # in huge pages, which torch does not ask for
-    else:
-        dense = torch.zeros(sum(numels), dtype=torch.uint8, device=device)
+    dense = out[: sum(numels)]
     images = [part.view(shape) for part, shape in zip(dense.split(numels), shapes, strict=True)]
-    places = [_place_objects(tables, image) for image in range(len(images))]
     if device.type == "cpu":
         # cleared when its turn comes: it is in the cache when it is drawn upon
-        _draw_objects(
-            masks.bits, tables, places, (image.numpy() if out is None else image.zero_().numpy() for image in images)
-        )
+        _draw_objects(masks.bits, tables, (image if is_new else image.zero_() for image in images))
     else:
-        if out is not None:
-            dense.zero_()
-        _draw_rows(masks.bits, tables, places, dense)
+        _draw_rows(masks.bits, tables, dense if is_new else dense.zero_())
     return images
 
 
-class _Places(NamedTuple):
-    """Which stored pixels an image shows after mirroring and resizing, and where its N objects lie then."""
-
-    columns: Ints
-    """[width]: the stored column of each column."""
-    rows: Ints
-    """[height]: the stored row of each row."""
-    corners: Ints
-    """[N, 4]: x0, y0, x1, y1 of each object, half open."""
-
-
-def _place_objects(tables: _Tables, image: int) -> _Places:
-    (height, width), (to_height, to_width) = tables.sizes[image].tolist(), tables.to_sizes[image].tolist()
-    rows, columns = nearest_indices(height, to_height), nearest_indices(width, to_width)
-    corners = tables.crops[tables.images == image]
-    if tables.flips[image]:
-        corners[:, ::2] = width - corners[:, 2::-2]
-    corners[:, ::2] = np.searchsorted(columns, corners[:, ::2])
-    corners[:, 1::2] = np.searchsorted(rows, corners[:, 1::2])
-    return _Places(width - 1 - columns if tables.flips[image] else columns, rows, corners)
-
-
-def _draw_objects(bits: Tensor, tables: _Tables, places: list[_Places], dense: Iterable[NDArray[np.uint8]]) -> None:
+def _draw_objects(bits: Tensor, tables: _Tables, dense: Iterable[Tensor]) -> None:
     """Draw by numpy, an object at a time: on a CPU many times as fast as ``_draw_rows``."""
     packed = bits.numpy()
     objects = zip(tables.crops.tolist(), tables.offsets.tolist(), strict=False)
-    for place, masks, size, flip in zip(places, dense, tables.sizes.tolist(), tables.flips, strict=True):
-        for mask, (x0, y0, x1, y1) in zip(masks, place.corners.tolist(), strict=True):
+    for masks, flip in zip(dense, tables.flips, strict=True):
+        for mask in masks.numpy():
             (left, top, right, bottom), start = next(objects)
             height, width = bottom - top, right - left
             crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
-            if mask.shape == tuple(size):
-                # numpy mirrors a byte at a time
-                mask[y0:y1, x0:x1] = torch.from_numpy(crop).flip(1).numpy() if flip else crop
-            else:
-                columns, rows = place.columns[x0:x1] - left, place.rows[y0:y1] - top
-                mask[y0:y1, x0:x1] = crop.take(columns, 1).take(rows, 0)
+            if flip:  # by torch: numpy mirrors a byte at a time
+                crop, left = torch.from_numpy(crop).flip(1).numpy(), mask.shape[1] - right
+            mask[top:bottom, left : left + width] = crop
 
 
-def _draw_rows(bits: Tensor, tables: _Tables, places: list[_Places], dense: Tensor) -> None:
+def _draw_rows(bits: Tensor, tables: _Tables, dense: Tensor) -> None:
     """Draw by torch, all objects' rows at once; ``dense`` is flat."""
-    if not len(tables.images):
-        return
-    x0, y0, x1, y1 = np.concatenate([place.corners for place in places]).T
-    (left, top, right, _), image = tables.crops.T, tables.images
-    columns, rows = (np.concatenate(parts) for parts in list(zip(*places, strict=True))[:2])
-    widths, heights = (np.array([len(place[axis]) for place in places]) for axis in (0, 1))
-    areas = (widths * heights)[image]
-    # each row of each object: its object, its place in the object's mask, its width
-    of = np.repeat(np.arange(len(image)), y1 - y0)
-    row = number_within(y1 - y0) + y0[of]
-    wide = (x1 - x0)[of]
-    starts = np.cumsum(wide) - wide
-    stored = rows[(np.cumsum(heights) - heights)[image[of]] + row]
-    table = np.stack(
-        [
-            wide,
-            # with a pixel's number among all drawn ones added: where its column and where itself lie
-            (np.cumsum(widths) - widths)[image[of]] + x0[of] - starts,
-            (np.cumsum(areas) - areas + x0)[of] + row * widths[image[of]] - starts,
-            # with its stored column added: its bit
-            tables.offsets[of] * 8 + (stored - top[of]) * (right - left)[of] - left[of],
-        ]
-    )
-    shown = send(columns, bits.device)
+    left, top, right, bottom = tables.crops.T
+    # each row of each object: its object, its place in the crop, its width
+    of, row = np.repeat(np.arange(len(top)), bottom - top), number_within(bottom - top)
+    wide = (right - left)[of]
+    begins = np.cumsum(wide) - wide
+    areas, step = tables.sizes.prod(1)[tables.images], np.where(tables.flips, -1, 1)[tables.images[of]]
+    widths = tables.sizes[tables.images[of], 1]
+    to = (np.cumsum(areas) - areas)[of] + (top[of] + row) * widths + np.where(step > 0, left[of], widths - 1 - left[of])
+    # with a pixel's number among all drawn ones: its bit, and its place
+    table = np.stack([wide, tables.offsets[of] * 8 + row * wide - begins, to - step * begins, step])
     most = CHUNK_BYTES // DRAWN_BYTES
-    cuts = np.searchsorted(starts, np.arange(0, wide.sum() + most, most))
+    cuts = np.searchsorted(begins, np.arange(0, wide.sum() + most, most))
     for first, last in pairwise(np.unique(cuts).tolist()):
-        part, begin, length = send(table[:, first:last], bits.device), int(starts[first]), int(wide[first:last].sum())
+        part, begin, length = send(table[:, first:last], bits.device), int(begins[first]), int(wide[first:last].sum())
         pixel = torch.arange(begin, begin + length, device=bits.device)
-        column, to, bit = part[1:].repeat_interleave(part[0], 1, output_size=length)
-        bit += shown[column.add_(pixel)]
-        dense[to.add_(pixel)] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
+        bit, place, direction = part[1:].repeat_interleave(part[0], 1, output_size=length)
+        bit += pixel
+        dense[place.addcmul_(direction, pixel)] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
 
 
 @torch.no_grad()
@@ -234,7 +182,7 @@ def sample_masks(
     Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where a row of either
     matrix averages the pixels that its samples read.
 
-    Fetcher: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` (sampling ratio
+    Source: ``project_masks_on_boxes`` in torchvision's ``roi_heads``, which calls ``roi_align`` (sampling ratio
     -1, not aligned): samples more than a pixel outside the image are 0, others outside read its border. Equal within
     1e-5 to what they make of dense masks.
 
@@ -247,7 +195,7 @@ def sample_masks(
         counts: int [B]: objects of each image.
         flips: bool [B]: the images that are mirrored left to right; none by default.
         to_sizes: int [B, 2]: height and width in pixels that each image is resized to, its masks by nearest
-            neighbour as in ``expand_masks``; the stored sizes by default.
+            neighbour; the stored sizes by default.
         size: Rows and columns of a target; 28 by default, as in Mask R-CNN.
 
     Returns:
@@ -375,7 +323,7 @@ def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:
     """A tensor, or a numpy array, on a device; not copied where it is there already.
 
     To a GPU it goes through pinned memory, and the call returns at once: a copy from other memory would wait for all
-    that the GPU still has to do, and leave it without work until the next call arrives. Fetcher: ``cudaMemcpyAsync`` in
+    that the GPU still has to do, and leave it without work until the next call arrives. Source: ``cudaMemcpyAsync`` in
     NVIDIA's CUDA runtime API, "API synchronization behavior".
 
     Example:

@@ -215,9 +215,7 @@ def test_a_bad_image_is_left_out(race, tiny_dataset, tmp_path):
 
 def test_more_disk_than_there_is_is_refused(prepare, monkeypatch):
     prepared = prepare()
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000)
-    )
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000, total=2000, used=1000))
     with pytest.raises(ColabUtilsError, match="of free disk"):
         prepared.get("files_on_ssd")
 

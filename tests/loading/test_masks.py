@@ -1,4 +1,4 @@
-"""Masks from their bits against pycocotools, torchvision's own resizing, and its sampling of dense masks."""
+"""Masks from their bits against pycocotools, and against torchvision's sampling of dense masks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from pycocotools import mask as coco_mask
 from torchvision.models.detection.roi_heads import project_masks_on_boxes
-from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import encode_segmentation, pack_masks
@@ -48,12 +47,12 @@ def move(masks, device):
 
 
 def expand(way, masks, *args, **kwargs):
-    def draw(bits, tables, places, images):
+    def draw(bits, tables, images):
         dense = list(images)
-        flat = torch.zeros(sum(part.size for part in dense), dtype=torch.uint8)
-        module._draw_rows(bits, tables, places, flat)
-        for part, drawn in zip(dense, flat.split([part.size for part in dense]), strict=True):
-            part[:] = drawn.view(part.shape).numpy()
+        flat = torch.zeros(sum(part.numel() for part in dense), dtype=torch.uint8)
+        module._draw_rows(bits, tables, flat)
+        for part, drawn in zip(dense, flat.split([part.numel() for part in dense]), strict=True):
+            part[:] = drawn.view(part.shape)
 
     with pytest.MonkeyPatch.context() as patch:
         if way == "rows":
@@ -116,35 +115,6 @@ def test_real_masks_are_those_of_pycocotools(coco_mini, way):
         assert np.array_equal(masks.numpy(), np.stack([coco_mask.decode(rle) for rle in rles]))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("shortest", "longest"),
-    [
-        (74, 1333),  # exactly twice: torch has a way of its own for it
-        (100, 1333),  # up
-        (100, 121),  # up as far as the longer side allows
-        (20, 1333),  # down
-        (3, 1333),  # so far down that objects vanish
-        (37, 1333),  # as stored
-    ],
-)
-def test_resized_masks_are_those_of_torchvision(way, shortest, longest):
-    images = [make_blobs(0, objects=9), make_blobs(1, objects=0), make_blobs(2, objects=5, height=53, width=37)]
-    flips = [True, False, False]
-    resize = GeneralizedRCNNTransform(shortest, longest, [0.0] * 3, [1.0] * 3, size_divisible=1)
-    targets = [
-        {"masks": torch.from_numpy(masks).flip(-1) if flip else torch.from_numpy(masks), "boxes": torch.zeros(0, 4)}
-        for masks, flip in zip(images, flips, strict=True)
-    ]
-    # torch does not resize masks of no object
-    batch, resized = resize([torch.zeros(3, *masks.shape[1:]) for masks in images[::2]], targets[::2])
-    sizes = [batch.image_sizes[0], batch.image_sizes[0], batch.image_sizes[1]]
-    dense = expand(way, *pack(images), flips=flips, to_sizes=sizes)
-    assert dense[1].shape == (0, *sizes[1])
-    for masks, target in zip(dense[::2], resized, strict=True):
-        assert torch.equal(masks, target["masks"])
-
-
 def dense_images():
     shape = st.tuples(st.integers(0, 4), st.integers(1, 20), st.integers(1, 20))
     return st.lists(arrays(np.uint8, shape, elements=st.integers(0, 1)), min_size=1, max_size=3)
@@ -153,23 +123,13 @@ def dense_images():
 @pytest.mark.parametrize("way", WAYS)
 @QUICK
 @given(images=dense_images(), chunk=st.sampled_from([module.DRAWN_BYTES, 1000, 64_000_000]), data=st.data())
-def test_any_masks_flips_and_sizes(images, way, chunk, data):
+def test_any_masks_and_flips(images, way, chunk, data):
     flips = [data.draw(st.booleans()) for _ in images]
-    sizes = [data.draw(st.tuples(st.integers(1, 45), st.integers(1, 45))) for _ in images]
-    expected = [
-        torch.from_numpy(m).flip(-1) if flip else torch.from_numpy(m) for m, flip in zip(images, flips, strict=True)
-    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", chunk)
-        packed = pack(images)
-        for stored, masks in zip(expand(way, *packed, flips=torch.tensor(flips)), expected, strict=True):
-            assert torch.equal(stored, masks)
-        for resized, masks, size in zip(
-            expand(way, *packed, flips=flips, to_sizes=sizes), expected, sizes, strict=True
-        ):
-            if len(masks):
-                masks = torch.nn.functional.interpolate(masks[:, None].float(), size=size)[:, 0].byte()
-            assert torch.equal(resized, masks.view(-1, *size))
+        dense = expand(way, *pack(images), flips=torch.tensor(flips))
+    for drawn, masks, flip in zip(dense, images, flips, strict=True):
+        assert torch.equal(drawn, torch.from_numpy(masks).flip(-1 if flip else ()))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -333,7 +293,6 @@ ONE = pack([make_blobs(1, objects=3)])
     [
         ({"sizes": [(37, 53)] * 2}, r"flips and counts of \[2, 2, 2, 1\] images"),
         ({"flips": [True, False]}, r"flips and counts of \[1, 1, 2, 1\] images"),
-        ({"to_sizes": [(5, 5)] * 2}, r"flips and counts of \[1, 2, 1, 1\] images"),
         ({"counts": [2]}, "crops of 3 objects where the counts say 2"),
         ({"sizes": [(5, 5)]}, r"found one of \d+ bytes from \(x, y\) \(.*\) to \(.*\) in an image 5 wide and 5 high"),
         ({"crops": ONE[0].crops - 40}, r"from \(x, y\) \(-40, -40\)"),  # the first is an empty one at 0, 0
@@ -350,9 +309,8 @@ def test_tables_that_do_not_fit_are_refused_in_words(change, found):
     with pytest.raises(ColabUtilsError, match=found) as error:
         expand_masks(masks, **parts)
     assert "\n" not in str(error.value)
-    if "to_sizes" not in change:
-        with pytest.raises(ColabUtilsError, match=found):
-            sample_masks(masks, torch.tensor([0]), torch.zeros(1, 4), **parts)
+    with pytest.raises(ColabUtilsError, match=found):
+        sample_masks(masks, torch.tensor([0]), torch.zeros(1, 4), **parts)
 
 
 @pytest.mark.parametrize(
