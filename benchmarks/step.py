@@ -30,7 +30,6 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.show.table import make_table
-from colab_utils.training.augment import choose_shapes, resize_all
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms
 from colab_utils.training.step import TrainingStep
@@ -49,7 +48,7 @@ __all__ = [
 
 DATA = ("kept", "objects_300")
 REFERENCES = "torchvision's references"
-CHANGES = ("TrainingStep, dense batches", "packed batches", "channels_last", "folded norms", "few padded shapes")
+CHANGES = ("TrainingStep, dense batches", "packed batches", "channels_last", "folded norms")
 BATCHES, TIMED, WARMUP = 4, 12, 4
 DIFFERENCE = 0.01  # of each loss
 
@@ -119,9 +118,7 @@ def move_dense(batch: Batch, device: str) -> tuple[list[Tensor], list[dict[str, 
     return [image.to(device) for image in batch.images], targets
 
 
-def make_step(
-    model: nn.Module, device: str, changes: Sequence[str], shapes: Sequence[Any] = ()
-) -> Callable[[Batch], Tensor]:
+def make_step(model: nn.Module, device: str, changes: Sequence[str]) -> Callable[[Batch], Tensor]:
     """The references' step without `CHANGES`; with some of them, `TrainingStep`."""
     if not changes:
         return ReferenceStep(model, device)
@@ -131,8 +128,7 @@ def make_step(
         model.backbone.to(memory_format=torch.channels_last)
     parameters = [parameter for parameter in model.to(device).parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4, fused=device == "cuda" or None)
-    padded = shapes if "few padded shapes" in changes else ()
-    step = TrainingStep(model, device, optimizer=optimizer, shapes=padded)
+    step = TrainingStep(model, device, optimizer=optimizer)
     if "packed batches" in changes:
         return lambda batch: step(batch.packed.to(device))
     return lambda batch: step(*move_dense(batch, device))
@@ -158,23 +154,19 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
     return worst
 
 
-def time_steps(
-    model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str], shapes: Sequence[Any]
-) -> dict[str, float]:
+def time_steps(model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str]) -> dict[str, float]:
     """Median milliseconds of a step; on a GPU also the most memory that steps took beyond what was there, MB.
 
     Both are infinite where memory runs out.
     """
     try:
-        return _time_steps(model, batches, device, changes, shapes)
+        return _time_steps(model, batches, device, changes)
     except torch.cuda.OutOfMemoryError:
         return {"step_ms": math.inf, "memory_mb": math.inf}
 
 
-def _time_steps(
-    model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str], shapes: Sequence[Any]
-) -> dict[str, float]:
-    step, on_gpu = make_step(copy.deepcopy(model), device, changes, shapes), device == "cuda"
+def _time_steps(model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str]) -> dict[str, float]:
+    step, on_gpu = make_step(copy.deepcopy(model), device, changes), device == "cuda"
     finish: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
     order = cycle(batches)
     torch.manual_seed(0)
@@ -237,11 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             classes = 1 + max(int(target["labels"].max()) for batch in batches for target in batch.targets)
             model = make_model(options.model, num_classes=classes, min_size=options.min_size)
             differences[name] = compare_losses(model, batches, device)
-            sizes = resize_all(torch.cat([batch.packed.sizes for batch in batches]).numpy(), model.transform)
-            every = range(0, len(sizes), options.batch_size)
-            shapes = choose_shapes(sizes, [range(first, first + options.batch_size) for first in every])
             for number in range(len(CHANGES) + 1):
-                run = partial(time_steps, model, batches, device, CHANGES[:number], shapes)
+                run = partial(time_steps, model, batches, device, CHANGES[:number])
                 runs.append(({"data": name, "step": f"+ {CHANGES[number - 1]}" if number else REFERENCES}, run))
         about = {
             "device": device, "model": options.model, "min_size": options.min_size, "batch_size": options.batch_size,

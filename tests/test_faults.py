@@ -234,6 +234,8 @@ def change(path: Path) -> None:
 @pytest.mark.parametrize("command", ["verify", "copy", "train", "resume"])
 def test_a_torn_shard_is_named_and_never_trained_on(world, command, damage):
     prepare(world, command)
+    for checkpoint in sorted((world.backing / "run").glob("*.pt"))[1:]:
+        checkpoint.unlink()  # the steps that are left need every shard
     damage(world.backing / "shards" / "shard-000001.tar")
     status, shown, _ = world.run(command)
     assert status == 2, shown

@@ -17,16 +17,16 @@ import numpy as np
 
 from colab_utils.drive import DRIVE_PROFILES, DriveFile, DriveProfile, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, format_bytes, format_seconds
+from colab_utils.runtime import format_bytes, format_seconds
 from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
 
 __all__ = ["DriveHealth", "examine_drive"]
 
 _IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".npy")
-# bytes after which no further file is started (eight may be under way); of one file; read at once; of an opening
+# bytes after which no further file is started; of one file; read at once; of an opening
 _MOST_BYTES, _FILE_BYTES, _PIECE_BYTES, _FIRST_BYTES = 130_000_000, 8_000_000, 1 << 19, 4096
 # a mount fetches files that are not long in one go: what is left after their first bytes comes from its memory
-_LONG_BYTES, _SAMPLED_FILES, _FULL_ENTRIES = 1_000_000, 200, 6_000
+_LONG_BYTES, _SAMPLED_FILES, _FULL_ENTRIES = 1_000_000, 100, 6_000
 _GONE = ("Transport endpoint is not connected", "no answer")
 _FULL = ("Input/output error", "cut off", "list_files")
 
@@ -60,10 +60,8 @@ class DriveHealth:
     open_ms_p95: float | None = None
     cold_mb_per_s: float | None = None
     """One stream, read for the first time, in 1e6 bytes."""
-    workers_gain: float | None = None
-    """How many times as fast several reads at once came as one."""
     epoch_s: float | None = None
-    """Seconds of reading in a session's first epoch."""
+    """Seconds of reading in a session's first epoch, one file after the other."""
     later_epoch_s: float | None = None
     """In later ones, of which Drive's cache may hold the files."""
     copy_s: float | None = None
@@ -119,11 +117,11 @@ def examine_drive(
     folder: str | Path, *, images: Any = None, profile: str | DriveProfile | None = None,
     seconds: float = 20, epochs: int = 10,
 ) -> DriveHealth:  # fmt: skip
-    """Measure what reading a folder costs, and say what to do about it; it writes nothing and reads 200 MB at most.
+    """Measure what reading a folder costs, and say what to do about it; it writes nothing and reads 140 MB at most.
 
     Files are picked at random, so that a second examination meets others, which Drive has not cached yet. All that
     asks the mount runs in threads that are left behind where it does not answer: the examination ends in time and says
-    so. An epoch takes files times latency plus bytes over speed, divided by what several reads at once gain.
+    so. An epoch takes files times latency plus bytes over speed: one file is read after the other.
 
     Args:
         folder: on Google Drive, on another mount, or on this machine.
@@ -178,27 +176,27 @@ class _Visit:
         self.began, self.seconds, self.profile, self.until, self.read_bytes = perf_counter(), seconds, profile, 0.0, 0
         self.files, self.counts, self.met = list[str](), dict[str, int](), defaultdict[str, list[str]](list)
 
-    def run(self, share: float, call: Callable[[str], Any], paths: Sequence[str], threads: int = 1) -> list[Any]:
-        """Call with each path until this share of the time is over, in threads; one that hangs is left behind."""
-        found, doing, todo = list[Any](), dict[int, str](), iter(paths)
+    def run(self, share: float, call: Callable[[str], Any], paths: Sequence[str]) -> list[Any]:
+        """Call with each path until this share of the time is over, in a thread; one that hangs is left behind."""
+        found, doing = list[Any](), list[str]()
         until = self.until = self.began + share * self.seconds
 
-        def work(number: int) -> None:
-            while perf_counter() < until and self.read_bytes < share * _MOST_BYTES and (path := next(todo, None)):
-                doing[number] = path
+        def work() -> None:
+            for path in paths:
+                if perf_counter() > until or self.read_bytes > share * _MOST_BYTES:
+                    return
+                doing[:] = [path]
                 try:
                     found.append(call(path))
                 except (OSError, ValueError, ColabUtilsError) as error:
                     if isinstance(cause := error.__cause__ or error, OSError):
                         self.met[str(cause.strerror)].append(path)
 
-        workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(threads)]
-        for worker in workers:
-            worker.start()
-        for number, worker in enumerate(workers):
-            worker.join(max(0.0, until + min(4.0, self.seconds / 8) - perf_counter()))  # under way is not lost
-            if worker.is_alive() and number in doing:
-                self.met[f"no answer ({call.__name__})"].append(doing[number])
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        worker.join(max(0.0, until + min(4.0, self.seconds / 8) - perf_counter()))  # under way is not lost
+        if worker.is_alive() and doing:
+            self.met[f"no answer ({call.__name__})"] += doing
         return found.copy()
 
     def list_files(self, root: str) -> None:
@@ -236,23 +234,20 @@ class _Visit:
 
     def measure(self, paths: list[str], size: int | None, free: int | None, *, mounted: bool) -> dict[str, Any]:
         """The figures of a `DriveHealth` that need files to be read."""
-        picked, threads = random.Random().sample(paths, min(_SAMPLED_FILES, len(paths))), max(2, min(8, count_cores()))
-        split = len(picked) if len(picked) < 8 else len(picked) // 2
-        alone = self.run(0.55, self.read_start, picked[:split])
-        together = self.run(0.8, self.read_start, picked[split:], threads)
-        if not (cold := alone or together):
+        picked = random.Random().sample(paths, min(_SAMPLED_FILES, len(paths)))
+        cold = self.run(0.5, self.read_start, picked) or self.run(0.75, self.read_start, picked[:0:-1])
+        if not cold:
             return {}
         again = self.run(1, self.read_start, [read.path for read in cold]) or cold
         shards = len(paths) if size else 0
-        size = size or round(len(paths) * np.mean([read.size for read in alone + together]))
-        gain = min(max(threads * _fit(alone)[0] / _fit(together)[0], 1.0), threads) if alone and together else None
-        first_s, later_s = (float(np.dot(_fit(reads), (len(paths), size))) / (gain or 1) for reads in (cold, again))
+        size = size or round(len(paths) * np.mean([read.size for read in cold]))
+        first_s, later_s = (float(np.dot(_fit(reads), (len(paths), size))) for reads in (cold, again))
         if mounted and again is not cold and first_s < 2 * later_s and _fit(cold)[0] < 0.005:
             self.met["first reads were as fast as second ones, Drive's cache may hold all"].append(cold[0].path)
         _, byte_s = _fit([read for read in cold if read.rest_bytes >= _LONG_BYTES or not mounted])
         opens_ms = [read.open_s * 1000 for read in cold]
         return {
-            "bytes": size, "sampled_files": len(alone) + len(together), "workers_gain": gain, "epoch_s": first_s,
+            "bytes": size, "sampled_files": len(cold), "epoch_s": first_s,
             "open_ms_median": float(np.median(opens_ms)), "open_ms_p95": float(np.percentile(opens_ms, 95)),
             "cold_mb_per_s": 1e-6 / byte_s if byte_s else None,
             "later_epoch_s": later_s if size < (free or 0) else first_s,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -24,7 +22,7 @@ from colab_utils.runtime import quiet_fork
 __all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "find_file", "watch"]
 
 OnStall = Literal["report", "skip", "restart", "raise"]
-Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow", "unseen"]
+Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
 
 _TICK_S, _LOOK_S = 0.1, 0.5  # between two looks at the clock; how long a worker is observed
 _PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
@@ -42,7 +40,6 @@ _FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
     "lost": ("is idle, but its batch never arrived", _LOST),
     "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
     "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
-    "unseen": ("cannot be seen ({call})", ""),
 }
 
 
@@ -72,7 +69,7 @@ class Stall:
 
     verdict: Verdict
     """"dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came), "waiting" in another
-    system call, only "slow", or "unseen"."""
+    system call, or only "slow"."""
     waited_s: float
     worker: int | None
     """Counted from 0; None for this process."""
@@ -252,9 +249,8 @@ class _Pass:
                 continue
             try:
                 blamed, stall = self._look(wait)
-            except Exception as error:  # what is looked at may go away, and what it is may change
-                blamed = _Blamed(None, os.getpid())
-                stall = self._make_stall("unseen", wait, blamed, Activity(call=str(error)))
+            except (OSError, LookupError):  # what is looked at has gone away: look again
+                continue
             if self._wait is not wait:
                 continue
             due_s = stall.waited_s + min(30, max(1, stall.waited_s - self._watched.timeout_s))
@@ -301,10 +297,8 @@ class _Pass:
         places = {pid: place for place, pid in enumerate(samples)}
         if at_work := [(at[0], pid) for pid, at in samples.items() if at]:
             return _Blamed(places[min(at_work)[1]], min(at_work)[1])
-        if not samples and getattr(self._loader, "num_workers", False):  # not forked while this watches
-            places = {process.pid or 0: place for place, process in enumerate(multiprocessing.active_children())}
         alive = [pid for pid in places if not read_ending(pid)]
-        busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle] or (alive if samples else [])
+        busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle] or alive
         return _Blamed(places[busy[0]], busy[0]) if busy else _Blamed(None, os.getpid())
 
     def _find_dead(self, error: Exception) -> tuple[_Blamed, str] | None:
@@ -366,13 +360,7 @@ class _Pass:
 
 
 def find_file(dataset: Any, sample: Any) -> str:
-    """The file of a sample: as our datasets know it, else from a list of paths as long as the dataset."""
+    """The file of a sample, as our datasets know it; "" of others."""
     with suppress(Exception):  # whatever somebody's own dataset does
-        if hasattr(dataset, "find_path"):
-            return str(dataset.find_path(sample))
-        for values in vars(dataset).values():
-            if isinstance(values, list) and len(values) == len(dataset):
-                item = values[sample][0] if isinstance(values[sample], tuple) else values[sample]
-                if isinstance(item, str | Path) and Path(item).suffix:
-                    return str(item)
+        return str(dataset.find_path(sample))
     return ""

@@ -407,7 +407,7 @@ def plan_batches(
 
 
 def _order_windows(
-    order: BatchSampler, windows: list[list[int]], shard_of: NDArray[np.int64] | None
+    order: BatchSampler, windows: list[list[int]], shard_of: Any
 ) -> Iterator[tuple[int, list[int]]]:
     """The batches of an epoch, each with the number of the window that it belongs to."""
     left = np.zeros(0, np.int64)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from colab_utils.diagnosis.simulator import Advice, Simulation, Trace, find_cures
+from colab_utils.diagnosis.simulator import Simulation, Trace, simulate
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import plot_timeline
 from colab_utils.show.html import embed_figure
 
-__all__ = ["Animation", "animate_simulation", "explore_simulation"]
+__all__ = ["animate_simulation", "explore_simulation"]
 
 _CHART_STEPS, _MAX_STEPS, _MAX_BOXES = 25, 1500, 16  # more would be too small to see, and heavy
 
@@ -51,7 +50,7 @@ _SCRIPT = """(() => {
     const draw = () => {
       all("load").forEach((box, n) => show(box, "#0072B2", lanes[n], t, ""));
       const k = show(model, "#E69F00", steps, t, "waits"), done = t < steps.end[k] ? k : k + 1;
-      all("slot").reverse().forEach((box, n) => {
+      all("place").reverse().forEach((box, n) => {
         const batch = order[k + 1 + n], ready = readyAt[batch] <= t;
         fill(box, "#0072B2", ready ? 1 : 0, ready ? batch : "");
       });
@@ -82,21 +81,7 @@ _SCRIPT = """(() => {
 })();"""
 
 
-@dataclass(frozen=True, repr=False)
-class Animation:
-    """A simulation that plays in a notebook's output; ``html`` is all of it, and needs no server and no network."""
-
-    title: str
-    html: str
-
-    def _repr_html_(self) -> str:
-        return self.html
-
-    def __repr__(self) -> str:
-        return self.title
-
-
-def animate_simulation(simulation: Simulation, *, seconds: float | None = None, speed: float = 1.0) -> Animation:
+def animate_simulation(simulation: Simulation, *, seconds: float | None = None, speed: float = 1.0) -> Any:
     """Show a simulation as it happens: workers fill up, batches queue, the model takes them or waits.
 
     The queue shows the next batches in the order in which the model takes them, the next one on the right: a gap
@@ -108,14 +93,20 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
         seconds: how much of it to show; ``None`` shows all. Never more than 1,500 steps.
         speed: simulated seconds in a second.
 
+    Returns:
+        An ``IPython.display.HTML``; its ``data`` is all of it, and needs no server and no network.
+
     Raises:
         ColabUtilsError: ``seconds`` or ``speed`` is not more than 0.
 
     Example:
         >>> from colab_utils.diagnosis.simulator import simulate
-        >>> animate_simulation(simulate(workers=7, load_s=2.0, step_s=0.1))
-        With 7 workers, the model waits 67% of the time
+        >>> animation = animate_simulation(simulate(workers=7, load_s=2.0, step_s=0.1))
+        >>> "With 7 workers, the model waits 67% of the time" in animation.data
+        True
     """
+    from IPython.display import HTML
+
     seconds = simulation.seconds if seconds is None else seconds
     if not (0 < seconds < math.inf and 0 < speed < math.inf):
         raise ColabUtilsError(f"expected seconds and speed to be numbers, more than 0; found {seconds!r}, {speed!r}")
@@ -124,10 +115,10 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
     shown = steps.start_s < shown_s
     waits = 1 - float((np.minimum(steps.end_s[shown], shown_s) - steps.start_s[shown]).sum()) / shown_s
     title = f"With {workers} worker{'s' * (workers != 1)}, the model waits {waits:.0%} of the time"
-    slots = min(workers * simulation.prefetch, _MAX_BOXES)
+    places = min(workers * simulation.prefetch, _MAX_BOXES)
     # in the order in which the model takes them; what it has not taken by the end comes last
     sent = np.concatenate([lane.batch for lane in simulation.loads])
-    order = [*steps.batch.tolist(), *np.setdiff1d(sent, steps.batch).tolist()][: int(shown.sum()) + slots + 1]
+    order = [*steps.batch.tolist(), *np.setdiff1d(sent, steps.batch).tolist()][: int(shown.sum()) + places + 1]
     data = json.dumps({
         "seconds": shown_s, "speed": speed, "order": order,
         "lanes": [_list_spans(lane, shown_s, lane.end_s >= simulation.seconds) for lane in simulation.loads],
@@ -140,14 +131,14 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
     path = "".join(f"M{start:.1f} 0H{end:.1f}V26H{start:.1f}" for start, end in spans)
     loads = min(len(simulation.loads), _MAX_BOXES)
     html = f"""<div class="colab-sim" data-sim="{name}"><style>{_STYLE}</style><p><b>{title}</b></p>
-<div>{'<i class="load"></i>' * loads}→{'<i class="slot"></i>' * slots}→<i class="model"></i></div>
+<div>{'<i class="load"></i>' * loads}→{'<i class="place"></i>' * places}→<i class="model"></i></div>
 <small>Left: {loads} of {max(1, workers)} at work on a batch. Middle: batches that are ready, the next one on the right.
 Right: the model. Below: the model's {shown_s:.3g} s; a gap is waiting.</small>
 <svg viewBox="0 0 960 26" preserveAspectRatio="none"><path class="past" fill="#E69F00" d="{path}"/></svg>
 <div><button class="play" type="button">Play</button>
 <input class="time" type="range" min="0" max="1" step="any" value="1" aria-label="time" style="flex: 1"></div>
 <output class="count"></output><script>{_SCRIPT.replace("NAME", name).replace("DATA", data)}</script></div>"""
-    return Animation(title, html)
+    return HTML(html)
 
 
 def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> dict[str, list[float]]:
@@ -164,7 +155,7 @@ def explore_simulation(
     *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, step_cv: float = 0.0,
     prefetch: int = 2, max_workers: int = 8,
 ) -> Any:  # fmt: skip
-    """Sliders for what `simulate` takes: each redraws the chart and says in a sentence what would end the waiting.
+    """Sliders for what `simulate` takes: each redraws the chart, and says how long the step waits.
 
     Arguments are those of `simulate`, and where the sliders start.
 
@@ -175,17 +166,17 @@ def explore_simulation(
         load_cv: spread of the loading times, standard deviation / mean.
         step_cv: the same for the step; it has no slider.
         prefetch: batches asked for ahead of time for each worker.
-        max_workers: the end of the workers' slider, and the most that is recommended.
+        max_workers: the end of the workers' slider.
 
     Returns:
         An ``ipywidgets.VBox``.
 
     Raises:
-        ColabUtilsError: an argument that no loader could have.
+        ColabUtilsError: a time that is not more than 0.
 
     Example:
         >>> *sliders, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
-        >>> "The step waits 50% of the time; 4 workers or loading a batch in 0.2 s would end it." in view.value
+        >>> "the step worked 50% of the time and waited 50%" in view.value
         True
     """
     import ipywidgets
@@ -205,24 +196,24 @@ def explore_simulation(
         "step_s": make_time_slider(step_s, "a step, seconds"),
         "prefetch": ipywidgets.IntSlider(prefetch, 1, max(prefetch, 8), description="prefetch, a worker"),
     }
-    view = ipywidgets.HTML(_draw_advice(find_cures(
-        workers=workers, load_s=load_s, step_s=step_s, load_cv=load_cv, step_cv=step_cv, prefetch=prefetch,
-        max_workers=max_workers,
-    )))  # fmt: skip
+    view = ipywidgets.HTML()
 
     def redraw(_change: Any) -> None:
         now = {key: slider.value for key, slider in sliders.items()}
-        view.value = _draw_advice(find_cures(**now, step_cv=step_cv, max_workers=max_workers))
+        view.value = _draw_settings(**now, step_cv=step_cv)
 
+    redraw(None)
     for slider in sliders.values():
         slider.style.description_width, slider.layout.width, slider.continuous_update = "14em", "36em", False
         slider.observe(redraw, names="value")
     return ipywidgets.VBox([*sliders.values(), view])
 
 
-def _draw_advice(advice: Advice) -> str:
-    """The sentence, and the chart of the first steps."""
-    figure = plot_timeline(advice.simulation, seconds=float(advice.simulation.steps.start_s[_CHART_STEPS]))
+def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:
+    """The sentence, and the chart of the first steps; simulated for so long that neither start nor chance matters."""
+    seconds = max(500 * max(step_s, load_s / max(1, workers)), 100 * load_s)
+    simulation = simulate(workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, **settings)
+    figure = plot_timeline(simulation, seconds=float(simulation.steps.start_s[_CHART_STEPS]))
     figure.suptitle("")  # the sentence says it
-    picture = embed_figure(figure, alt=str(advice)).replace("<img", '<img style="max-width: 100%"', 1)
-    return f'<p style="font-size: 1.2em; font-weight: bold">{advice}</p>{picture}'
+    picture = embed_figure(figure, alt=str(simulation)).replace("<img", '<img style="max-width: 100%"', 1)
+    return f'<p style="font-size: 1.2em; font-weight: bold">{simulation}</p>{picture}'

@@ -159,14 +159,7 @@ def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figu
     title = f"Training began after {first_s:.1f} s, {last_s - first_s:.1f} s before the last shard was here"
     if last_s < first_s:
         title = "The shards were here before the training began"
-    lanes: list[list[tuple[float, float]]] = []
-    for begin_s, took_s in copied:  # each in the first lane that is free
-        free = next((lane for lane in lanes if sum(lane[-1]) <= begin_s), None)
-        if free is None:
-            lanes.append(free := [])
-        free.append((begin_s, took_s))
-    names = [f"copy {number}" for number in range(1, len(lanes) + 1)] if len(lanes) > 1 else ["copy"]
-    return draw_lanes(title, {**dict(zip(names, lanes, strict=False)), "training": trained})
+    return draw_lanes(title, {"copy": copied, "training": trained})
 
 
 def draw_lanes(

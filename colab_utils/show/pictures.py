@@ -176,9 +176,11 @@ def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Map
         x0, y0, x1, y1 = (float(value) for value in boxes[n])
         axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=2))
         name = names.get(int(labels[n]), f"label {int(labels[n])}")
+        right = x0 > 0.8 * canvas.shape[1]
         axis.text(
-            x0, y0, f"{name} {scores[n]:.2f}" if len(scores) else name, fontsize=10, parse_math=False, clip_on=True,
+            x1 if right else x0, y0, f"{name} {scores[n]:.2f}" if len(scores) else name, fontsize=10, parse_math=False,
             va="top" if y0 < 0.06 * len(canvas) else "bottom",  # above the box, unless it touches the top
+            ha="right" if right else "left",
             color="white" if colour in _DARK else "black",
             bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
         )  # fmt: skip

@@ -79,7 +79,7 @@ def check_receipt_folder(folder: str | Path) -> None:
 
 
 def tabulate_comparison(comparison: Comparison | Mapping[str, Any], *, brief: bool = False) -> Table:
-    """Every figure of every strategy, one row each.
+    """What each strategy reached and what it costs, one row each; ``comparison.json`` holds more.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
@@ -92,25 +92,23 @@ def tabulate_comparison(comparison: Comparison | Mapping[str, Any], *, brief: bo
 
 
 def _tabulate_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    def show(key: str, digits: int = 1) -> float | None:
-        return None if row[key] is None else round(row[key], digits)
+    def show(key: str) -> float | str | None:
+        if row[key] is None:
+            return None
+        return format_bytes(row[key]) if key.endswith("_bytes") else round(row[key], 1)
 
-    rates, ratio = row["repeats_images_per_second"], row["ratio"]
-    sizes = {key: None if row[key] is None else format_bytes(row[key]) for key in row if key.endswith("_bytes")}
+    ratio = row["ratio"]
     return {
         "": name_strategy(row["name"]),
         "images/s": show("images_per_second"),
-        "lowest to highest": f"{min(rates):.1f} to {max(rates):.1f}" if rates else None,
         "times as fast": f"{ratio:.2f} [{row['ratio_low']:.2f}-{row['ratio_high']:.2f}]" if ratio is not None else None,
         "cold images/s": show("cold_images_per_second"),
         "waits": None if row["wait_share"] is None else f"{row['wait_share']:.0%}",
-        "batch ms": show("batch_ms_median", 0),
-        "p95 ms": show("batch_ms_p95", 0),
         "first batch s": show("first_batch_s"),
         "CPU ms per image": show("cpu_ms_per_image"),
-        "RAM": sizes["ram_bytes"],
-        "on Drive": sizes["drive_bytes"],
-        "on SSD": sizes["ssd_bytes"],
+        "RAM": show("ram_bytes"),
+        "on Drive": show("drive_bytes"),
+        "on SSD": show("ssd_bytes"),
         "once, min": show("once_minutes"),
         "each session, min": show("session_minutes"),
         "epoch, min": show("epoch_minutes"),

@@ -1,4 +1,4 @@
-"""The size of each image in the model's input: resized as torchvision's transform does it, padded to few shapes."""
+"""The size of each image in the model's input: resized and padded as torchvision's transform does it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.shards.images import fit_size
 
-__all__ = ["Augment", "Size", "choose_shapes", "choose_sizes", "fit_shape", "list_scales", "resize_all"]
+__all__ = ["Augment", "Size", "choose_sizes", "fit_shape", "list_scales", "resize_all"]
 
 Augment = Literal["none", "flip", "multiscale"]
 """Augmentation by name: nothing; random flips left to right; flips, and each image resized to one of several sizes."""
@@ -20,7 +20,6 @@ Size = tuple[int, int]
 """Height and width in pixels."""
 
 _SMALLEST, _SCALES = 0.6, 11  # 480 to 800 pixels in steps of 32, as in torchvision's references
-_MOST_SHAPES = 3  # for wide images, and as many for tall ones
 
 
 def list_scales(min_size: int) -> tuple[int, ...]:
@@ -75,56 +74,13 @@ def _resize(transform: GeneralizedRCNNTransform, size: Sequence[int], side: floa
     return fit_size(*size, min_size=float(side), max_size=transform.max_size)
 
 
-def fit_shape(sizes: Iterable[Sequence[int]], shapes: Sequence[Size], *, step: int) -> Size:
-    """The shape that a batch of images of these sizes is padded to: the smallest of ``shapes`` that holds all of them,
-    else the largest sides, each rounded up to a multiple of ``step``, as torchvision does it.
+def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
+    """The shape that a batch of images of these sizes is padded to, as torchvision does it: the largest sides, each
+    rounded up to a multiple of ``step``.
 
     Example:
-        >>> fit_shape([(800, 1066), (750, 1000)], [(800, 1088), (800, 1344)], step=32)
-        (800, 1088)
-        >>> fit_shape([(800, 1066), (750, 1000)], [], step=32)
+        >>> fit_shape([(800, 1066), (750, 1000)], step=32)
         (800, 1088)
     """
     height, width = (-(-max(sides) // step) * step for sides in zip(*sizes, strict=True))
-    holding = [shape for shape in shapes if shape[0] >= height and shape[1] >= width]
-    return min(holding, key=lambda shape: shape[0] * shape[1], default=(height, width))
-
-
-def choose_shapes(sizes: NDArray[np.integer], batches: Iterable[Sequence[int]], *, step: int = 32) -> tuple[Size, ...]:
-    """Few padded shapes for all batches of an epoch, so that a GPU's memory is cut into the same pieces in every step.
-
-    The first shapes are the one that holds every wide batch and the one that holds every tall batch. Then the shape
-    that saves most padding is added, up to three of each kind.
-
-    Args:
-        sizes: int [I, 2]: height and width of each image in the model's input, pixels, see `resize_all`.
-        batches: the images of each batch.
-        step: sides are multiples of this.
-
-    Example:
-        >>> sizes = np.array([[800, 1066]] * 6 + [[800, 1333]] * 2 + [[1066, 800]] * 4)
-        >>> choose_shapes(sizes, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]])
-        ((800, 1088), (800, 1344), (1088, 800))
-    """
-    padded = [fit_shape(sizes[[*batch]].tolist(), (), step=step) for batch in batches]
-    wide = [shape for shape in padded if shape[1] >= shape[0]]
-    tall = [shape for shape in padded if shape[1] < shape[0]]
-    return tuple(sorted(shape for shapes in (wide, tall) if shapes for shape in _choose_few(np.array(shapes))))
-
-
-def _choose_few(padded: NDArray[np.int64]) -> list[Size]:
-    """Up to three shapes that hold all batches of one kind with little padding."""
-    own, counts = np.unique(padded, axis=0, return_counts=True)
-    chosen = [own.max(0)]
-    while len(chosen) < _MOST_SHAPES:
-        areas = [_sum_areas(own, counts, [*chosen, shape]) for shape in own]
-        if min(areas) >= _sum_areas(own, counts, chosen):
-            break
-        chosen.append(own[int(np.argmin(areas))])
-    return [(int(height), int(width)) for height, width in chosen]
-
-
-def _sum_areas(shapes: NDArray[np.int64], counts: NDArray[np.int64], chosen: Sequence[NDArray[np.int64]]) -> int:
-    """Pixels of all batches when each is padded to the smallest of the chosen shapes that holds it."""
-    holds = [np.where((shape >= shapes).all(1), shape.prod(), np.iinfo(np.int64).max) for shape in chosen]
-    return int((np.min(holds, axis=0) * counts).sum())
+    return height, width

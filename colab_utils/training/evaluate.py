@@ -185,7 +185,7 @@ def _group_images(model: nn.Module, dataset: ShardDataset | CocoFolder, batch_si
         return
     groups: dict[Size, list[int]] = {}
     for i, size in enumerate(resize_all(dataset.sizes, model.transform, training=False).tolist()):
-        groups.setdefault(fit_shape([size], (), step=model.transform.size_divisible), []).append(i)
+        groups.setdefault(fit_shape([size], step=model.transform.size_divisible), []).append(i)
     for group in groups.values():
         yield from (group[first : first + batch_size] for first in range(0, len(group), batch_size))
 
@@ -283,13 +283,10 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
         drawn = functional.interpolate(mask[None], (max(y1 - y0 + 1, 1), max(x1 - x0 + 1, 1)), mode="bilinear")[0, 0]
         left, top = max(x0, 0), max(y0, 0)
         shown = drawn[top - y0 : max(min(y1 + 1, height) - y0, 0), left - x0 : max(min(x1 + 1, width) - x0, 0)] > 0.5
-        columns = np.pad(shown.numpy().T, ((0, 0), (0, 1))).astype(np.int8)  # a 0 ends each
-        column, row = np.divmod(np.flatnonzero(np.diff(columns.ravel(), prepend=0)), columns.shape[1])
-        edges, counts = np.unique((column + left) * height + row + top, return_counts=True)
-        edges = edges[counts == 1]  # a run that reaches the next column goes on there
-        runs = np.diff(edges, prepend=0, append=height * width).tolist()
-        rles.append({"size": [height, width], "counts": runs if runs[-1] else runs[:-1]})
-    return coco_mask.frPyObjects(rles, height, width) if rles else []
+        canvas = np.zeros((height, width), np.uint8, order="F")
+        canvas[top : top + shown.shape[0], left : left + shown.shape[1]] = shown.numpy()
+        rles.append(coco_mask.encode(canvas))
+    return rles
 
 
 def collect_truth(dataset: ShardDataset | CocoFolder) -> dict[str, Any]:

@@ -40,7 +40,6 @@ def compute_losses(
     batch: PackedBatch,
     *,
     flips: Sequence[bool] | None = None,
-    shapes: Sequence[Size] = (),
 ) -> dict[str, Tensor]:
     """The losses that ``model(images, targets)`` gives in training mode, from a packed batch on the model's device.
 
@@ -56,8 +55,6 @@ def compute_losses(
         model: in training mode, as ``build_mask_rcnn`` or torchvision makes it.
         batch: B images, with or without objects.
         flips: bool [B]: the images to mirror left to right; none by default.
-        shapes: heights and widths to pad to, where one of them holds the batch; by default sides are rounded up as
-            torchvision does it.
 
     Returns:
         ``loss_classifier``, ``loss_box_reg``, ``loss_mask``, ``loss_objectness`` and ``loss_rpn_box_reg``: float32
@@ -83,7 +80,7 @@ def compute_losses(
     flips = [False] * len(batch) if flips is None else flips
     sizes = choose_sizes(model.transform, batch.sizes.tolist())
     layout = _find_layout(next(iter(model.backbone.parameters())))
-    images, targets = make_input(model.transform, batch, sizes, flips=flips, shapes=shapes, layout=layout)
+    images, targets = make_input(model.transform, batch, sizes, flips=flips, layout=layout)
     features = model.backbone(images.tensors)
     if isinstance(features, Tensor):
         features = OrderedDict([("0", features)])
@@ -124,7 +121,6 @@ def make_input(
     sizes: Sequence[Size],
     *,
     flips: Sequence[bool],
-    shapes: Sequence[Size] = (),
     layout: torch.memory_format = torch.contiguous_format,
 ) -> tuple[ImageList, list[dict[str, Tensor]]]:
     """A packed batch as the model's backbone takes it, on the batch's device, with the settings of its transform.
@@ -134,7 +130,6 @@ def make_input(
         batch: B images.
         sizes: height and width that each image is resized to, see `choose_sizes`.
         flips: bool [B]: the images to mirror left to right.
-        shapes: heights and widths to pad to, see `compute_losses`.
         layout: order of memory of the images.
 
     Returns:
@@ -142,7 +137,7 @@ def make_input(
         does it; and for each image ``boxes``, float32 [N, 4] in pixels of the resized image, and ``labels``, int64 [N].
     """
     device = batch.pixels.device
-    shape = fit_shape(sizes, shapes, step=transform.size_divisible)
+    shape = fit_shape(sizes, step=transform.size_divisible)
     padded = torch.zeros((len(batch), 3, *shape), device=device).contiguous(memory_format=layout)
     mean, std = send(np.array([transform.image_mean, transform.image_std], np.float32), device)[..., None, None]
     for row, image, (height, width), flip in zip(padded, batch.split_images(), sizes, flips, strict=True):

@@ -34,7 +34,7 @@ from colab_utils.training.checkpoint import CheckpointFolder
 
 __all__ = [
     "BUILDERS", "GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "assemble_mask_rcnn", "build_mask_rcnn",
-    "check_model_name", "choose_precision", "fold_norms", "keep_boxes_exact", "load_trained_model",
+    "choose_precision", "fold_norms", "keep_boxes_exact", "load_trained_model",
 ]  # fmt: skip
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
@@ -83,7 +83,10 @@ def build_mask_rcnn(
         >>> model.roi_heads.mask_predictor.mask_fcn_logits.out_channels
         3
     """
-    check_model_name(name)
+    if name not in BUILDERS:
+        raise ColabUtilsError(
+            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these."
+        )
     if num_classes < 2:
         raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}")
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
@@ -112,31 +115,13 @@ def assemble_mask_rcnn(name: str, *, num_classes: int, starts_from: str, min_siz
 
     From ``"random"`` weights all layers train, from ``"imagenet"`` or ``"coco"`` the first ones are frozen.
 
-    Raises:
-        ColabUtilsError: Unknown name.
-
     Example:
         >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96).starts_from
         'imagenet'
     """
-    check_model_name(name)
     model = BUILDERS[name](num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size)
     model.starts_from = starts_from
     return model
-
-
-def check_model_name(name: str) -> None:
-    """Refuse a name that is none of ``MODEL_NAMES``.
-
-    Example:
-        >>> check_model_name("yolo")
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected one of the models maskrcnn_resnet50_fpn_v2, ...
-    """
-    if name not in BUILDERS:
-        raise ColabUtilsError(
-            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these."
-        )
 
 
 def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:

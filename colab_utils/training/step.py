@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.training.augment import Size
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, choose_precision, keep_boxes_exact
 
@@ -53,7 +52,6 @@ class TrainingStep:
         model: In training mode it returns a dict of losses.
         device: Where the model is moved to and trained.
         optimizer: Default: SGD with a learning rate of 0.001, safe for any model and batch size.
-        shapes: Heights and widths that packed batches are padded to, see ``compute_losses``.
         ranks: The processes that train together, by ``DistributedDataParallel``. Default: this one alone.
 
     Raises:
@@ -71,9 +69,9 @@ class TrainingStep:
 
     def __init__(
         self, model: nn.Module, device: str | torch.device, *, optimizer: torch.optim.Optimizer | None = None,
-        shapes: Sequence[Size] = (), ranks: Ranks | None = None,
+        ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
-        self.device, self.shapes, self.ranks = torch.device(device), tuple(shapes), ranks or Ranks()
+        self.device, self.ranks = torch.device(device), ranks or Ranks()
         try:
             self.model = model.to(self.device).train()
         except RuntimeError as error:
@@ -146,7 +144,7 @@ class TrainingStep:
                 apart = self.ranks.count > 1 and not (synchronize and is_last)
                 with self._network.no_sync() if apart else nullcontext():  # type: ignore[operator]
                     with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-                        loss = self._network(*given, self.shapes)
+                        loss = self._network(*given)
                     share = min(size, count - first) / (total or count) if count else 0.0
                     # of several processes torch takes the mean of the gradients: the sum is meant
                     self.scaler.scale(loss * share * self.ranks.count).backward()
@@ -199,11 +197,11 @@ class _SummedLosses(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None, shapes: Sequence[Size]) -> Tensor:
+    def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
         if images is None:  # this process has no image of the batch, and the others wait for its gradients
             return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
         if isinstance(images, PackedBatch):
-            losses = compute_losses(self.model, images, flips=flips, shapes=shapes)
+            losses = compute_losses(self.model, images, flips=flips)
         else:
             losses = self.model(images, targets)
         return torch.stack([loss.float() for loss in losses.values()]).sum()

@@ -19,10 +19,9 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
-from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms
 from colab_utils.training import model as models
-from colab_utils.training.augment import Augment, choose_shapes, list_scales, resize_all
+from colab_utils.training.augment import Augment, list_scales, resize_all
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.memory import plan_memory
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer
@@ -303,21 +302,17 @@ def _build_step(
 
 
 def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset, rows: list[int]) -> TrainingPlan:
-    """Batch size and learning rate; on a GPU what makes every batch fit, and the shapes that batches are padded to."""
+    """Batch size and learning rate; on a GPU what makes every batch fit."""
     ranks, number = step.ranks, plan.batch_size
-    sizes, memory = dataset.sizes[rows], None
-    resized = resize_all(sizes, step.model.transform)
+    memory = None
     if step.device.type == "cuda" and plan.augment != "own":
+        resized = resize_all(dataset.sizes[rows], step.model.transform)
         memory = plan_memory(
             step, read=lambda i: dataset.read_packed(rows[i]), sizes=resized, counts=dataset.describe(rows)["counts"],
             batch_size=-(-number // ranks.count) or None,
         )  # fmt: skip
         number = number or min(ranks.gather(memory.batch_size)) * ranks.count
     number = number or 2 * ranks.count
-    if step.device.type == "cuda" and plan.augment in ("none", "flip"):
-        # fewer shapes, chosen for the batches of the first epoch: memory is cut into the same pieces again and again
-        batches = BatchSampler(len(rows), number, plan.seed, sizes=sizes)
-        step.shapes = choose_shapes(resized, filter(len, (batch[ranks.rank :: ranks.count] for batch in batches)))
     return replace(
         plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number), memory=memory,
         starts_from=str(step.model.starts_from),

@@ -1,16 +1,13 @@
 """The simulated DataLoader: a published reference, the exact laws, and the real DataLoader beside it."""
 
 import itertools
-import re
 import time
 
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.diagnose import Diagnosis
-from colab_utils.diagnosis.simulator import find_cures, read_times, simulate
-from colab_utils.diagnosis.timing import Stage
+from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
@@ -190,83 +187,3 @@ def test_real_dataloader_does_as_many_batches(settings):
 def test_more_workers_never_lose_batches():
     runs = [simulate(workers=w, load_s=0.5, step_s=0.1, load_cv=0.4, seconds=60).batches for w in (1, 2, 4, 8)]
     assert all(more > fewer for fewer, more in itertools.pairwise(runs))
-
-
-# --- what would end the waiting
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        # the workers are too few
-        (
-            {"workers": 2, "load_s": 0.39, "step_s": 0.1},
-            r"waits 49%.*; 4 workers or loading a batch in 0\.2\d* s would",
-        ),
-        # without workers, one is enough
-        ({"workers": 0, "load_s": 0.09, "step_s": 0.1}, r"waits 47%.*; 1 worker or loading .* would end it"),
-        # enough workers, but unsteady ones
-        (
-            {"workers": 4, "load_s": 0.36, "step_s": 0.1, "load_cv": 0.5},
-            "5 workers, a prefetch of .* or loading a batch",
-        ),
-        # no number of workers that is allowed helps
-        ({"workers": 2, "load_s": 4.0, "step_s": 0.1}, r"; loading a batch in 0\.2\d* s would end it"),
-        # nothing to cure
-        ({"workers": 2, "load_s": 0.1, "step_s": 0.1}, "waits 0% of the time: it is the limit"),
-    ],
-)
-def test_cures_end_the_waiting(settings, sentence):
-    advice = find_cures(**settings)
-    assert re.search(sentence, str(advice)), str(advice)
-    for cure in advice.cures:
-        change = {}
-        for pattern, name in (("(.*) worker", "workers"), ("prefetch of (.*)", "prefetch"), ("in (.*) s", "load_s")):
-            if match := re.search(pattern, cure):
-                change = {name: 0.97 * float(match[1]) if name == "load_s" else int(match[1])}  # it was rounded
-        assert simulate(**{**settings, **change}, seconds=300).stall_share < 0.07, cure
-
-
-def test_the_range_of_workers_is_the_users():
-    assert "9 workers" in str(find_cures(workers=2, load_s=0.88, step_s=0.1, max_workers=12))
-    assert "workers" not in str(find_cures(workers=2, load_s=0.88, step_s=0.1, max_workers=4))
-
-
-# --- the user's own times
-
-
-def make_diagnosis(*stages):
-    return Diagnosis("", 2.0, 16.0, 0.5, stages, (), "high: 40 batches", 40, "real")
-
-
-def test_measured_times_are_those_of_a_batch():
-    times = read_times(
-        make_diagnosis(
-            Stage("read", 50, 50 + 1.6449 * 30, 1, mean_ms=60),
-            Stage("decode", 12, 12 + 1.6449 * 40, 12, mean_ms=15),
-            Stage("collate and hand-off", 4, 40, 2, mean_ms=5),
-            Stage("pin", 100, 100, 2, mean_ms=100),  # not a worker's time
-            Stage("transfer", 100, 100, 2, mean_ms=100),
-            Stage("wait", 40, 50, 1, mean_ms=44),
-            Stage("step", 25, 25 + 1.6449 * 5, 20, mean_ms=25),
-        ),
-        batch_size=4,
-    )
-    assert times.load_s == pytest.approx(0.32)
-    assert times.load_cv == pytest.approx(50 / 80 / 2, rel=1e-3)  # 30 and 40 ms make 50; four images halve it
-    assert (times.step_s, times.step_cv) == (pytest.approx(0.1), pytest.approx(0.2, rel=1e-3))
-    assert simulate(workers=2, **vars(times)).batches > 100
-    assert "loads a batch in 0.32 s (spread 31%)" in str(times)
-
-
-@pytest.mark.parametrize(
-    ("names", "batch_size", "words"),
-    [
-        (("read", "wait"), 4, r"diagnose\(loader, step\)"),  # no step
-        (("wait", "step"), 4, "load_s"),  # a loader that cannot be taken apart
-        (("read", "step"), 0, "batch_size"),  # no batch
-    ],
-)
-def test_times_that_are_not_there_are_said(names, batch_size, words):
-    with pytest.raises(ColabUtilsError, match=words):
-        read_times(make_diagnosis(*(Stage(name, 10, 11, 1, mean_ms=10) for name in names)), batch_size)

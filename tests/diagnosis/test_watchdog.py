@@ -215,32 +215,6 @@ def test_raise_helps_where_the_loader_does_not_notice_that_its_worker_ended():
     assert len(watched.stalls) == 1  # its own kill is no second one
 
 
-class _Sleepy(Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        time.sleep(60 if index == BAD else 0)
-        return index
-
-
-@pytest.mark.clock
-def test_a_spawned_worker_is_not_seen_but_its_call_is():
-    watched = watch(DataLoader(_Sleepy(), num_workers=1, multiprocessing_context="spawn"), timeout_s=TIMEOUT_S)
-
-    def end_it():
-        while [stall.verdict for stall in watched.stalls][-1:] != ["waiting"]:  # it imports torch first
-            time.sleep(0.1)
-        multiprocessing.active_children()[0].kill()
-
-    thread = threading.Thread(target=end_it, daemon=True)
-    thread.start()
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        list(watched)
-    thread.join()
-    assert re.search(r"worker 0 \(pid \d+\) waits in clock_nanosleep\. What", str(watched.stalls[-1]))
-
-
 class _Stream(IterableDataset):
     def __iter__(self):
         yield 0
@@ -259,15 +233,6 @@ def test_a_wait_for_a_socket_is_no_read_of_a_file():
     here, _there = socket.socketpair()
     with here, _there, pytest.raises(ColabUtilsError, match=r"waits in recvfrom, .*the call needs a timeout"):
         list(watch((here.recv(1) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"))
-
-
-def test_what_cannot_be_seen_is_said(monkeypatch):
-    def vanish(*_):
-        raise LookupError("no such thing any more")
-
-    monkeypatch.setattr(stacks, "_read_progress", vanish)
-    with pytest.raises(ColabUtilsError, match=r"this process cannot be seen \(no such thing any more\)"):
-        list(watch((time.sleep(30) for _ in range(2)), timeout_s=TIMEOUT_S, on_stall="raise"))
 
 
 def test_nothing_of_torch_is_used():
