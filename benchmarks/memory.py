@@ -1,8 +1,8 @@
 """What a training step holds: `python -m benchmarks.memory --images DIR ... --json FILE`.
 
 Forward and backward pass of Mask R-CNN at full size, by torchvision's own path and from packed batches, then with what
-`train` does so that a batch fits, one after the other. On a GPU its allocator says what was held; without one the bytes of
-all tensors are counted, which leaves out what a GPU's libraries need for themselves.
+`train` does so that a batch fits, one after the other. On a GPU its allocator says what was held; without one the bytes
+of all tensors are counted, which leaves out what a GPU's libraries need for themselves.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import colab_utils
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -130,7 +130,7 @@ def _check(repair: str = "", **dataset: Any) -> Any:
 
 def _diagnose(
     images: str = "", annotations: str = "", shards: str = "", step_ms: float = 100, batch_size: int = 4,
-    workers: int | str = "auto", verify: bool = False,
+    workers: int | Literal["auto"] = "auto", verify: bool = False,
 ) -> Any:  # fmt: skip
     from colab_utils.diagnosis.timing import EmulatedStep
 

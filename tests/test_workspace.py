@@ -215,7 +215,7 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "is_on_drive", lambda path: "gdrive" in str(path))
     monkeypatch.setattr(module, "is_colab", lambda: True)
     (tmp_path / "gdrive" / "MyDrive").mkdir(parents=True)
-    with pytest.raises(ColabUtilsError, match="own disk.*on Drive"):
+    with pytest.raises(ColabUtilsError, match=r"own disk.*on Drive"):
         Workspace.open(tmp_path / "d", ssd=tmp_path / "gdrive" / "MyDrive" / "ssd")
     workspace = Workspace.open(tmp_path / "gdrive" / "MyDrive" / "mine", ssd=tmp_path / "s")
     assert workspace.drive.is_dir()
@@ -235,7 +235,7 @@ def test_mistakes_are_named(tmp_path, colab):
         Workspace.open(slow, ssd=ssd, profile="slowly")
     with pytest.raises(ColabUtilsError, match="own disk"):
         Workspace.open(slow, ssd=tmp_path / "x" / ".." / "d")
-    with pytest.raises(ColabUtilsError, match="own disk.*on Drive"):
+    with pytest.raises(ColabUtilsError, match=r"own disk.*on Drive"):
         Workspace.open(ssd=colab.content / "drive" / "MyDrive" / "ssd")
 
 

@@ -406,9 +406,7 @@ def plan_batches(
         yield number, indices
 
 
-def _order_windows(
-    order: BatchSampler, windows: list[list[int]], shard_of: Any
-) -> Iterator[tuple[int, list[int]]]:
+def _order_windows(order: BatchSampler, windows: list[list[int]], shard_of: Any) -> Iterator[tuple[int, list[int]]]:
     """The batches of an epoch, each with the number of the window that it belongs to."""
     left = np.zeros(0, np.int64)
     for place, window in enumerate(windows):
