@@ -95,7 +95,8 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
 
     The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
     which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
-    verdict changes. Samples and Python stacks are seen of workers that are forked while this watches.
+    verdict changes. Samples and Python stacks are seen of workers that are forked while this watches. The file of a
+    sample is named where the dataset has ``find_path(index)``, as ours have.
 
     Args:
         loader: a ``DataLoader``, a loader of `make_loader`, or anything that can be iterated over.
