@@ -204,14 +204,11 @@ def _check_file(images: Path, image: dict[str, Any]) -> tuple[str, str, tuple[in
         return "unsafe file_name", "leaves the image folder", size
     path = images / image["file_name"]
     try:
-        with guard_drive(path):
-            if not path.stat().st_size:
-                return "bad image", "the file is empty", size
-            with Image.open(path) as opened:
-                width, height = opened.size
-                turned = (width, height) == size and opened.getexif().get(_ORIENTATION, 1) > 4
-                if opened.format == "JPEG" and not _ends_as_jpeg(path):
-                    opened.load()  # cut short, unless there is more than a few KB of something else after its end
+        with guard_drive(path), Image.open(path) as opened:
+            width, height = opened.size
+            turned = (width, height) == size and opened.getexif().get(_ORIENTATION, 1) > 4
+            if opened.format == "JPEG" and not _ends_as_jpeg(path):
+                opened.load()  # cut short, unless there is more than a few KB of something else after its end
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return "missing image", f"not in {images}", size
     except ColabUtilsError:

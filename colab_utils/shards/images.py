@@ -90,8 +90,6 @@ def store_image(
     """
     from PIL import Image
 
-    if not data:
-        raise ColabUtilsError("the file is empty")
     try:
         image = Image.open(io.BytesIO(data))
         kind, mode = image.format or "", image.mode

@@ -114,12 +114,8 @@ def plan_shards(
     """
     processes = count_cores() if workers == "auto" else workers
     recipe = {"min_size": min_size, "max_size": max_size}
-    check_settings(
-        **recipe,
-        storage="keep" if storage == "auto" else storage,
-        workers=processes,
-        step_ms=1 if step_ms is None else step_ms,
-    )
+    given = {} if step_ms is None else {"step_ms": step_ms}
+    check_settings(**recipe, storage="keep" if storage == "auto" else storage, workers=processes, **given)
     begun = find_recipe(shards) if shards is not None and storage == "auto" else None
     dataset = open_dataset(images, annotations)
     tried = _try_images(dataset, Path(images), recipe, processes)

@@ -89,16 +89,10 @@ class Sample(NamedTuple):
 class ShardJob(NamedTuple):
     """One shard to write: everything that a process needs, on this machine or another."""
 
-    number: int
+    path: Path  # of the tar
     dataset: CocoDataset
     images: Path
-    folder: Path
     recipe: dict[str, Any]
-
-    @property
-    def path(self) -> Path:
-        """Of the tar."""
-        return self.folder / f"shard-{self.number:06d}.tar"
 
 
 class ShardResult(NamedTuple):
@@ -167,7 +161,8 @@ def write_shards(
             recipe = _call(folder, _begin_folder, folder, images, dataset, recipe)
             count = recipe["images_per_shard"]
             parts = [dataset.subset(i, min(i + count, len(dataset))) for i in range(0, len(dataset), count)]
-            jobs = [ShardJob(n, part, images.absolute(), folder.absolute(), recipe) for n, part in enumerate(parts)]
+            paths = [folder.absolute() / f"shard-{number:06d}.tar" for number in range(len(parts))]
+            jobs = [ShardJob(path, part, images.absolute(), recipe) for path, part in zip(paths, parts, strict=True)]
             with explain_write(folder):
                 results = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
             index = ShardIndex(
@@ -448,14 +443,14 @@ def _write_shard(job: ShardJob) -> ShardResult:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
-    found = _call(job.folder, _find_shard, job)
+    found = _call(job.path.parent, _find_shard, job)
     if found is not None:
         _count(len(job.dataset))
         return found
     tar, arrays, head = _build_shard(job)
     if head["images"]:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
-        _call(job.folder, write_file, job.path.with_suffix(".arrays"), arrays)
-        _call(job.folder, write_file, job.path, *tar)
+        _call(job.path.parent, write_file, job.path.with_suffix(".arrays"), arrays)
+        _call(job.path.parent, write_file, job.path, *tar)
     return _make_result(head, arrays)
 
 

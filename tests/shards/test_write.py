@@ -298,7 +298,7 @@ def test_a_worker_ended_by_the_system(tiny_dataset, undisturbed, folder, monkeyp
 BAD_FILES = [
     (lambda path: path.unlink(), "the file is missing"),
     (lambda path: (path.unlink(), path.mkdir()), "the file is missing"),
-    (lambda path: path.write_bytes(b""), "the file is empty"),
+    (lambda path: path.write_bytes(b""), "not an image"),
     (lambda path: path.write_bytes(b"hello"), "not an image"),
     (lambda path: path.write_bytes(path.read_bytes()[:-40]), "not a complete image"),
     (lambda path: Image.new("RGB", (5, 5)).save(path), "the annotations say 160 x 128 pixels, the file has 5 x 5"),
@@ -411,7 +411,7 @@ def test_more_than_max_bad_stops(hundred, folder, tmp_path, bad, max_bad, stops,
         return
     with pytest.raises(ColabUtilsError, match=rf"at most {int(max_bad * 101)} bad images of 100") as error:
         run(data, folder, max_bad=max_bad, workers=workers)
-    assert ".png: the file is empty" in str(error.value)
+    assert ".png: not an image" in str(error.value)
     assert not (folder / "index.json").exists()
     for i in range(50, 50 + bad):  # repaired, the same call goes through
         shutil.copy(hundred / f"{i}.png", images)
