@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             from colab_utils.loading.workers import explain_death
 
-            return _fail(str(explain_death(str(error))))
+            return _fail(explain_death(str(error)))
 
 
 def _finish(report: Any, command: str, target: str) -> int:

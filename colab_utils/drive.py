@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -112,11 +113,9 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         if error.errno != errno.ENOTCONN and not refused:
             raise
         why = " or refuses (its quota, or too many files in one folder)" if refused else ""
-        cure = (
-            "remount it with drive.mount('/content/drive', force_remount=True), or restart the session; then run again"
-        )
         raise DriveLostError(
-            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): {cure}"
+            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): remount it with "
+            "drive.mount('/content/drive', force_remount=True), or restart the session; then run again"
         ) from error
 
 
@@ -160,9 +159,6 @@ class Retries:
     def __reduce__(self) -> tuple[type[Retries], tuple[()]]:
         return Retries, ()  # another process counts its own
 
-    def __str__(self) -> str:
-        return describe_retries(self.count)
-
 
 def describe_retries(count: int, before: str = "") -> str:
     """How often Drive failed, with ``before`` in front; nothing where it did not.
@@ -188,11 +184,7 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
         True
     """
     started = perf_counter()
-
-    def read() -> bytes:
-        with guard_drive(path), open(path, "rb") as file:
-            return file.read()
-
+    read = guard_drive(path)(Path(path).read_bytes)
     content = retries.run(read) if retries else read()
     _wait(profile, True, len(content), started)
     return content
@@ -205,7 +197,7 @@ def drop_cached(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class DriveFile:
+class DriveFile(io.IOBase):
     """A file read in pieces, no faster than ``profile`` allows; Linux only.
 
     Opening waits ``open_s``, which covers the first read; each later read that does not start where the last one ended
@@ -260,19 +252,11 @@ class DriveFile:
         while self._descriptors:
             with suppress(OSError):  # of a mount that was lost; the descriptor is gone all the same
                 os.close(self._descriptors.pop())
+        super().close()
 
     def _open(self) -> None:
         with guard_drive(self.path):
             self._descriptors.append(os.open(self.path, os.O_RDONLY))
-
-    def __enter__(self) -> DriveFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()  # os.open has no owner that would do it
 
 
 def _wait(profile: DriveProfile | None, opens: bool, count: int, started: float) -> None:

@@ -97,8 +97,6 @@ class Machine:
     cores: int
     """Those that this process may use."""
     ram_bytes: int
-    shm_bytes: int
-    """Size of ``/dev/shm``, the memory that processes share."""
     disk_free_bytes: int
     gpu: str | None
     """Name and memory."""
@@ -132,7 +130,6 @@ def describe_machine(folder: str | Path = ".") -> Machine:
         cpu=next((line.partition(": ")[2] for line in cpu_lines if line.startswith("model name")), platform.machine()),
         cores=count_cores(),
         ram_bytes=psutil.virtual_memory().total,
-        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         disk_free_bytes=shutil.disk_usage(folder).free,
         gpu=gpu,
         python=platform.python_version(),

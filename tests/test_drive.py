@@ -17,6 +17,7 @@ from colab_utils.drive import (
     DriveLostError,
     DriveProfile,
     Retries,
+    describe_retries,
     get_profile,
     is_on_drive,
     read_file,
@@ -142,7 +143,7 @@ def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
             file.pread(1, 0)
     assert isinstance(caught.value, ColabUtilsError)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr("builtins.open", vanish)
+    monkeypatch.setattr(Path, "read_bytes", vanish)
     with pytest.raises(DriveLostError, match="disconnected"):
         read_file(photo)
 
@@ -158,7 +159,7 @@ def test_a_broken_disk_is_not_a_lost_drive(photo, monkeypatch, clock):
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(OSError, match="Input/output error"):
             file.pread(1, 0)
-    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(OSError, match="Input/output error"):
         read_file(photo, None, retries)
     assert retries.count == 0
@@ -268,7 +269,7 @@ class TestRetries:
         retries = Retries()
         with pytest.raises(FileNotFoundError):
             retries.run(lambda: read_file("no/such/file"))
-        assert (retries.count, str(retries)) == (0, "")
+        assert (retries.count, describe_retries(retries.count)) == (0, "")
 
     def test_stopped_they_wait_for_nothing(self, photo):
         retries = Retries()

@@ -243,10 +243,7 @@ class Arrival:
         """Remove a shard from the disk; never the only one left."""
         files = self.index.shards[number].files()
 
-        def look() -> bool:
-            with guard_drive(self.source):
-                return all(has_size(self.source / name, size) for name, size, _ in files)
-
+        look = guard_drive(self.source)(lambda: all(has_size(self.source / name, size) for name, size, _ in files))
         if not self.retries.run(look):
             raise ColabUtilsError(
                 f"expected {files[0][0]} in {self.source}, found none of its size: that in {self.target} is the last "
@@ -339,7 +336,8 @@ class ArrivingShards(ShardDataset):
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; None in other processes.
+        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``, and ``stop()``; None in other
+            processes.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.
@@ -373,11 +371,6 @@ class ArrivingShards(ShardDataset):
         files = _ArrivingFiles(source, target, rolls=arrival.rolls)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
         self.arrival = arrival
-
-    def stop(self) -> None:
-        """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards` continues there."""
-        if self.arrival is not None:
-            self.arrival.stop()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "arrival": None}  # the copy stays in the process that began it

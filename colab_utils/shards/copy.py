@@ -152,7 +152,7 @@ class Copying:
                     done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                     for future in done:
                         future.result()
-                    bar.set_postfix_str(str(self.retries), refresh=False)
+                    bar.set_postfix_str(describe_retries(self.retries.count), refresh=False)
                     while not self._progress.empty():
                         bar.update(self._progress.get())
             finally:
