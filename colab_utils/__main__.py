@@ -42,12 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         except OSError as error:
             return _fail(f"expected to read and write files, found: {error}. Check the disk, or mount Drive again.")
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):  # torch says so wherever the program is
-                raise
-            from colab_utils.loading.workers import explain_death
-
-            return _fail(explain_death(str(error)))
 
 
 def _finish(report: Any, command: str, target: str) -> int:

@@ -181,16 +181,16 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
         cached = time_batches([*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
         slower = max(1.0, fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9))
         ceiling = slower * now.images / sum(now.step_s)
-    times = time_stages(loader, kept[max(kept)], images=size, seconds=0.25 * seconds)
+    of_sample, of_batch, indices = time_stages(loader, kept[max(kept)], images=size, seconds=0.25 * seconds)
     kept.clear()
     fixes, waits = [], step is None or ceiling >= _FINE_HEADSPACE * rate
     if waits and isinstance(loader, Loader | DataLoader):
-        indices = times.indices[: _VERIFIED if verify else _SAMPLED]
-        situation = Situation(loader, step, now, cached, times.sample, indices, seconds, verify, began_s)
+        indices = indices[: _VERIFIED if verify else _SAMPLED]
+        situation = Situation(loader, step, now, cached, of_sample, indices, seconds, verify, began_s)
         fixes = find_fixes(situation, **sizes)
-    stages = [*times.sample.values(), *times.batch]
-    if isinstance(loader, Loader) and times.sample and waits:
-        stages.append(_estimate_handoff(now, times.sample, count_workers(loader)))
+    stages = [*of_sample.values(), *of_batch]
+    if isinstance(loader, Loader) and of_sample and waits:
+        stages.append(_estimate_handoff(now, of_sample, count_workers(loader)))
     stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
@@ -225,7 +225,7 @@ def describe_verdict(
     rates = f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, {head}"
     if ceiling / rate < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."
-    best = max((fix for fix in fixes if fix.id != "faster_step"), key=lambda fix: fix.images_per_second, default=None)
+    best = max(fixes, key=lambda fix: fix.images_per_second, default=None)
     cure = ""
     if best and best.images_per_second > 1.05 * rate:
         tried = "measured" if best.measured_images_per_second else "forecast"

@@ -54,7 +54,6 @@ class DriveHealth:
     bytes: int = 0
     """Files times the sample's mean where no index gives them."""
     sharded: bool = False
-    sampled_files: int = 0
     open_ms_median: float | None = None
     """Milliseconds to a file's first bytes, of files read for the first time."""
     open_ms_p95: float | None = None
@@ -247,7 +246,7 @@ class _Visit:
         _, byte_s = _fit([read for read in cold if read.rest_bytes >= _LONG_BYTES or not mounted])
         opens_ms = [read.open_s * 1000 for read in cold]
         return {
-            "bytes": size, "sampled_files": len(cold), "epoch_s": first_s,
+            "bytes": size, "epoch_s": first_s,
             "open_ms_median": float(np.median(opens_ms)), "open_ms_p95": float(np.percentile(opens_ms, 95)),
             "cold_mb_per_s": 1e-6 / byte_s if byte_s else None,
             "later_epoch_s": later_s if size < (free or 0) else first_s,

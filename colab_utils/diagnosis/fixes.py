@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
@@ -23,7 +21,7 @@ from colab_utils.drive import is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.runtime import count_cores, find_free_memory, format_bytes, quiet_fork
+from colab_utils.runtime import count_cores, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
 from colab_utils.shards.write import write_shards
@@ -38,15 +36,11 @@ FIXES = {  # the name of each fix, and what it is
     "local_files": ("image files on the local SSD", "Copy the files"),
     "workers": ("more workers", "Use more workers"),
     "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
-    "in_memory": ("samples in memory", "Keep every sample from the first epoch on, its random transforms frozen"),
-    "faster_step": ("a step twice as fast", "Half precision (AMP) or a smaller input, where they halve the step"),
 }
 
 _SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
 _EPOCHS = 50  # of a sample in one: where an epoch ends, workers run dry
 _MANY = 1_000_000
-_KEPT = 8  # samples in memory
-_MEMORY_SHARE = 0.5  # of what is free
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
 _TRIAL_BATCHES = 20  # or as many as three times its share of the seconds allow
@@ -109,16 +103,14 @@ class Situation:
         """Batches ahead for each worker."""
         return getattr(self.loader, "prefetch", None) or getattr(self.loader, "prefetch_factor", None) or 2
 
-    def make_placeholder(self, faster: float) -> EmulatedStep | None:
-        """A step as long and as busy as yours on batches that lie ready, so many times faster: trials train nothing."""
-        if self.step is None:
-            return None
-        own, wall_s = self.step, sum(self.cached.step_s)
-        if not isinstance(own, EmulatedStep):
-            # on a GPU, a thread of its own launches the backward pass
-            cpu_s = self.cached.cpu_s if torch.cuda.is_initialized() else self.cached.step_cpu_s
-            own = EmulatedStep(1000 * wall_s / len(self.cached.step_s), min(max(cpu_s / wall_s, _LEAST_BUSY), 1.0))
-        return EmulatedStep(own.step_ms / faster, own.busy)
+    def make_placeholder(self) -> EmulatedStep | None:
+        """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
+        if self.step is None or isinstance(self.step, EmulatedStep):
+            return self.step
+        wall_s = sum(self.cached.step_s)
+        # on a GPU, a thread of its own launches the backward pass
+        cpu_s = self.cached.cpu_s if torch.cuda.is_initialized() else self.cached.step_cpu_s
+        return EmulatedStep(1000 * wall_s / len(self.cached.step_s), min(max(cpu_s / wall_s, _LEAST_BUSY), 1.0))
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:
         """How many workers to try where one takes so long for an image: the fewest, more than now, that keep the step
@@ -171,14 +163,12 @@ def open_like(
         getattr(rebuilt, "close", int)()
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """How to try one fix: ``options`` are those of `open_like`."""
 
     sentence: str
     options: dict[str, Any]
     name: str = ""
-    faster: float = 1.0
 
 
 def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
@@ -200,11 +190,8 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
             plan = make_plan()
-            step = now.make_placeholder(plan.faster)
-            rate = _time(now, plan, step, share=_TRIAL_SHARE, least=_TRIAL_BATCHES)
-            measured = None
-            if now.verify and (plan.faster == 1 or isinstance(now.step, EmulatedStep)):  # yours cannot be made faster
-                measured = _time(now, plan, step if plan.faster != 1 else now.step, share=_VERIFY_SHARE)
+            rate = _time(now, plan, now.make_placeholder(), share=_TRIAL_SHARE, least=_TRIAL_BATCHES)
+            measured = _time(now, plan, now.step, share=_VERIFY_SHARE) if now.verify else None
             gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.now.images_per_second else "wins nothing"
             return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}.")
         except Exception as error:  # what was found out so far is worth more
@@ -220,33 +207,18 @@ def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share
 
 
 def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:
-    """What any loader and step can have: more workers, more batches ahead, samples kept in memory, a faster step."""
-    plans, ahead = {"workers": partial(_plan_workers, now)}, 2 * now.prefetch
+    """What any loader can have: more workers, more batches ahead."""
+    plans: dict[str, Callable[[], _Plan]] = {"workers": partial(_plan_workers, now)}
     if count_workers(now.loader):
-        said = f"Keep {ahead} batches ahead for each worker, not {now.prefetch}"
-        plans["prefetch"] = partial(_Plan, said, {"prefetch": ahead})
-    if isinstance(now.loader, DataLoader) and now.stages:
-        plans["in_memory"] = partial(_plan_memory, now)
-    if now.step:
-        plans["faster_step"] = partial(_Plan, FIXES["faster_step"][1], {}, faster=2)
-    return {**plans}
+        said = f"Keep {2 * now.prefetch} batches ahead for each worker, not {now.prefetch}"
+        plans["prefetch"] = partial(_Plan, said, {"prefetch": 2 * now.prefetch})
+    return plans
 
 
 def _plan_workers(now: Situation) -> _Plan:
     workers = count_workers(now.loader)
     count = now.choose_workers(now.now.find_load_ms(workers), now.now.cpu_ms_per_image)
     return _Plan(f"Use workers={count}, not {workers}", {"workers": count})
-
-
-def _plan_memory(now: Situation) -> _Plan:
-    dataset = copy.copy(now.loader.dataset)  # a file that it opens now is not open in the workers of the training
-    kept = [dataset[index] for index in now.indices[:_KEPT]]
-    each = sum(len(pickle.dumps(sample)) for sample in kept) / len(kept)
-    needed, free = each * len(dataset) * max(1, count_workers(now.loader)), find_free_memory()
-    has = f"it needs {format_bytes(needed)} of memory in all workers, {format_bytes(free)} are free"
-    if needed > _MEMORY_SHARE * free:
-        raise ColabUtilsError(has)
-    return _Plan(f"{FIXES['in_memory'][1]} ({has})", {"dataset": kept})
 
 
 def _plan_data(now: Situation, folder: Path, sizes: tuple[int, int]) -> dict[str, Callable[[], _Plan]]:
@@ -290,7 +262,7 @@ def _plan_shards(now: Situation, folder: Path, id: str, sizes: tuple[int, int] |
 def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
     plan, cpu_ms = make_plan(), sum(stage.cpu_ms for stage in now.stages.values())
     workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
-    return replace(plan, name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
+    return plan._replace(name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
 
 
 def _plan_files(now: Situation, folder: Path) -> _Plan:

@@ -1,4 +1,4 @@
-"""What a loader uses up while it runs: memory of every worker, /dev/shm, open files; and when memory will be full."""
+"""What a loader uses up while it runs: memory of every worker and /dev/shm; and when memory will be full."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class Reading(NamedTuple):
     shm_bytes: int
     main_bytes: int
     worker_bytes: tuple[int, ...]
-    open_files: int
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,12 @@ class Resources:
     shm_used_mb: float
     """At most."""
     shm_total_mb: float
-    open_files: int
-    """Of the process that had most."""
-    open_files_limit: int
 
     def __str__(self) -> str:
         workers = f", workers {' + '.join(f'{mb:,.0f}' for mb in self.worker_mb)} MB" if self.worker_mb else ""
         used = f"memory (PSS): this process {self.main_mb:,.0f} MB{workers}; {format_bytes(self.free_mb * 1e6)} free"
         shm = f"/dev/shm: {self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB"
-        return "\n".join([used, f"{shm}; open files: {self.open_files:,} of {self.open_files_limit:,}", *self.dangers])
+        return "\n".join([used, shm, *self.dangers])
 
     @property
     def dangers(self) -> tuple[str, ...]:
@@ -76,11 +72,6 @@ class Resources:
             found.append(
                 f"/dev/shm is nearly full: {self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB. Use fewer workers, "
                 "a smaller prefetch_factor, or make_loader, which does not need it."
-            )
-        if self.open_files > _NEARLY_FULL * self.open_files_limit:
-            found.append(
-                f"A process has {self.open_files:,} files open, of {self.open_files_limit:,} at most. Use "
-                'torch.multiprocessing.set_sharing_strategy("file_system"), or make_loader.'
             )
         return tuple(found)
 
@@ -104,10 +95,10 @@ def watch_resources(count_batches: Callable[[], int]) -> Iterator[list[Reading]]
         due_s = 0.0
         while not (readings and ended.wait(_INTERVAL_S)):
             if (began_s := perf_counter()) >= due_s:
-                used = _look_into_processes()
+                memory = _measure_processes()
                 due_s = perf_counter() + min((perf_counter() - began_s) / _LOOKING_SHARE, _LOOKING_S)
             shm = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
-            readings.append(Reading(count_batches(), find_free_memory(), shm, *used))
+            readings.append(Reading(count_batches(), find_free_memory(), shm, memory[0], memory[1:]))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -120,8 +111,6 @@ def watch_resources(count_batches: Callable[[], int]) -> Iterator[list[Reading]]
 
 def summarise_readings(readings: Sequence[Reading]) -> Resources:
     """The last state, the most that was used, and the slope of memory over batches where it is sure."""
-    import resource
-
     # workers may have ended since
     last = max(readings, key=lambda reading: (len(reading.worker_bytes), reading.batches))
     running = [reading for reading in readings if reading.batches < readings[-1].batches]  # later, workers end
@@ -134,8 +123,6 @@ def summarise_readings(readings: Sequence[Reading]) -> Resources:
         free_mb=free / 1e6,
         shm_used_mb=max(reading.shm_bytes for reading in readings) / 1e6,
         shm_total_mb=shutil.disk_usage("/dev/shm").total / 1e6 if os.path.isdir("/dev/shm") else 0,
-        open_files=max(reading.open_files for reading in readings),
-        open_files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
 
 
@@ -164,19 +151,16 @@ def measure_memory() -> int:
         >>> measure_memory() > 1_000_000
         True
     """
-    main, workers, _ = _look_into_processes()
-    return main + sum(workers)
+    return sum(_measure_processes())
 
 
-def _look_into_processes() -> tuple[int, tuple[int, ...], int]:
-    """PSS of this process and of each child, and the most open files of one; nothing of those that cannot be read."""
-    used, files = [], [0]
-    main = psutil.Process()
+def _measure_processes() -> tuple[int, ...]:
+    """PSS of this process, and of each child that can be read."""
+    main, used = psutil.Process(), list[int]()
     for process in (main, *main.children(recursive=True)):
         try:
             info = process.memory_full_info()
             used.append(int(getattr(info, "pss", 0) or info.uss))
-            files.append(process.num_fds())
         except psutil.Error:  # it has ended, or is another user's
             used += [0] * (process is main)
-    return used[0], tuple(used[1:]), max(files)
+    return tuple(used)

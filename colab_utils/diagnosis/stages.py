@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from itertools import repeat
 from typing import Any
 
@@ -19,27 +19,22 @@ from colab_utils.diagnosis.timing import Stage, make_stage, time_batches, time_c
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 
-__all__ = ["StageTimes", "find_tensors", "time_dataset_stages", "time_stages"]
+__all__ = ["find_tensors", "time_dataset_stages", "time_stages"]
 
 _IMAGES = 64  # that are timed at most
 _HANDED_BATCHES = 40
 _TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of torchvision's datasets
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """The stages of a loader; empty where it does not let itself be taken apart."""
+def time_stages(
+    loader: Any, batch: Any, *, images: int, seconds: float
+) -> tuple[dict[str, Stage], list[Stage], list[int]]:
+    """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many ``images``.
 
-    sample: dict[str, Stage]
-    """Of an image's way to a sample, by name."""
-    batch: tuple[Stage, ...]
-    """Of a whole batch."""
-    indices: tuple[int, ...]
-    """Of the images that were timed."""
-
-
-def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> StageTimes:
-    """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many ``images``."""
+    Returns:
+        The stages of an image's way to a sample, by name; those of a whole batch; and the indices of the images that
+        were timed. All are empty where the loader does not let itself be taken apart.
+    """
     dataset: Any = getattr(loader, "dataset", None)
     stages, indices, samples = dict[str, Stage](), list[int](), list[Any]()
     if hasattr(dataset, "__len__"):
@@ -53,7 +48,7 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Stag
     if isinstance(loader, DataLoader) and stages:
         samples = [dataset[index] for index in indices[:images]]
     of_batch = time_batch_stages(loader, batch, samples, images=images, seconds=0.5 * seconds)
-    return StageTimes(stages, tuple(of_batch), tuple(indices) if stages else ())
+    return stages, of_batch, indices if stages else []
 
 
 def time_dataset_stages(dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float) -> dict[str, Stage]:

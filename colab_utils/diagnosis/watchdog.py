@@ -11,13 +11,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
 from time import monotonic, sleep
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, read_ending
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
-from colab_utils.runtime import quiet_fork
+from colab_utils.runtime import quiet_fork, require_linux
 
 __all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "find_file", "watch"]
 
@@ -41,13 +41,6 @@ _FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
     "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
     "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
 }
-
-
-class _Wait(NamedTuple):
-    """Since when, and by which thread, a batch is waited for."""
-
-    since_s: float
-    thread: int
 
 
 class _StallInterrupt(BaseException):
@@ -93,7 +86,8 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
 
     The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
     which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
-    verdict changes. Samples and Python stacks are seen of workers that are forked while this watches.
+    verdict changes. Samples and Python stacks are seen of workers that are forked while this watches. The file of a
+    sample is named where the dataset has ``find_path(index)``, as ours have.
 
     Args:
         loader: a ``DataLoader``, a loader of `make_loader`, or anything that can be iterated over.
@@ -111,6 +105,7 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         >>> list(watched), len(watched), watched.stalls
         ([1, 2, 3], 3, [])
     """
+    require_linux("watch a loader")
     if on_stall not in get_args(OnStall):
         raise ColabUtilsError(f"expected on_stall as one of {', '.join(get_args(OnStall))}, found {on_stall!r}")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
@@ -160,7 +155,8 @@ class _Pass:
         self._ours = isinstance(loader, Loader)
         self._batches: Any = None
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._wait: _Wait | None = None
+        self._thread = threading.get_ident()  # which waits for the batches
+        self._asked_s: float | None = None  # since when it waits
         self._given_up: tuple[WorkerJob, Stall] | None = None
         self._can_interrupt = self._interrupted = False
 
@@ -183,7 +179,7 @@ class _Pass:
     def _fetch(self) -> Any:
         """The next batch; after a worker ended, start again if that is asked for."""
         for tries in range(_MAX_TRIES + 1):
-            wait = self._wait = _Wait(monotonic(), threading.get_ident())
+            asked_s = self._asked_s = monotonic()
             cause = None
             try:
                 try:
@@ -199,7 +195,7 @@ class _Pass:
                 if not self._given_up:
                     if not (dead := self._find_dead(error)):
                         raise
-                    stall = self._explain_ending(dead[0], wait, dead[1])
+                    stall = self._explain_ending(dead[0], asked_s, dead[1])
                     self._given_up = dead[0], stall
                     self._report(stall, gives_up=True)
                 cause = error
@@ -213,7 +209,7 @@ class _Pass:
 
     def _stop_waiting(self) -> None:
         with self._lock:  # not while a worker is being given up for this very batch
-            self._wait = None
+            self._asked_s = None
         while self._interrupted:  # the signal is on its way
             sleep(_TICK_S)
 
@@ -232,17 +228,17 @@ class _Pass:
         last, due_s = None, 0.0
         told = set[str]()
         while not self._over.wait(_TICK_S):
-            wait = self._wait
-            if wait is not last:
-                last, due_s = wait, self._watched.timeout_s
+            asked_s = self._asked_s
+            if asked_s != last:
+                last, due_s = asked_s, self._watched.timeout_s
                 told.clear()
-            if wait is None or monotonic() - wait.since_s < due_s - min(_LOOK_S, due_s / 2):
+            if asked_s is None or monotonic() - asked_s < due_s - min(_LOOK_S, due_s / 2):
                 continue
             try:
-                blamed, stall = self._look(wait)
+                blamed, stall = self._look(asked_s)
             except (OSError, LookupError):  # what is looked at has gone away: look again
                 continue
-            if self._wait is not wait:
+            if self._asked_s != asked_s:
                 continue
             due_s = stall.waited_s + min(30, max(1, stall.waited_s - self._watched.timeout_s))
             gives_up = self._gives_up(stall)
@@ -250,27 +246,25 @@ class _Pass:
                 told.add(stall.verdict)
                 self._report(stall, gives_up=gives_up)
             if gives_up:
-                self._end(wait, blamed, stall)
+                self._end(asked_s, blamed, stall)
 
-    def _look(self, wait: _Wait) -> tuple[WorkerJob, Stall]:
+    def _look(self, asked_s: float) -> tuple[WorkerJob, Stall]:
         """Observe for half a second who the batch is waited for."""
         blamed = self._find_blamed()
         if ending := read_ending(blamed.pid):
-            return blamed, self._explain_ending(blamed, wait, ending)
+            return blamed, self._explain_ending(blamed, asked_s, ending)
         here = blamed.pid == os.getpid()
         verdict: Verdict
 
         def inspect() -> Activity:
-            return self._monitor.inspect_thread(wait.thread) if here else self._monitor.inspect_worker(blamed.pid)
+            return self._monitor.inspect_thread(self._thread) if here else self._monitor.inspect_worker(blamed.pid)
 
         before, until_s = inspect(), monotonic() + _LOOK_S
-        while self._wait is wait and monotonic() < until_s:
+        while self._asked_s == asked_s and monotonic() < until_s:
             sleep(_TICK_S)
         seen = inspect()
-        if seen.cpu_ticks - before.cpu_ticks > 2 or (seen.bytes_read, seen.sample) != (
-            before.bytes_read,
-            before.sample,
-        ):
+        moves = (seen.bytes_read, seen.sample) != (before.bytes_read, before.sample)
+        if moves or seen.cpu_ticks - before.cpu_ticks > 2:
             verdict = "slow"
         elif seen.idle:
             verdict = "lost"
@@ -278,7 +272,7 @@ class _Pass:
             verdict = "lock"
         else:
             verdict = "read" if seen.path.startswith("/") else "waiting"
-        return blamed, self._make_stall(verdict, wait, blamed, seen)
+        return blamed, self._make_stall(verdict, asked_s, blamed, seen)
 
     def _find_blamed(self) -> WorkerJob:
         """Who has had the oldest batch; else who has been longest at a sample, else who is not idle, of the workers."""
@@ -303,16 +297,16 @@ class _Pass:
                 return WorkerJob(place, pid), ending if "signal" in ending else said
         return None
 
-    def _explain_ending(self, blamed: WorkerJob, wait: _Wait, ending: str) -> Stall:
+    def _explain_ending(self, blamed: WorkerJob, asked_s: float, ending: str) -> Stall:
         death, _, cure = explain_death(ending).partition("). ")
         sample = self._monitor.find_sample(blamed.pid)
-        return self._make_stall("dead", wait, blamed, Activity(call=death.rpartition("(")[2], sample=sample), cure)
+        return self._make_stall("dead", asked_s, blamed, Activity(call=death.rpartition("(")[2], sample=sample), cure)
 
-    def _make_stall(self, verdict: Verdict, wait: _Wait, blamed: WorkerJob, seen: Activity, cure: str = "") -> Stall:
+    def _make_stall(self, verdict: Verdict, asked_s: float, blamed: WorkerJob, seen: Activity, cure: str = "") -> Stall:
         file = seen.path if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(
-            verdict, monotonic() - wait.since_s, blamed.worker, blamed.pid, seen.sample, blamed.indices, file,
-            seen.call, seen.stack, cure or _FINDINGS[verdict][1],
+            verdict, monotonic() - asked_s, blamed.worker, blamed.pid, seen.sample, blamed.indices, file, seen.call,
+            seen.stack, cure or _FINDINGS[verdict][1],
         )  # fmt: skip
 
     def _gives_up(self, stall: Stall) -> bool:
@@ -321,10 +315,10 @@ class _Pass:
         slow = stall.verdict == "slow" and stall.waited_s < _PATIENCE * self._watched.timeout_s
         return stall.worker is not None and not slow
 
-    def _end(self, wait: _Wait, blamed: WorkerJob, stall: Stall) -> None:
+    def _end(self, asked_s: float, blamed: WorkerJob, stall: Stall) -> None:
         """End the worker, which the loader notices; or, where that is not to be or did not help, the waiting."""
         with self._lock:
-            if self._wait is not wait:
+            if self._asked_s != asked_s:
                 return
             known = blamed.number is not None or blamed.pid in self._monitor.list_samples()
             first, self._given_up = self._given_up is None, self._given_up or (blamed, stall)
@@ -333,7 +327,7 @@ class _Pass:
                     os.kill(blamed.pid, signal.SIGKILL)
             elif self._can_interrupt:
                 self._interrupted = True
-                signal.pthread_kill(wait.thread, _INTERRUPT)
+                signal.pthread_kill(self._thread, _INTERRUPT)
 
     def _interrupt(self, *_: Any) -> None:
         self._interrupted = False

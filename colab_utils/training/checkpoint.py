@@ -128,12 +128,10 @@ class CheckpointFolder:
                     data, path = path.read_bytes(), self.run / path.name
                     self._write(path, data, which, patiently=True)
                 return {**state, "path": str(path)}
-            done = "is not read"
+            text = f"{path} is torn ({damage}): the one before it is taken"
             if mend:
-                aside = _find_free_name(f"{path}.torn-")
-                os.replace(path, aside)
-                done = f"was renamed to {aside.name}"
-            text = f"{path} is torn ({damage}): it {done}, and the one before it is taken"
+                os.replace(path, aside := _find_free_name(f"{path}.torn-"))
+                text += f", and this one was renamed to {aside.name}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
 

@@ -113,11 +113,10 @@ def evaluate(
     _check_classes(model, dataset)
     truth = collect_truth(dataset)
     with _set_up(model.to(device)):
-        try:
+        with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
-        except BrokenProcessPool:
-            text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
-            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
+        warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         with suppress(BrokenProcessPool):
             return _evaluate(model, dataset, truth, device, batch_size)
     found = "found that its process was killed twice, as happens where memory is full"

@@ -35,12 +35,7 @@ __all__ = ["compute_losses", "make_input", "match_boxes", "match_in_chunks"]
 _CHUNK_PAIRS = 1 << 21  # of an object and an anchor: box_iou takes about 40 bytes for each
 
 
-def compute_losses(
-    model: MaskRCNN,
-    batch: PackedBatch,
-    *,
-    flips: Sequence[bool] | None = None,
-) -> dict[str, Tensor]:
+def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool] | None = None) -> dict[str, Tensor]:
     """The losses that ``model(images, targets)`` gives in training mode, from a packed batch on the model's device.
 
     The model's own backbone, proposals and heads run, with its own settings. Three parts are replaced: `make_input`
@@ -79,8 +74,7 @@ def compute_losses(
     _check_input(model, batch)
     flips = [False] * len(batch) if flips is None else flips
     sizes = choose_sizes(model.transform, batch.sizes.tolist())
-    layout = _find_layout(next(iter(model.backbone.parameters())))
-    images, targets = make_input(model.transform, batch, sizes, flips=flips, layout=layout)
+    images, targets = make_input(model.transform, batch, sizes, flips=flips)
     features = model.backbone(images.tensors)
     if isinstance(features, Tensor):
         features = OrderedDict([("0", features)])
@@ -116,12 +110,7 @@ def _check_input(model: Any, batch: Any) -> None:
 
 
 def make_input(
-    transform: GeneralizedRCNNTransform,
-    batch: PackedBatch,
-    sizes: Sequence[Size],
-    *,
-    flips: Sequence[bool],
-    layout: torch.memory_format = torch.contiguous_format,
+    transform: GeneralizedRCNNTransform, batch: PackedBatch, sizes: Sequence[Size], *, flips: Sequence[bool]
 ) -> tuple[ImageList, list[dict[str, Tensor]]]:
     """A packed batch as the model's backbone takes it, on the batch's device, with the settings of its transform.
 
@@ -130,7 +119,6 @@ def make_input(
         batch: B images.
         sizes: height and width that each image is resized to, see `choose_sizes`.
         flips: bool [B]: the images to mirror left to right.
-        layout: order of memory of the images.
 
     Returns:
         The images, float32 [B, 3, H, W], mirrored, normalised, resized (bilinear) and padded with zeros as torchvision
@@ -138,7 +126,7 @@ def make_input(
     """
     device = batch.pixels.device
     shape = fit_shape(sizes, step=transform.size_divisible)
-    padded = torch.zeros((len(batch), 3, *shape), device=device).contiguous(memory_format=layout)
+    padded = torch.zeros((len(batch), 3, *shape), device=device)
     mean, std = send(np.array([transform.image_mean, transform.image_std], np.float32), device)[..., None, None]
     for row, image, (height, width), flip in zip(padded, batch.split_images(), sizes, flips, strict=True):
         normal = (image.flip(2) if flip else image).float().div_(255).sub_(mean).div_(std)
@@ -198,12 +186,6 @@ def _list_shapes(images: ImageList) -> list[Size]:
     """
     height, width = images.tensors.shape[-2:]
     return [(height, width)] * len(images.image_sizes)
-
-
-def _find_layout(weight: Tensor) -> torch.memory_format:
-    """The order of memory of a backbone's first weight."""
-    is_last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if is_last and not weight.is_contiguous() else torch.contiguous_format
 
 
 def match_boxes(matcher: Matcher, objects: Tensor, boxes: Tensor) -> Tensor:

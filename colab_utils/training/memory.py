@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile
@@ -17,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.models.detection import MaskRCNN
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import PackedSample, collate_packed
+from colab_utils.loading.batch import collate_packed
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import format_bytes
+from colab_utils.training.augment import resize_all
 from colab_utils.training.model import LIGHT_MODEL
 from colab_utils.training.step import MOST_PARTS, TrainingStep
 
@@ -52,14 +53,7 @@ class MemoryPlan:
         )
 
 
-def plan_memory(
-    step: TrainingStep,
-    *,
-    read: Callable[[int], PackedSample],
-    sizes: NDArray[np.integer],
-    counts: NDArray[np.integer],
-    batch_size: int | None,
-) -> MemoryPlan:
+def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None) -> MemoryPlan:
     """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
 
     Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts. If that is not
@@ -68,15 +62,15 @@ def plan_memory(
 
     Args:
         step: With its model on a GPU.
-        read: Gives the packed sample of each of I images.
-        sizes: int [I, 2]: height and width of each image as the model sees it, pixels.
-        counts: int [I]: objects of each image.
+        dataset: The images, with labels as the model has them.
+        rows: Those of the images that are trained on.
         batch_size: Images of this process in each batch; None chooses the largest of 16, 8, 4, 2 and 1 that fits.
 
     Raises:
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
-    heaviest, model = _find_heaviest(sizes, counts), cast("Any", step.model)
+    model, counts = cast("Any", step.model), dataset.describe(rows)["counts"]
+    heaviest = _find_heaviest(resize_all(dataset.sizes[rows], model.transform), counts)
     if batch_size is None:
         tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
     else:
@@ -91,7 +85,7 @@ def plan_memory(
             step.parts = parts
             if checkpointing:
                 checkpoint_activations(model)
-            batch = collate_packed([read(int(i)) for i in heaviest[:images]]).to(step.device)
+            batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(step.device)
             torch.cuda.reset_peak_memory_stats(step.device)
             fits = step.add_gradients(batch, synchronize=False) is not None
             peak = torch.cuda.max_memory_allocated(step.device)
@@ -123,10 +117,9 @@ def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> N
     return np.array([largest, *order[order != largest]], np.int64)
 
 
-def checkpoint_activations(model: nn.Module) -> None:
+def checkpoint_activations(model: MaskRCNN) -> None:
     """Run the trained stages of the backbone again in the backward pass, in place of keeping their activations."""
-    body: Any = model.backbone.body if isinstance(model, MaskRCNN) else model
-    stages = [stage for stage in body.children() if any(True for _ in stage.parameters())]
+    stages = [stage for stage in model.backbone.body.children() if any(True for _ in stage.parameters())]
     # up to the first stage that trains nothing needs gradients
     for stage in dropwhile(lambda stage: not any(p.requires_grad for p in stage.parameters()), stages):
         vars(stage)["forward"] = partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=False)

@@ -21,7 +21,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.loading.transforms import Transforms
 from colab_utils.training import model as models
-from colab_utils.training.augment import Augment, list_scales, resize_all
+from colab_utils.training.augment import Augment, list_scales
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.memory import plan_memory
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer
@@ -306,11 +306,7 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset,
     ranks, number = step.ranks, plan.batch_size
     memory = None
     if step.device.type == "cuda" and plan.augment != "own":
-        resized = resize_all(dataset.sizes[rows], step.model.transform)
-        memory = plan_memory(
-            step, read=lambda i: dataset.read_packed(rows[i]), sizes=resized, counts=dataset.describe(rows)["counts"],
-            batch_size=-(-number // ranks.count) or None,
-        )  # fmt: skip
+        memory = plan_memory(step, dataset, rows, batch_size=-(-number // ranks.count) or None)
         number = number or min(ranks.gather(memory.batch_size)) * ranks.count
     number = number or 2 * ranks.count
     return replace(

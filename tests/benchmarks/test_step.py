@@ -24,7 +24,7 @@ def batches(tiny_dataset):
 @pytest.mark.parametrize("count", range(1, len(CHANGES) + 1))
 def test_every_change_trains_as_the_references_do(model, batches, count, one_thread):
     def train(changes):
-        step = make_step(copy.deepcopy(model), "cpu", changes, [(64, 96)])
+        step = make_step(copy.deepcopy(model), "cpu", changes)
         torch.manual_seed(0)
         return [step(batch).item() for batch in batches[:2]]
 
@@ -40,7 +40,7 @@ def test_other_losses_are_not_timed(model, batches, monkeypatch, one_thread):
 
 
 def test_steps_are_timed(model, batches, one_thread):
-    assert time_steps(model, batches, "cpu", CHANGES, [(64, 96)])["step_ms"] > 0
+    assert time_steps(model, batches, "cpu", CHANGES)["step_ms"] > 0
 
 
 def test_the_table_compares_within_a_repeat():

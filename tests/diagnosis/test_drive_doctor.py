@@ -23,7 +23,7 @@ SLOW = DriveProfile("slow", open_s=0.06, bytes_per_s=20e6, source="made up for t
 
 COCO = DriveHealth(
     "/content/drive/MyDrive/coco", "Google Drive", 10, files=118_287, bytes=19_300_000_000,
-    sampled_files=200, open_ms_median=38.0, open_ms_p95=90.0, cold_mb_per_s=53.0,
+    open_ms_median=38.0, open_ms_p95=90.0, cold_mb_per_s=53.0,
     epoch_s=38 * 60, later_epoch_s=38 * 60, copy_s=6 * 60,
     fullest_folder="/content/drive/MyDrive/coco/train2017", entries=5_000, free_bytes=65_000_000_000,
 )  # fmt: skip
@@ -175,13 +175,13 @@ class TestBadInput:
 
     def test_three_files(self, tmp_path):
         health = examine_drive(_fill(tmp_path / "photos", 3, 100), profile=SLOW, seconds=1)
-        assert health.sampled_files == 3
+        assert health.open_ms_median is not None
 
     def test_files_that_cannot_be_read(self, tmp_path):
         folder = _fill(tmp_path / "photos", 4, 100)
         names = [*(path.name for path in folder.iterdir()), "gone.jpg", "lost.jpg", "bad\0name.jpg"]
         health = examine_drive(folder, images=names, profile=SLOW, seconds=1)
-        assert health.sampled_files == 4
+        assert health.open_ms_median is not None
         assert len(health.troubles) == 1
         assert health.troubles[0].endswith(".jpg and 1 more: No such file or directory")
 
@@ -231,7 +231,7 @@ class TestMountsThatFail:
 
         monkeypatch.setattr(os, "preadv", vanish)
         health = examine_drive(folder, profile=get_profile("fast"), seconds=1)
-        assert health.sampled_files >= 1
+        assert health.open_ms_median is not None
         assert [line.partition(": ")[2] for line in health.troubles] == [os.strerror(number)]
         wanted = "Mount Drive again" if number == errno.ENOTCONN else "Make fewer, larger files"
         assert any(cure.startswith(wanted) for cure in health.cures)

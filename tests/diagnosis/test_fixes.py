@@ -64,8 +64,8 @@ def _look_at(loader, step=None, *, seconds=0.6, verify=False):
     now = time_batches(loader, step, batches=20, max_s=0.2)
     images = round(now.images / len(now.wait_s))
     cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.01, 0.05, 0.05)
-    times = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
-    return Situation(loader, step, now, cached, times.sample, times.indices[:8], seconds, verify, perf_counter())
+    stages, _, indices = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
+    return Situation(loader, step, now, cached, stages, indices[:8], seconds, verify, perf_counter())
 
 
 def _find(now, sizes=(800, 1333)):
@@ -86,8 +86,8 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
         loader = make_loader(slow_folder, batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
     found = _find(now, (32, 64))  # the images have 160 x 128 pixels: training needs 40 x 32
-    own = {"packed_masks", "in_memory"} if plain else set()
-    assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers", "faster_step"} | own
+    own = {"packed_masks"} if plain else set()
+    assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers"} | own
     for id in {"shards", "resize", "data_and_workers", "local_files", *own}:
         assert found[id].measured_images_per_second > 1.5 * now.now.images_per_second, id
         assert found[id].forecast_images_per_second > 1.5 * now.now.images_per_second, id
@@ -101,7 +101,7 @@ def test_shards_on_a_slow_drive(tiny_shards):
     loader = make_loader(ShardDataset(tiny_shards, profile=SLOW), batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
     found = _find(now)
-    assert set(found) == {"shards", "data_and_workers", "workers", "faster_step"}  # masks are packed already
+    assert set(found) == {"shards", "data_and_workers", "workers"}  # masks are packed already
     assert found["shards"].measured_images_per_second > now.now.images_per_second
 
 
@@ -109,15 +109,13 @@ def test_shards_on_a_slow_drive(tiny_shards):
 def test_settings_are_forecast_and_measured(quiet_machine):
     now = _look_at(DataLoader(_Sleepy(0.02), batch_size=4, num_workers=1), EmulatedStep(20), seconds=3, verify=True)
     found = _find(now)
-    assert list(found) == ["workers", "prefetch", "in_memory", "faster_step"]
+    assert list(found) == ["workers", "prefetch"]
     for fix in found.values():
         assert fix.forecast_images_per_second == pytest.approx(fix.measured_images_per_second, rel=0.3), fix
     assert found["workers"].measured_images_per_second > 1.2 * now.now.images_per_second
-    assert found["in_memory"].measured_images_per_second > 1.5 * found["prefetch"].measured_images_per_second
-    assert "of memory in all workers" in found["in_memory"].sentence
 
 
-def test_your_own_step_is_never_run_in_a_trial_nor_made_faster():
+def test_your_own_step_is_never_run_in_a_trial():
     calls = []
     now = _look_at(DataLoader(_Sleepy(), batch_size=4), lambda *batch: calls.append(1))
     calls.clear()
@@ -136,15 +134,8 @@ def test_one_fix_that_cannot_be_tried_keeps_the_others(monkeypatch, slow_folder)
         assert found[id].forecast_images_per_second is None
         assert found[id].images_per_second == 0
         assert found[id].sentence.endswith("Not tried: expected room in /tmp, found none. Make some.")
-    for id in ("local_files", "workers", "in_memory", "faster_step"):
+    for id in ("local_files", "workers"):
         assert found[id].forecast_images_per_second > 0
-
-
-def test_samples_that_do_not_fit_in_memory_are_not_tried(monkeypatch):
-    monkeypatch.setattr(fixes, "find_free_memory", lambda: 1000)
-    memory = _find(_look_at(DataLoader(_Sleepy(), batch_size=4)))["in_memory"]
-    assert "Not tried: it needs" in memory.sentence
-    assert memory.forecast_images_per_second is None
 
 
 def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
@@ -152,7 +143,7 @@ def test_late_nothing_is_tried_but_what_to_do_is_said(monkeypatch, slow_folder):
     now = _look_at(DataLoader(slow_folder, batch_size=2, num_workers=1, collate_fn=_collate))
     monkeypatch.setattr(fixes, "time_batches", lambda *arguments, **options: pytest.fail("a trial"))
     found = _find(now)
-    assert len(found) == 8
+    assert len(found) == 6
     assert all(fix.forecast_images_per_second is None for fix in found.values())
     assert found["local_files"].sentence == "Copy the files. Not tried: there is no time left, raise seconds."
 
@@ -163,7 +154,7 @@ def test_an_endless_sampler_without_a_length(batch_size):
     if batch_size:
         options = {"batch_sampler": BatchSampler(_Endless(), batch_size, drop_last=True)}
     found = diagnose(DataLoader(_Sleepy(0.002), **options), EmulatedStep(2), seconds=0.3)
-    assert {fix.id for fix in found.fixes} >= {"workers", "faster_step"}
+    assert {fix.id for fix in found.fixes} == {"workers"}
     assert all(fix.forecast_images_per_second for fix in found.fixes)
 
 
@@ -171,7 +162,7 @@ def test_an_endless_sampler_without_a_length(batch_size):
 def test_an_iterable_dataset_is_diagnosed_and_its_fixes_are_not_tried(batch_size):
     found = diagnose(DataLoader(_Stream(), batch_size=batch_size), EmulatedStep(2), seconds=0.3)
     assert [stage.name for stage in found.stages] == ["wait", "step"]
-    assert {fix.id: fix.forecast_images_per_second for fix in found.fixes} == {"workers": None, "faster_step": None}
+    assert {fix.id: fix.forecast_images_per_second for fix in found.fixes} == {"workers": None}
     assert "an iterable dataset deals its work to the workers itself" in found.fixes[0].sentence
 
 

@@ -1,4 +1,4 @@
-"""Memory, /dev/shm and open files of a loader's processes, and when memory will be full."""
+"""Memory and /dev/shm of a loader's processes, and when memory will be full."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def make_readings(growth, *, count=20, workers=(100 * MB, 100 * MB), noise=0, ot
             shm_bytes=1000,
             main_bytes=500 * MB + 5 * number * growth,
             worker_bytes=workers,
-            open_files=30,
         )
         for number in range(count)
     ]
@@ -71,12 +70,10 @@ def test_workers_that_end_after_the_last_batch_hide_no_growth():
     assert summarise_readings([*samples, last, last]).growth_mb_per_batch == pytest.approx(2, rel=0.01)
 
 
-def test_full_shm_and_open_files_are_dangers():
+def test_a_full_shm_is_a_danger():
     found = summarise_readings(make_readings(0))
-    shm = Reading(0, MB, int(0.9 * found.shm_total_mb * MB), MB, (), 10)
-    files = Reading(0, MB, 0, MB, (), int(0.9 * found.open_files_limit))
+    shm = Reading(0, MB, int(0.9 * found.shm_total_mb * MB), MB, ())
     assert "/dev/shm is nearly full" in summarise_readings([shm]).dangers[0]
-    assert "files open" in summarise_readings([files]).dangers[0]
 
 
 class Hoarder(Dataset):

@@ -49,6 +49,9 @@ class _Photos(Dataset):
     def __len__(self):
         return len(self.paths)
 
+    def find_path(self, index):
+        return self.paths[index]
+
     def __getitem__(self, index):
         if index == BAD and self.act:
             self.act()

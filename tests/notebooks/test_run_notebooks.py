@@ -75,8 +75,8 @@ def test_01_finds_where_the_time_goes(results):
     assert found["images_per_second"] > 0
     assert 0 <= found["stall_share"] <= 1
     assert found["headspace"] > 0.5
-    assert found["layers"]["read"] >= 15  # the profile's milliseconds for a file
-    assert {"decode", "masks", "step"} <= set(found["layers"])
+    assert found["stages"]["read"] >= 15  # the profile's milliseconds for a file
+    assert {"decode", "masks", "step"} <= set(found["stages"])
     assert found["step"] == "emulated 20 ms"
 
 

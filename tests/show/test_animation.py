@@ -136,7 +136,7 @@ def test_a_slider_redraws_the_chart_and_the_sentence():
     assert "the step worked 50% of the time and waited 50%" in before
     assert before.count("<img ") == 1
     workers.value = 5
-    assert "with 5 workers: the step worked 100% of the time" in view.value
+    assert "with 5 workers: the step worked 99% of the time" in view.value
     assert view.value != before
     workers.value = 2
     assert "the step worked 50% of the time and waited 50%" in view.value

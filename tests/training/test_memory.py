@@ -12,7 +12,6 @@ from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training.augment import resize_all
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.memory import _find_heaviest, checkpoint_activations, plan_memory
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
@@ -46,9 +45,7 @@ def plan(dataset, monkeypatch, *, limit=4_000_000_000, batch_size=None, min_size
     """The plan on a GPU of so many bytes, and the step that it is for."""
     with SimulatedGpu(monkeypatch, limit=limit):
         step = make_step(dataset, "cuda", min_size=min_size)
-        counts = dataset.describe(range(len(dataset)))["counts"]
-        sizes = resize_all(dataset.sizes, step.model.transform)
-        return plan_memory(step, read=dataset.read_packed, batch_size=batch_size, counts=counts, sizes=sizes), step
+        return plan_memory(step, dataset, [*range(len(dataset))], batch_size=batch_size), step
 
 
 def test_the_heaviest_batch_is_the_largest_image_and_those_with_most_objects():
