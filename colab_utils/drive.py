@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
 
 __all__ = [
-    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "describe_retries", "drop_cached",
+    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "describe_retries",
     "get_profile", "guard_drive", "is_on_drive", "read_file",
 ]  # fmt: skip
 
@@ -188,13 +188,6 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
     content = retries.run(read) if retries else read()
     _wait(profile, True, len(content), started)
     return content
-
-
-def drop_cached(path: Path) -> None:
-    """Drop what Linux keeps of a file in memory; elsewhere, and for what is no file, do nothing."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class DriveFile(io.IOBase):

@@ -285,9 +285,7 @@ def write_batch(
         pixel, first = pixel + pixels.size, first + count
     if dense_bytes:
         bits, crops, ends, out = map(torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"]))
-        expand_masks(
-            MaskBits(bits, crops, ends), sizes, counts, flips=None if flips is None else flips.tolist(), out=out
-        )
+        expand_masks(MaskBits(bits, crops, ends), sizes, counts, flips=flips, out=out)
     return shape
 
 

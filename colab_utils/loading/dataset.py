@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.coco import read_coco, resolve_image
 from colab_utils.data.decoding import decode_pixels
-from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, unpack_masks
+from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target
@@ -281,17 +281,13 @@ class CocoFolder(_CocoSamples):
 
     @staticmethod
     def _rasterise(annotations: list[dict[str, Any]], height: int, width: int) -> NDArray[np.uint8]:
-        from pycocotools import mask as coco_mask
-
-        if not annotations:
-            return np.zeros((0, height, width), np.uint8)
         rles = []
         for annotation in annotations:
             try:
                 rles.append(encode_segmentation(annotation["segmentation"], height, width))
             except ColabUtilsError as error:
                 raise ColabUtilsError(f"annotation {annotation['id']}: {error}. Run check on the dataset.") from None
-        return np.ascontiguousarray(coco_mask.decode(rles).transpose(2, 0, 1))
+        return unpack_masks(pack_masks(rles), height, width)
 
 
 class ShardDataset(_CocoSamples):

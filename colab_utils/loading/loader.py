@@ -264,11 +264,7 @@ class Loader:
         is_new = not (first or skipped or self._windows or self._order.before)
         if is_new and arrival is not None and not arrival.is_complete:
             self._windows = arrival.plan_windows(self.epoch)
-
-        def is_due(number: int) -> bool:
-            return number >= first and number not in skipped
-
-        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, is_due):
+        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, first, skipped):
             if due is not None:
                 number, indices = due
                 self._totals[number] = len(indices)

@@ -84,7 +84,7 @@ def expand_masks(
     sizes: Tensor | Sequence[Sequence[int]],
     counts: Tensor | Sequence[int],
     *,
-    flips: Tensor | Sequence[bool] | None = None,
+    flips: Tensor | NDArray[np.bool_] | Sequence[bool] | None = None,
     out: Tensor | None = None,
 ) -> list[Tensor]:
     """Dense masks of each image, on the device that the bits are on.
