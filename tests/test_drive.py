@@ -17,7 +17,6 @@ from colab_utils.drive import (
     DriveLostError,
     DriveProfile,
     Retries,
-    describe_retries,
     get_profile,
     is_on_drive,
     read_file,
@@ -269,7 +268,7 @@ class TestRetries:
         retries = Retries()
         with pytest.raises(FileNotFoundError):
             retries.run(lambda: read_file("no/such/file"))
-        assert (retries.count, describe_retries(retries.count)) == (0, "")
+        assert (retries.count, str(retries)) == (0, "")
 
     def test_stopped_they_wait_for_nothing(self, photo):
         retries = Retries()
