@@ -178,7 +178,11 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
         True
     """
     started = perf_counter()
-    read = guard_drive(path)(Path(path).read_bytes)
+
+    def read() -> bytes:
+        with guard_drive(path), open(path, "rb") as file:
+            return file.read()
+
     content = retries.run(read) if retries else read()
     _wait(profile, True, len(content), started)
     return content

@@ -142,7 +142,7 @@ def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
             file.pread(1, 0)
     assert isinstance(caught.value, ColabUtilsError)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(Path, "read_bytes", vanish)
+    monkeypatch.setattr("builtins.open", vanish)
     with pytest.raises(DriveLostError, match="disconnected"):
         read_file(photo)
 
@@ -158,7 +158,7 @@ def test_a_broken_disk_is_not_a_lost_drive(photo, monkeypatch, clock):
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(OSError, match="Input/output error"):
             file.pread(1, 0)
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr("builtins.open", fail)
     with pytest.raises(OSError, match="Input/output error"):
         read_file(photo, None, retries)
     assert retries.count == 0

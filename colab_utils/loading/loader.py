@@ -249,9 +249,12 @@ class Loader:
 
     def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
+            self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
             seed = self.settings.seed, self.epoch
-            yield from self._start().run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
+            yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
         except BaseException:
@@ -270,12 +273,6 @@ class Loader:
                 self._totals[number] = len(indices)
                 due = number, indices[self.settings.rank :: self.settings.ranks]
             yield due
-
-    def _start(self) -> Prefetcher:
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
-            self._finalizer = weakref.finalize(self, self._prefetcher.close)
-        return self._prefetcher
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first; of each, its worker."""

@@ -185,7 +185,7 @@ READERS = {
 def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(drive, tmp_path, monkeypatch, reader):
     monkeypatch.setattr(Copying, "copy_file", lambda self, *_: self.stop.wait())  # nothing ever arrives
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    timer = threading.Timer(0.5, dataset.stop)
+    timer = threading.Timer(0.5, dataset.arrival.stop)
     timer.start()
     with pytest.raises(
         ColabUtilsError, match=r"found the copy stopped; 0 of \d+ shards in .*ssd are safe, and the same"
