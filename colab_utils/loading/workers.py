@@ -79,14 +79,14 @@ class Fetcher:
     def __init__(
         self, dataset: Dataset[Any], transforms: Transforms | None = None, *, dense: bool = False, flip: float = 0
     ) -> None:
+        self.dataset, self.transforms, self.dense, self.flip = dataset, transforms, dense, flip
         if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ColabUtilsError(
                 f"expected a dataset with a length and indices, found {type(dataset).__name__}. Open a folder of "
                 "shards by ShardDataset(folder)."
             )
-        if not len(dataset):
+        if not len(self):
             raise ColabUtilsError("expected a dataset with images, found an empty one")
-        self.dataset, self.transforms, self.dense, self.flip = dataset, transforms, dense, flip
         base: Any = dataset
         rows: NDArray[np.int64] | None = None
         while type(base) is Subset:
