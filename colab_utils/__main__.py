@@ -157,8 +157,7 @@ def _preprocess(
         if plan:
             return found
         storage = found.picked.storage
-        for line in str(found).splitlines():
-            print(f"note: {line}", file=sys.stderr)
+        print(f"note: {found}", file=sys.stderr)
     report = colab_utils.write_shards(
         images, annotations, shards=shards, storage=storage, shard_mb=shard_mb, max_bad=max_bad, **settings
     )

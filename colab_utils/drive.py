@@ -16,8 +16,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
 
 __all__ = [
-    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "describe_retries", "drop_cached",
-    "get_profile", "guard_drive", "is_on_drive", "read_file",
+    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "drop_cached", "get_profile",
+    "guard_drive", "is_on_drive", "read_file",
 ]  # fmt: skip
 
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
@@ -161,17 +161,8 @@ class Retries:
         return Retries, ()  # another process counts its own
 
     def __str__(self) -> str:
-        return describe_retries(self.count)
-
-
-def describe_retries(count: int, before: str = "") -> str:
-    """How often Drive failed, with ``before`` in front; nothing where it did not.
-
-    Example:
-        >>> describe_retries(1, "; ")
-        '; Drive failed 1 time and was tried again'
-    """
-    return f"{before}Drive failed {count} time{'s' * (count != 1)} and was tried again" if count else ""
+        times = f"{self.count} time{'s' * (self.count != 1)}"
+        return f"Drive failed {times} and was tried again" if self.count else ""
 
 
 def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> bytes:

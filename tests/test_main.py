@@ -383,8 +383,7 @@ def test_a_plan_alone_writes_nothing(preprocess, world, tmp_path):
     before = hash_tree(world)
     status, out, err = preprocess("--plan", "--step-ms", 100, "--json", tmp_path / "plan.json")
     assert (status, err) == (0, "")
-    assert out.startswith("storage")
-    assert out.splitlines()[-1].startswith("keep: no image is larger")
+    assert out.startswith("keep: no image is larger")
     found = json.loads((tmp_path / "plan.json").read_text(), parse_constant=refuse_constant)
     assert set(found) == PLAN_KEYS | {"command"}
     assert all(set(option) == OPTION_KEYS for option in found["options"])
@@ -396,10 +395,8 @@ def test_a_plan_alone_writes_nothing(preprocess, world, tmp_path):
 def test_the_plan_is_shown_and_taken(preprocess, world):
     status, out, err = preprocess("--min-size", 64)
     assert status == 0
-    lines = err.splitlines()
-    assert all(line.startswith("note: ") for line in lines)
-    assert lines[0].startswith("note: storage")
-    assert "note: shrink: 12 of 12 images are larger" in lines[-1]
+    assert err.startswith("note: shrink: 12 of 12 images are larger")
+    assert len(err.splitlines()) == 1
     assert "12 images" in out
     assert read_index(world / "new").recipe["storage"] == "shrink"
 

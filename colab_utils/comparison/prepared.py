@@ -20,13 +20,14 @@ from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.drive import DriveProfile, is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.runtime import format_bytes, show_progress, write_file
+from colab_utils.runtime import show_progress, write_file
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.format import find_free_space
+from colab_utils.shards.format import require_space
 from colab_utils.shards.write import write_shards
 
 __all__ = ["PreparedData", "PreparedFiles"]
 
+_CURE = "or compare fewer images"  # where the disk is full
 _STREAMS = 4  # files read at the same time: as many as `copy_shards` reads
 
 
@@ -91,11 +92,9 @@ class PreparedData:
         self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd") if is_on_drive(folder) else self.folder / "ssd"
         rows = range(min(len(coco), count))
         dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"))
-        errors = dict(
-            zip(rows, _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows), strict=True)
-        )
-        self.bad = [error for error in errors.values() if error]
-        usable = [row for row in rows if not errors[row]]
+        errors = _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows)
+        self.bad = [error for error in errors if error]
+        usable = [row for row, error in enumerate(errors) if not error]
         if not usable:
             raise ColabUtilsError(f"expected usable images in {images}, found none: {self.bad[0]}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
@@ -157,7 +156,7 @@ class PreparedData:
         else:
             dataset = ShardDataset(source.folder)
             image, found = dataset[0]
-            _check_room(target, len(dataset) * (image.nbytes + found["masks"].nbytes))
+            require_space(target, len(dataset) * (image.nbytes + found["masks"].nbytes), _CURE)
             (_write_tensors if name == "tensors" else _write_arrays)(dataset, target)
         seconds = perf_counter() - began_s
         return {"seconds": seconds, "start_s": min(start_s, seconds)}
@@ -171,7 +170,7 @@ class PreparedData:
             shutil.rmtree(target, ignore_errors=True)
             copy_shards(made.folder, target, profile=self.profile)
         else:
-            _check_room(target, made.drive_bytes)
+            require_space(target, made.drive_bytes, _CURE)
             _run_in_threads(
                 "copying", partial(_copy_file, profile=self.profile), list(zip(made.files, copies, strict=True))
             )
@@ -226,12 +225,3 @@ def _write_arrays(dataset: ShardDataset, target: Path) -> None:
 
 def _sum_bytes(files: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in files)
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = find_free_space(folder)
-    if needed > free:
-        raise ColabUtilsError(
-            f"expected {format_bytes(needed)} of free disk for {folder}, found {format_bytes(free)}. Free some, or "
-            "compare fewer images."
-        )

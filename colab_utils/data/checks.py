@@ -30,9 +30,9 @@ _ORIENTATION = 0x0112  # of EXIF
 # what each kind of defect does to preprocessing and training; "note" costs nothing
 _EFFECTS = {
     "no images": "stops preprocess",
-    "unsafe file_name": "stops preprocess",
     "unknown image": "stops preprocess",
     "unknown category": "stops preprocess",
+    "unsafe file_name": "image is skipped",
     "missing image": "image is skipped",
     "bad image": "image is skipped",
     "size mismatch": "image is skipped",

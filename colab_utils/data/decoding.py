@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
-__all__ = ["decode_pixels", "load_jpeg_decoder", "read_npy_header", "read_raw_header"]
+__all__ = ["decode_pixels", "load_jpeg_decoder", "read_npy_header"]
 
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][a-z]\d+)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n",
@@ -40,11 +39,13 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         (2, 3, 3)
     """
     if data[:6] == _NUMPY:
-        start, shape = read_raw_header(data)
-        if len(data) - start != math.prod(shape):
-            found = f"found {len(data) - start:,} bytes of raw pixels for {shape}"
-            raise ColabUtilsError(f"expected a complete image, {found}")
-        return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+        try:
+            start, shape, dtype = read_npy_header(data)
+            if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
+                raise ValueError(f"{dtype} {list(shape)}")
+            return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+        except ValueError as error:
+            raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
     decode = load_jpeg_decoder()
     if decode is not None and data[:3] == _JPEG:
         try:
@@ -59,21 +60,6 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         raise ColabUtilsError("expected a complete image, found bytes of no known kind") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ColabUtilsError(f"expected a complete image, found: {error}") from None
-
-
-def read_raw_header(data: bytes | bytearray) -> tuple[int, tuple[int, int, int]]:
-    """Where raw pixels start in a ``.npy`` file that begins with ``data``, and their shape (H, W, 3).
-
-    Raises:
-        ColabUtilsError: if the header is not of uint8 [H, W, 3] in C order.
-    """
-    try:
-        start, shape, dtype = read_npy_header(data)
-        if dtype != np.uint8 or len(shape) != 3 or shape[2] != 3:
-            raise ValueError(f"{dtype} {list(shape)}")
-    except ValueError as error:
-        raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
-    return start, shape
 
 
 def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.dtype[Any]]:

@@ -30,15 +30,8 @@ from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, decode_image
 from colab_utils.loading.transforms import Transforms, apply_transforms
-from colab_utils.shards.arrays import (
-    ArraysBuilder,
-    ShardArrays,
-    check_bytes,
-    convert_boxes,
-    load_arrays,
-    rebuild_arrays,
-)
-from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, read_index
+from colab_utils.shards.arrays import ArraysBuilder, ShardArrays, convert_boxes, load_arrays, rebuild_arrays
+from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
 
 __all__ = ["CocoFolder", "ShardDataset", "ShardFiles", "load_shard"]
 
@@ -475,7 +468,7 @@ class ShardDataset(_CocoSamples):
 
     def _compare(self, index: int, part: int, *data: Any) -> None:
         """Refuse what is not what was written: a flipped bit may well be an image."""
-        if check_bytes(*data) != int(self._checks[index, part]):
+        if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
             raise self._explain_damage(index, ("its bytes", "its masks")[part] + " do not match their checksum")
 
     def find_path(self, index: int) -> Path:

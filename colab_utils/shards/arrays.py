@@ -28,8 +28,7 @@ from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import hash_bytes
 
-__all__ = ["ArraysBuilder", "ShardArrays", "check_bytes", "convert_boxes", "dump_arrays", "load_arrays", "read_head",
-           "rebuild_arrays"]  # fmt: skip
+__all__ = ["ArraysBuilder", "ShardArrays", "convert_boxes", "dump_arrays", "load_arrays", "read_head", "rebuild_arrays"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +84,7 @@ class ArraysBuilder:
         self._boxes.append(boxes[keep])
         self._objects += [(annotation["category_id"], annotation["area"]) for annotation in kept]
         self._masks.append(masks)
-        self._checks.append((check_bytes(image), check_bytes(masks.bits)))
+        self._checks.append((int(hash_bytes(image), 16), int(hash_bytes(masks.bits), 16)))
 
     def build(self) -> ShardArrays:
         """The arrays of all records added so far."""
@@ -105,16 +104,6 @@ class ArraysBuilder:
             checks=np.array(self._checks, np.uint64).reshape(-1, 2),
             bits=np.concatenate([np.zeros(0, np.uint8), *(masks.bits for masks in self._masks)]),
         )
-
-
-def check_bytes(*parts: Any) -> int:
-    """XXH3-64 of some bytes (or arrays of them), one part after another.
-
-    Example:
-        >>> check_bytes(b"ab") == check_bytes(b"a", b"b") != check_bytes(b"")
-        True
-    """
-    return int(hash_bytes(*parts), 16)
 
 
 def convert_boxes(

@@ -10,15 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 
-from colab_utils.drive import (
-    DriveFile,
-    DriveLostError,
-    DriveProfile,
-    Retries,
-    describe_retries,
-    get_profile,
-    is_on_drive,
-)  # fmt: skip
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, show_progress
 from colab_utils.shards.format import (
@@ -27,11 +19,11 @@ from colab_utils.shards.format import (
     ShardIndex,
     ShardInfo,
     explain_write,
-    find_free_space,
     has_size,
     hash_file,
     read_index,
     remove_leftovers,
+    require_space,
     write_index,
 )  # fmt: skip
 
@@ -55,8 +47,6 @@ class CopyReport:
     """Shards that were in the target before."""
     left_out_shards: int = 0
     """Shards beyond ``limit_gb``."""
-    retries: int = 0
-    """How many times Drive failed and was tried again."""
 
     def __str__(self) -> str:
         text = f"{self.shards} shards in place: {format_bytes(self.bytes)} copied in {self.seconds:.1f} s"
@@ -64,7 +54,7 @@ class CopyReport:
             text += f", {self.skipped_shards} were there already"
         if self.left_out_shards:
             text += f", {self.left_out_shards} left out by the limit"
-        return text + describe_retries(self.retries, "; ")
+        return text
 
 
 def copy_shards(
@@ -124,7 +114,6 @@ def copy_shards(
         seconds=perf_counter() - started,
         skipped_shards=sum(not (job.finished[shard.name] or job.finished[shard.arrays_name]) for shard in chosen),
         left_out_shards=len(index.shards) - len(chosen),
-        retries=retries.count,
     )
 
 
@@ -252,12 +241,8 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
     """
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
     needed = (sum(sizes) + (sum(sizes[-COPY_STREAMS:]) if cached else 0)) * _DISK_MARGIN
-    free = find_free_space(target)
-    if needed > free:
-        raise ColabUtilsError(
-            f"expected {format_bytes(needed)} of free disk for {target}, found {format_bytes(free)}: free some, name "
-            "a folder on a bigger disk, or copy a part of the shards with limit_gb (--limit-gb)"
-        )
+    cure = "name a folder on a bigger disk, or copy a part of the shards with limit_gb (--limit-gb)"
+    require_space(target, needed, cure)
 
 
 def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path) -> ShardIndex:

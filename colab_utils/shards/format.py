@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 from colab_utils.drive import Retries, guard_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import write_file
+from colab_utils.runtime import format_bytes, write_file
 
 __all__ = ["ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "read_index", "write_index"]
 
@@ -140,15 +139,10 @@ def _parse_index(raw: Any, path: Path) -> ShardIndex:
         )
     try:
         known = {field.name: raw[field.name] for field in fields(ShardIndex)}
-        for category in known["categories"]:
-            if not (isinstance(category["id"], int) and isinstance(category["name"], str)):
-                raise ValueError(f"a category {category}")
         shards = tuple(ShardInfo(**shard) for shard in raw["shards"])
         for shard in shards:  # a name of another kind could lead out of the folder, or to a file of the user
             if not (_TAR_NAME.fullmatch(shard.name) and _ARRAYS_NAME.fullmatch(shard.arrays_name)):
                 raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
-            if min(shard.images, shard.annotations, shard.bytes, shard.arrays_bytes) < 0:
-                raise ValueError(f"a negative number in {shard.name}")
         skipped = tuple(SkippedImage(**image) for image in raw["skipped"])
         known |= {"recipe": dict(raw["recipe"]), "categories": tuple(raw["categories"])}
         return ShardIndex(**known | {"shards": shards, "skipped": skipped})
@@ -179,6 +173,14 @@ def find_free_space(folder: Path) -> int:
     """Free bytes of the disk that a folder lies on, or will lie on once it is made."""
     path = folder.absolute()
     return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+
+
+def require_space(folder: Path, needed: float, cure: str) -> None:
+    """Refuse what the disk of a folder cannot hold, before its first byte; ``cure``: what helps beside freeing some."""
+    free = find_free_space(folder)
+    if needed > free:
+        found = f"found {format_bytes(free)}: free some, {cure}"
+        raise ColabUtilsError(f"expected {format_bytes(needed)} of free disk for {folder}, {found}")
 
 
 def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
@@ -221,23 +223,19 @@ def explain_write(folder: Path) -> Iterator[None]:
     """Turn an error of writing into ``folder`` into one line with its cure.
 
     Example:
+        >>> import errno
         >>> with explain_write(Path("shards")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected room for the next file in shards, found the disk full. ...
+        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device. ...
     """
     try:
         with guard_drive(folder):
             yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ColabUtilsError(
-                f"expected room for the next file in {folder}, found the disk full. What is finished is safe: free "
-                "some space and run the same command, it continues there."
-            ) from None
         raise ColabUtilsError(
-            f"expected to write into {folder}, found: {error.strerror}. What is finished is safe: name a folder that "
-            "you may write to, or make this one so, and run the same command."
+            f"expected to write into {folder}, found: {error.strerror}. What is finished is safe: free some space, or "
+            "make the folder one that you may write to, and run the same command: it continues there."
         ) from None
 
 
@@ -262,7 +260,7 @@ def _is_running(pid: int, since: float) -> bool:
 
 
 @contextmanager
-def hold_folder(folder: Path, retries: Retries | None = None) -> Iterator[None]:
+def hold_folder(folder: Path) -> Iterator[None]:
     """Lock ``folder``: no other process writes into it while the block runs. The folder is made if need be.
 
     What killed writers left half-written goes before the block, and what the block leaves so, after it.
@@ -303,7 +301,7 @@ def hold_folder(folder: Path, retries: Retries | None = None) -> Iterator[None]:
                 os.utime(path)
 
     try:
-        (retries or Retries()).run(acquire)
+        Retries().run(acquire)
         threading.Thread(target=touch, name="writer", daemon=True).start()
         with explain_write(folder):
             remove_leftovers(folder)

@@ -102,7 +102,8 @@ def store_image(
     except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
         raise ColabUtilsError(f"not a complete image: {error}") from None
     upright = _turn_upright(image, size, turned=turned)
-    kept = upright is image and mode in _KEPT_MODES.get(kind, ()) and not _is_deep_png(kind, data)
+    deep = kind == "PNG" and data[_PNG_DEPTH] == 16  # Pillow reads it as 8 bits a channel, torchvision does not
+    kept = upright is image and mode in _KEPT_MODES.get(kind, ()) and not deep
     width, height = upright.size
     original = height, width
     stored = original if storage == "keep" else plan_size(height, width, min_size=min_size, max_size=max_size)
@@ -169,11 +170,6 @@ def _turn_upright(image: Image.Image, size: tuple[int, int], *, turned: bool) ->
     )
 
 
-def _is_deep_png(kind: str, data: bytes) -> bool:
-    """Whether a PNG has 16 bits a channel: Pillow reads it as 8, torchvision does not."""
-    return kind == "PNG" and data[_PNG_DEPTH] == 16
-
-
 def _to_rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of it white."""
     from PIL import Image
@@ -187,11 +183,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _encode(image: Image.Image, extension: str) -> bytes:
     file = io.BytesIO()
-    if extension == "npy":  # as np.save does, with fewer copies
-        header = {"descr": "|u1", "fortran_order": False, "shape": (image.height, image.width, 3)}
-        np.lib.format.write_array_header_1_0(file, header)
-        return file.getvalue() + image.tobytes()
-    if extension == "jpg":
+    if extension == "npy":
+        np.save(file, np.asarray(image))
+    elif extension == "jpg":
         image.save(file, "JPEG", quality=_JPEG_QUALITY)
     else:
         image.save(file, "PNG", compress_level=1)

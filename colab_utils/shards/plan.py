@@ -63,34 +63,12 @@ class ShardPlan:
     images: int
     sampled_images: int
 
-    @property
-    def rows(self) -> list[dict[str, str]]:
-        """The options as rows for `colab_utils.show.table.make_table`."""
-        return [
-            {
-                "storage": option.storage,
-                "size": format_bytes(option.bytes),
-                "fits": "yes" if option.fits else "no",
-                "to write": format_seconds(option.write_s),
-                "CPU-ms to load an image": f"{option.load_cpu_ms:.1f}",
-                "decoding reaches images/s": f"{option.images_per_second:.0f}",
-            }
-            for option in self.options
-        ]
-
-    @property
-    def sentence(self) -> str:
-        """What is picked, why, and what it will take, in one line."""
+    def __str__(self) -> str:
         return (
             f"{self.picked.storage}: {self.reason}. About {format_bytes(self.picked.bytes)} and "
             f"{format_seconds(self.picked.write_s)} to write (measured on {self.sampled_images:,} of "
             f"{self.images:,} images)."
         )
-
-    def __str__(self) -> str:
-        lines = [list(self.rows[0]), *(list(row.values()) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join([*("  ".join(map(str.rjust, line, widths)) for line in lines), self.sentence])
 
 
 _Cost = tuple[float, float, float]  # of one image in one storage: bytes, seconds to write, CPU seconds to load

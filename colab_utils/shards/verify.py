@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from colab_utils.drive import Retries, describe_retries, guard_drive
+from colab_utils.drive import Retries, guard_drive
 from colab_utils.runtime import show_progress
 from colab_utils.shards.format import ShardInfo, hash_file, read_index
 
@@ -28,12 +28,10 @@ class VerifyReport:
     shards: int
     images: int
     bad: tuple[BadShard, ...]
-    retries: int = 0
-    """How many times Drive failed and was tried again."""
 
     def __str__(self) -> str:
         state = f"{len(self.bad)} bad" if self.bad else "all complete"
-        return f"{self.shards} shards, {self.images:,} images: {state}{describe_retries(self.retries, '; ')}"
+        return f"{self.shards} shards, {self.images:,} images: {state}"
 
 
 def verify_shards(folder: str | Path) -> VerifyReport:
@@ -58,7 +56,7 @@ def verify_shards(folder: str | Path) -> VerifyReport:
                 bad.append(BadShard(shard.name, reason))
             bar.set_postfix_str(str(retries), refresh=False)
             bar.update(shard.bytes + shard.arrays_bytes)
-    return VerifyReport(len(index.shards), index.images, tuple(bad), retries.count)
+    return VerifyReport(len(index.shards), index.images, tuple(bad))
 
 
 def _check_shard(folder: Path, shard: ShardInfo) -> str:

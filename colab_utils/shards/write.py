@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from colab_utils.data.coco import CocoDataset, is_safe_name, read_coco
-from colab_utils.drive import DriveLostError, Retries, describe_retries, guard_drive, read_file
+from colab_utils.data.coco import CocoDataset, read_coco, resolve_image
+from colab_utils.drive import DriveLostError, Retries, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
 from colab_utils.shards.arrays import ArraysBuilder, dump_arrays, load_arrays, read_head
@@ -31,11 +31,11 @@ from colab_utils.shards.format import (
     ShardInfo,
     SkippedImage,
     explain_write,
-    find_free_space,
     has_size,
     hash_bytes,
     hold_folder,
     read_index,
+    require_space,
     split_member,
     write_index,
 )  # fmt: skip
@@ -62,13 +62,10 @@ class ShardReport:
     seconds: float
     storage: Storage = "shrink"
     """How the images are stored; see :func:`write_shards`."""
-    retries: int = 0
-    """How many times Drive failed and was tried again."""
 
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
-        tried = describe_retries(self.retries, "; ")
-        return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}{tried}"
+        return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
 
 
 class Sample(NamedTuple):
@@ -105,11 +102,10 @@ class ShardJob(NamedTuple):
 
 
 class ShardResult(NamedTuple):
-    """One shard that is done; ``retries``: how many times Drive failed meanwhile and was tried again."""
+    """One shard that is done."""
 
     info: ShardInfo
     skipped: tuple[SkippedImage, ...]
-    retries: int = 0
 
 
 def write_shards(
@@ -158,18 +154,17 @@ def write_shards(
         >>> report.images, report.shards, report.skipped
         (3, 1, ())
     """
-    started, images, folder, retries = perf_counter(), Path(images), Path(shards), Retries()
+    started, images, folder = perf_counter(), Path(images), Path(shards)
     processes = count_cores() if workers == "auto" else workers
     recipe: dict[str, Any] = {
         "storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb,
     }  # fmt: skip
     check_settings(**recipe, workers=processes, max_bad=max_bad)
-    results, call = list[ShardResult](), partial(_call, retries, folder)
-    dataset = open_dataset(images, annotations, retries)
-    index = call(_find_finished, folder, images, dataset, recipe)
+    dataset = open_dataset(images, annotations)
+    index = _call(folder, _find_finished, folder, images, dataset, recipe)
     if index is None:
-        with hold_folder(folder, retries):
-            recipe = call(_begin_folder, folder, images, dataset, recipe)
+        with hold_folder(folder):
+            recipe = _call(folder, _begin_folder, folder, images, dataset, recipe)
             count = recipe["images_per_shard"]
             parts = [dataset.subset(i, min(i + count, len(dataset))) for i in range(0, len(dataset), count)]
             jobs = [ShardJob(n, part, images.absolute(), folder.absolute(), recipe) for n, part in enumerate(parts)]
@@ -182,7 +177,7 @@ def write_shards(
                 shards=tuple(result.info for result in results if result.info.images),
                 skipped=tuple(image for result in results for image in result.skipped),
             )
-            call(write_index, folder, index)
+            _call(folder, write_index, folder, index)
     return ShardReport(
         images=index.images,
         skipped=index.skipped,
@@ -190,7 +185,6 @@ def write_shards(
         bytes=index.bytes,
         seconds=perf_counter() - started,
         storage=storage,
-        retries=retries.count + sum(result.retries for result in results),
     )
 
 
@@ -206,8 +200,8 @@ def check_settings(*, storage: str, **numbers: Any) -> None:
             raise ColabUtilsError(f"expected {name} between {lower:g} and {upper:g}, found {value!r}: choose another")
 
 
-def open_dataset(images: str | Path, annotations: str | Path, retries: Retries | None = None) -> CocoDataset:
-    """The annotations, checked for all that cannot be skipped image by image; where Drive fails, ``retries`` try again.
+def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
+    """The annotations, checked for all that cannot be skipped image by image; where Drive fails it is tried again.
 
     Raises:
         ColabUtilsError: if there is no image folder, or the annotations are not COCO or refer to what is not there.
@@ -219,20 +213,15 @@ def open_dataset(images: str | Path, annotations: str | Path, retries: Retries |
                 raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
             return read_coco(annotations)
 
-    dataset = (retries or Retries()).run(read)
-    cure = "See `check`, which lists them and can write a repaired file (--repair OUT.json)."
+    dataset = Retries().run(read)
     if not len(dataset):
         raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
     for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
         if unknown.size:
             raise ColabUtilsError(
                 f"expected annotations of known images and categories in {annotations}, found {unknown.size} of an "
-                f"unknown {name}, such as annotation {unknown[0]}. {cure}"
-            )
-    for file_name in map(dataset.file_name, range(len(dataset))):
-        if not is_safe_name(file_name):
-            raise ColabUtilsError(
-                f"expected each file_name inside the image folder, found {file_name!r} in {annotations}. {cure}"
+                f"unknown {name}, such as annotation {unknown[0]}. See `check`, which lists them and can write a "
+                "repaired file (--repair OUT.json)."
             )
     return dataset
 
@@ -247,7 +236,7 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         >>> find_recipe("no/such/folder") is None
         True
     """
-    run = _call(Retries(), Path(folder), _find_run, Path(folder))
+    run = _call(Path(folder), _find_run, Path(folder))
     return run[1] if run else None
 
 
@@ -255,11 +244,11 @@ def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | No
     """The bytes of one image's file.
 
     Raises:
-        ColabUtilsError: if the file is missing or cannot be read.
+        ColabUtilsError: if the file is missing, cannot be read, or lies outside the folder.
         DriveLostError: if Drive went away.
     """
     try:
-        return read_file(images / dataset.file_name(i), None, retries)
+        return read_file(resolve_image(images, dataset.file_name(i)), None, retries)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ColabUtilsError("the file is missing") from None
     except OSError as error:
@@ -286,14 +275,14 @@ def try_sample(
     return Sample(f"{image['id']:012d}", stored.extension, stored.data, record)
 
 
-def _call(retries: Retries, folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
+def _call(folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
     """``work(...)``, tried again where Drive fails; errors of writing into ``folder`` in words."""
 
     def run() -> Any:
         with explain_write(folder):
             return work(*arguments)
 
-    return retries.run(run)
+    return Retries(_shared[1]).run(run)
 
 
 def _find_run(folder: Path) -> tuple[str, dict[str, Any]] | None:
@@ -351,12 +340,7 @@ def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict
     found = _check_run(folder, dataset, recipe)
     if found is None:
         mean = _measure_images(images, dataset, recipe)
-        needed, free = mean * len(dataset), find_free_space(folder)
-        if needed > free:
-            raise ColabUtilsError(
-                f"expected about {format_bytes(needed)} of free space for {len(dataset):,} images in {folder}, found "
-                f"{format_bytes(free)}. Free some, name another folder, or store smaller images (--min-size)."
-            )
+        require_space(folder, mean * len(dataset), "name another folder, or store smaller images (--min-size)")
         found = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return found
@@ -423,7 +407,6 @@ def _collect(
             results = [future.result() for future in futures if future not in pending]
             bad = [image for result in results for image in result.skipped]
             count = sum(result.info.images + len(result.skipped) for result in results) if done is None else done.value
-            bar.set_postfix_str(describe_retries(sum(result.retries for result in results)), refresh=False)
             bar.update(count - bar.n)
             if len(bad) > allowed:
                 first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
@@ -465,42 +448,38 @@ def _write_shard(job: ShardJob) -> ShardResult:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
-    retries = Retries(_shared[1])
-    found = retries.run(partial(_find_shard, job))
+    found = _call(job.folder, _find_shard, job)
     if found is not None:
         _count(len(job.dataset))
         return found
-    tar, arrays, head = _build_shard(job, retries)
+    tar, arrays, head = _build_shard(job)
     if head["images"]:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
-        _call(retries, job.folder, write_file, job.path.with_suffix(".arrays"), arrays)
-        _call(retries, job.folder, write_file, job.path, *tar)
-    return _make_result(head, arrays, retries.count)
+        _call(job.folder, write_file, job.path.with_suffix(".arrays"), arrays)
+        _call(job.folder, write_file, job.path, *tar)
+    return _make_result(head, arrays)
 
 
 def _find_shard(job: ShardJob) -> ShardResult | None:
     """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
     path = job.path.with_suffix(".arrays")
     try:
-        with guard_drive(job.folder):
-            head = read_head(path)
-            load_arrays(path)
-            arrays = path.read_bytes()
-            same = has_size(job.path, head["bytes"])
-        if not same or (head["fingerprint"], head["recipe"]) != (job.dataset.fingerprint, job.recipe):
+        head = read_head(path)
+        load_arrays(path)
+        arrays = path.read_bytes()
+        of_this_run = (head["fingerprint"], head["recipe"]) == (job.dataset.fingerprint, job.recipe)
+        if not (of_this_run and has_size(job.path, head["bytes"])):
             return None
         result = _make_result(head, arrays)
-    except DriveLostError:
-        raise
     except (FileNotFoundError, ColabUtilsError, KeyError, TypeError):
         return None
     return None if _has_repaired(job.images, job.dataset, result, job.recipe) else result
 
 
-def _build_shard(job: ShardJob, retries: Retries) -> tuple[list[bytes], bytes, dict[str, Any]]:
+def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes, dict[str, Any]]:
     """The parts of a tar, its arrays, and their head, in memory."""
     tar, size, builder, annotations = list[bytes](), 0, ArraysBuilder(), 0
     skipped: list[SkippedImage] = []
-    with closing(_read_ahead(job, retries)) as files:
+    with closing(_read_ahead(job)) as files:
         for i, reading in enumerate(files):
             _count(1)
             sample = try_sample(reading.result, job.dataset, i, job.recipe)
@@ -528,9 +507,9 @@ def _build_shard(job: ShardJob, retries: Retries) -> tuple[list[bytes], bytes, d
     return tar, dump_arrays(head, builder.build()), head
 
 
-def _read_ahead(job: ShardJob, retries: Retries) -> Generator[Future[bytes], None, None]:
+def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
     """The images' files in their order, each asked for before it is needed: on Drive, reading is waiting."""
-    pending, pool = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read")
+    pending, pool, retries = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read"), Retries(_shared[1])
     try:
         for i in range(len(job.dataset)):
             pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
@@ -541,7 +520,7 @@ def _read_ahead(job: ShardJob, retries: Retries) -> Generator[Future[bytes], Non
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _make_result(head: dict[str, Any], arrays: bytes, retries: int = 0) -> ShardResult:
+def _make_result(head: dict[str, Any], arrays: bytes) -> ShardResult:
     """The shard that an arrays file and its head describe."""
     info = ShardInfo(
         **{name: head[name] for name in ("name", "images", "annotations", "bytes", "xxh3_64")},
@@ -549,4 +528,4 @@ def _make_result(head: dict[str, Any], arrays: bytes, retries: int = 0) -> Shard
         arrays_bytes=len(arrays),
         arrays_xxh3_64=hash_bytes(arrays),
     )
-    return ShardResult(info, tuple(SkippedImage(**image) for image in head["skipped"]), retries)
+    return ShardResult(info, tuple(SkippedImage(**image) for image in head["skipped"]))

@@ -285,7 +285,7 @@ def test_a_full_disk(source, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(ColabUtilsError, match=r"found the disk full.*it continues there"):
+    with pytest.raises(ColabUtilsError, match=r"found: No space left.*it continues there"):
         copy_shards(source, tmp_path / "ssd")
     assert names(tmp_path / "ssd") == []
 
