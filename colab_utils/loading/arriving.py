@@ -345,8 +345,6 @@ class ArrivingShards(ShardDataset):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
 
-    arrival: Arrival | None
-
     def __init__(
         self, source: str | Path, target: str | Path, *, profile: str | DriveProfile | None = None, workers: int = 4,
         limit_gb: float | None = None, seed: int = 0, transforms: Transforms | None = None,
@@ -367,7 +365,7 @@ class ArrivingShards(ShardDataset):
                 raise
         files = _ArrivingFiles(source, target, rolls=arrival.rolls)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
-        self.arrival = arrival
+        self.arrival: Arrival | None = arrival
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "arrival": None}  # the copy stays in the process that began it
