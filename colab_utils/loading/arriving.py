@@ -333,8 +333,7 @@ class ArrivingShards(ShardDataset):
         contiguous_labels: map category ids to 1 to K.
 
     Attributes:
-        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``, and ``stop()``; None in other
-            processes.
+        arrival: the copy: ``spans_s`` of each shard that has arrived, ``is_complete``; None in other processes.
 
     Raises:
         ColabUtilsError: as `ShardDataset` and `copy_shards` do.
@@ -366,6 +365,11 @@ class ArrivingShards(ShardDataset):
         files = _ArrivingFiles(source, target, rolls=arrival.rolls)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
         self.arrival: Arrival | None = arrival
+
+    def stop(self) -> None:
+        """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards` continues there."""
+        if self.arrival is not None:
+            self.arrival.stop()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "arrival": None}  # the copy stays in the process that began it

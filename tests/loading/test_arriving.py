@@ -185,14 +185,14 @@ READERS = {
 def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(drive, tmp_path, monkeypatch, reader):
     monkeypatch.setattr(Copying, "copy_file", lambda self, *_: self.stop.wait())  # nothing ever arrives
     dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
-    timer = threading.Timer(0.5, dataset.arrival.stop)
+    timer = threading.Timer(0.5, dataset.stop)
     timer.start()
     with pytest.raises(
         ColabUtilsError, match=r"found the copy stopped; 0 of \d+ shards in .*ssd are safe, and the same"
     ):
         READERS[reader](dataset)
     timer.join()
-    dataset.arrival.stop()  # a second time does nothing
+    dataset.stop()  # a second time does nothing
 
 
 def sum_up(samples):
@@ -212,7 +212,7 @@ def test_workers_of_a_stock_dataloader_wait_for_shards(drive, tmp_path, monkeypa
     time.sleep(0.2)
     gate.set()
     assert flatten(batches) == sum_up(whole)
-    dataset.arrival.stop()
+    dataset.stop()
 
 
 def test_a_worker_whose_copying_process_is_gone_says_so(drive, tmp_path):
@@ -269,7 +269,7 @@ def test_the_copy_does_not_wait_for_the_tables(drive, tmp_path, monkeypatch):
     monkeypatch.setattr(arriving, "load_shard", load)
     dataset = ArrivingShards(drive, tmp_path / "ssd")
     assert dataset.image_ids.tolist() == ShardDataset(drive).image_ids.tolist()
-    dataset.arrival.stop()
+    dataset.stop()
 
 
 def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkeypatch):
@@ -294,7 +294,7 @@ def test_on_a_mount(mount, tmp_path, monkeypatch, fault):
     mount.fail(**fault)
     assert train_two_epochs(dataset) == [sorted(dataset.image_ids.tolist())] * 2
     assert bool(dataset.arrival.retries.count) == ("errors" in fault)
-    dataset.arrival.stop()
+    dataset.stop()
     assert verify_shards(tmp_path / "ssd").bad == ()
 
 
@@ -333,7 +333,7 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
     tar.write_bytes(good[:8000] + bytes(100) + good[8100:])
     dataset = ArrivingShards(drive, tmp_path / "ssd")
     assert sorted(flatten(list_ids(make_loader(dataset, batch_size=2, workers=0)))) == sorted(dataset.image_ids)
-    dataset.arrival.stop()
+    dataset.stop()
     assert tar.read_bytes() == good
     assert verify_shards(tmp_path / "ssd").bad == ()
 
@@ -370,7 +370,7 @@ def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
             row = whole.image_ids.tolist().index(int(targets[0]["image_id"]))
             assert torch.equal((images[0] * 255).round().to(torch.uint8), whole[row][0])
     loader.close()
-    dataset.arrival.stop()
+    dataset.stop()
     assert [sorted(epoch) for epoch in epochs] == [sorted(whole.image_ids.tolist())] * 3
     assert len({tuple(epoch) for epoch in epochs}) > 1
     assert 0 < most <= limit
@@ -385,7 +385,7 @@ def test_what_an_earlier_session_left_counts_too(drive, tmp_path):
         loader = make_loader(dataset, batch_size=2, workers=0)
         assert sorted(flatten(list_ids(loader))) == sorted(dataset.image_ids.tolist())
         assert measure_folder(tmp_path / "ssd") <= limit
-        dataset.arrival.stop()
+        dataset.stop()
 
 
 @pytest.mark.parametrize("kind", ["a finished copy", "a copy broken off", "other files", "other shards"])
@@ -401,7 +401,7 @@ def test_shards_take_turns_in_no_folder_that_holds_files(drive, tmp_path, tiny_s
         ssd.mkdir()
         (ssd / "thesis.txt").write_text("mine")
     else:  # marked, but of another dataset
-        ArrivingShards(tiny_shards, ssd, limit_gb=read_index(tiny_shards).bytes * 0.9 / 1e9).arrival.stop()
+        ArrivingShards(tiny_shards, ssd, limit_gb=read_index(tiny_shards).bytes * 0.9 / 1e9).stop()
     before = {path.name: path.read_bytes() for path in ssd.iterdir()}
     with pytest.raises(
         ColabUtilsError, match=r"expected a new or empty folder .* found files in .*ssd, which are never"
@@ -411,7 +411,7 @@ def test_shards_take_turns_in_no_folder_that_holds_files(drive, tmp_path, tiny_s
 
 
 def test_a_rolling_folder_becomes_a_finished_copy_without_a_limit(drive, tmp_path):
-    ArrivingShards(drive, tmp_path / "ssd", limit_gb=read_index(drive).bytes * 0.6 / 1e9).arrival.stop()
+    ArrivingShards(drive, tmp_path / "ssd", limit_gb=read_index(drive).bytes * 0.6 / 1e9).stop()
     ArrivingShards(drive, tmp_path / "ssd").arrival._thread.join()
     assert verify_shards(tmp_path / "ssd").bad == ()
     assert not (tmp_path / "ssd" / arriving.STATUS_NAME).exists()
@@ -426,14 +426,14 @@ def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):
         before += list_ids([next(batches)])
     state = json.loads(json.dumps(loader.state_dict()))
     loader.close()
-    dataset.arrival.stop()
+    dataset.stop()
     again = ArrivingShards(drive, tmp_path / "other", limit_gb=limit)
     resumed = make_loader(again, batch_size=2, workers=1, seed=3)
     resumed.load_state_dict(state)
     after = list_ids(resumed)
     assert sorted(flatten(before + after)) == sorted(again.image_ids.tolist())
     resumed.close()
-    again.arrival.stop()
+    again.stop()
 
 
 def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
@@ -449,7 +449,7 @@ def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
         for _ in loader:
             pass
     assert here <= {path.name for path in (tmp_path / "ssd").glob("shard-*")}
-    dataset.arrival.stop()
+    dataset.stop()
 
 
 def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
