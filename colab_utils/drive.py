@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
 
 __all__ = [
-    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "drop_cached", "get_profile",
-    "guard_drive", "is_on_drive", "read_file",
+    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "get_profile", "guard_drive",
+    "is_on_drive", "read_file",
 ]  # fmt: skip
 
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
@@ -112,11 +113,9 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         if error.errno != errno.ENOTCONN and not refused:
             raise
         why = " or refuses (its quota, or too many files in one folder)" if refused else ""
-        cure = (
-            "remount it with drive.mount('/content/drive', force_remount=True), or restart the session; then run again"
-        )
         raise DriveLostError(
-            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): {cure}"
+            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): remount it with "
+            "drive.mount('/content/drive', force_remount=True), or restart the session; then run again"
         ) from error
 
 
@@ -189,14 +188,7 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
     return content
 
 
-def drop_cached(path: Path) -> None:
-    """Drop what Linux keeps of a file in memory; elsewhere, and for what is no file, do nothing."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-class DriveFile:
+class DriveFile(io.IOBase):
     """A file read in pieces, no faster than ``profile`` allows; Linux only.
 
     Opening waits ``open_s``, which covers the first read; each later read that does not start where the last one ended
@@ -251,19 +243,11 @@ class DriveFile:
         while self._descriptors:
             with suppress(OSError):  # of a mount that was lost; the descriptor is gone all the same
                 os.close(self._descriptors.pop())
+        super().close()
 
     def _open(self) -> None:
         with guard_drive(self.path):
             self._descriptors.append(os.open(self.path, os.O_RDONLY))
-
-    def __enter__(self) -> DriveFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()  # os.open has no owner that would do it
 
 
 def _wait(profile: DriveProfile | None, opens: bool, count: int, started: float) -> None:

@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,9 +27,9 @@ from tqdm import tqdm
 from colab_utils.errors import ColabUtilsError
 
 __all__ = [
-    "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "end_with_parent", "find_free_memory", "fork_pool",
-    "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched", "quiet_fork", "require_linux",
-    "show_progress", "write_file",
+    "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
+    "fork_pool", "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched", "quiet_fork",
+    "require_linux", "show_progress", "write_file",
 ]  # fmt: skip
 
 COLAB_ROOT = Path("/content")
@@ -97,8 +97,6 @@ class Machine:
     cores: int
     """Those that this process may use."""
     ram_bytes: int
-    shm_bytes: int
-    """Size of ``/dev/shm``, the memory that processes share."""
     disk_free_bytes: int
     gpu: str | None
     """Name and memory."""
@@ -132,7 +130,6 @@ def describe_machine(folder: str | Path = ".") -> Machine:
         cpu=next((line.partition(": ")[2] for line in cpu_lines if line.startswith("model name")), platform.machine()),
         cores=count_cores(),
         ram_bytes=psutil.virtual_memory().total,
-        shm_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         disk_free_bytes=shutil.disk_usage(folder).free,
         gpu=gpu,
         python=platform.python_version(),
@@ -230,17 +227,23 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-            if sys.platform == "linux":  # or it would be read from memory, which proves nothing
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         expected = xxhash.xxh3_64()
         for part in parts:
             expected.update(part)
+        drop_cached(temporary)  # or it would be read from memory, which proves nothing
         with open(temporary, "rb", buffering=0) as file:
             if hashlib.file_digest(file, xxhash.xxh3_64).digest() != expected.digest():
                 raise OSError(errno.EIO, "what was written reads back differently")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def drop_cached(path: Path) -> None:
+    """Drop what Linux keeps of a file in memory; elsewhere, and for what is no file, do nothing."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def format_bytes(count: float) -> str:

@@ -15,7 +15,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
 from colab_utils.sample_data import CATEGORIES, make_dataset
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.format import INDEX_NAME, read_index
+from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
 from colab_utils.shards.write import write_shards
 
 __all__ = [
@@ -154,14 +154,13 @@ class EnsuredShards:
     """Shards that are there."""
 
     folder: Path
-    shards: int
-    images: int
-    bytes: int
+    index: ShardIndex
     note: str
     """Where they come from."""
 
     def __str__(self) -> str:
-        return f"{self.shards} shards, {self.images:,} images, {format_bytes(self.bytes)} in {self.folder}\n{self.note}"
+        index, size = self.index, format_bytes(self.index.bytes)
+        return f"{len(index.shards)} shards, {index.images:,} images, {size} in {self.folder}\n{self.note}"
 
 
 def ensure_dataset(
@@ -224,7 +223,7 @@ def ensure_shards(
             elif read_index(folder).fingerprint != read_coco(data.annotations).fingerprint:
                 found = f"found shards of another dataset in {folder}: move them away, or name another Drive folder"
                 raise ColabUtilsError(f"expected shards of {data.annotations}, {found}")
-        return _describe(folder, "Found on Drive." if is_there else "Made now.")
+        return EnsuredShards(folder, read_index(folder), "Found on Drive." if is_there else "Made now.")
 
 
 def ensure_validation_shards(
@@ -245,7 +244,7 @@ def ensure_validation_shards(
     Raises:
         ColabUtilsError: as `ensure_shards` and `copy_shards` do.
     """
-    index, limit_gb, source = read_index(train.folder), None, train
+    index, limit_gb, source = train.index, None, train
     built_in = {category["name"] for category in index.categories} == {category["name"] for category in CATEGORIES}
     if images or annotations or built_in:
         source = ensure_shards(workspace, images=images, annotations=annotations, n=n, part="val")
@@ -255,7 +254,7 @@ def ensure_validation_shards(
         target = workspace.ssd / "shards_seen"
         note = "A copy of the first training shard: the model has seen these images, so its AP is too high."
     copy_shards(source.folder, target, profile=workspace.profile, limit_gb=limit_gb)
-    return _describe(target, note)
+    return EnsuredShards(target, read_index(target), note)
 
 
 def publish_results(workspace: Workspace, number: str, **results: Any) -> Path:
@@ -273,8 +272,3 @@ def publish_results(workspace: Workspace, number: str, **results: Any) -> Path:
         path.parent.mkdir(exist_ok=True)
         write_file(path, json.dumps(results).encode())
     return path
-
-
-def _describe(folder: Path, note: str) -> EnsuredShards:
-    index = read_index(folder)
-    return EnsuredShards(folder, len(index.shards), index.images, index.bytes, note)

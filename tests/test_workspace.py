@@ -283,7 +283,7 @@ def test_half_of_a_dataset_is_refused(workspace, names):
 def test_shards_are_made_then_found(workspace, tiny_dataset):
     names = {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
     made = ensure_shards(workspace, **names)
-    assert (made.folder, made.images, made.note) == (workspace.shards_on_drive, 12, "Made now.")
+    assert (made.folder, made.index.images, made.note) == (workspace.shards_on_drive, 12, "Made now.")
     assert ensure_shards(workspace, **names).note == "Found on Drive."
     assert ensure_shards(workspace).note == "Found on Drive."  # without names: those that are there
     assert "12 images" in str(made)
@@ -318,7 +318,11 @@ def test_your_own_data_without_validation_is_evaluated_on_itself(workspace, tiny
     write_shards(*names.values(), shards=workspace.shards_on_drive, shard_mb=tiny_dataset.bytes / 4e6, workers=1)
     train = ensure_shards(workspace, **names)
     seen = ensure_validation_shards(workspace, train)
-    assert (train.shards > 1, seen.shards, ensure_validation_shards(workspace, train)) == (True, 1, seen)
+    assert (len(train.index.shards) > 1, len(seen.index.shards), ensure_validation_shards(workspace, train)) == (
+        True,
+        1,
+        seen,
+    )
     assert "the model has seen these images" in str(seen)
     assert set(ShardDataset(seen.folder).image_ids) < set(ShardDataset(train.folder).image_ids)
     assert not (workspace.drive / "dataset_val").exists()

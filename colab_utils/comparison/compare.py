@@ -20,9 +20,9 @@ from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies
 from colab_utils.diagnosis.resources import measure_memory
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, describe_error, time_batches
-from colab_utils.drive import DriveProfile, drop_cached, get_profile, is_on_drive
+from colab_utils.drive import DriveProfile, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import Machine, describe_machine, show_progress
+from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
 
 __all__ = ["Comparison", "StrategyTiming", "compare", "find_pay_back"]
 

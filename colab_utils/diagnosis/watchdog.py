@@ -11,12 +11,12 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
 from time import monotonic, sleep
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, read_ending
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
-from colab_utils.loading.workers import explain_death
+from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
 from colab_utils.runtime import quiet_fork, require_linux
 
 __all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "find_file", "watch"]
@@ -41,15 +41,6 @@ _FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
     "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
     "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
 }
-
-
-class _Blamed(NamedTuple):
-    """Who a batch is waited for, and which batch, as far as that is known."""
-
-    worker: int | None
-    pid: int
-    number: int | None = None
-    batch: tuple[Any, ...] = ()
 
 
 class _StallInterrupt(BaseException):
@@ -166,7 +157,7 @@ class _Pass:
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.get_ident()  # which waits for the batches
         self._asked_s: float | None = None  # since when it waits
-        self._given_up: tuple[_Blamed, Stall] | None = None
+        self._given_up: tuple[WorkerJob, Stall] | None = None
         self._can_interrupt = self._interrupted = False
 
     def run(self) -> Iterator[Any]:
@@ -196,7 +187,7 @@ class _Pass:
                 finally:
                     self._stop_waiting()
                 if self._given_up:  # the batch came after all, at the last moment: only its worker is lost
-                    self._given_up = self._given_up[0]._replace(number=None, batch=()), self._given_up[1]
+                    self._given_up = self._given_up[0]._replace(number=None, indices=()), self._given_up[1]
                 return batch
             except _StallInterrupt:
                 pass
@@ -229,8 +220,8 @@ class _Pass:
         if last or self._watched.on_stall in ("report", "raise"):
             raise ColabUtilsError(str(stall)) from cause
         skips = self._watched.on_stall == "skip"
-        if skips and blamed.batch:
-            self._watched.skipped.append(blamed.batch)
+        if skips and blamed.indices:
+            self._watched.skipped.append(blamed.indices)
         self._loader.restart(skip=blamed.number if skips else None)
 
     def _watch(self) -> None:
@@ -257,7 +248,7 @@ class _Pass:
             if gives_up:
                 self._end(asked_s, blamed, stall)
 
-    def _look(self, asked_s: float) -> tuple[_Blamed, Stall]:
+    def _look(self, asked_s: float) -> tuple[WorkerJob, Stall]:
         """Observe for half a second who the batch is waited for."""
         blamed = self._find_blamed()
         if ending := read_ending(blamed.pid):
@@ -283,39 +274,38 @@ class _Pass:
             verdict = "read" if seen.path.startswith("/") else "waiting"
         return blamed, self._make_stall(verdict, asked_s, blamed, seen)
 
-    def _find_blamed(self) -> _Blamed:
+    def _find_blamed(self) -> WorkerJob:
         """Who has had the oldest batch; else who has been longest at a sample, else who is not idle, of the workers."""
         if self._ours and (jobs := self._loader.list_jobs()):
-            return _Blamed(*jobs[0][:4])
+            return jobs[0]
         samples = self._monitor.list_samples()
         places = {pid: place for place, pid in enumerate(samples)}
         if at_work := [(at[0], pid) for pid, at in samples.items() if at]:
-            return _Blamed(places[min(at_work)[1]], min(at_work)[1])
+            return WorkerJob(places[min(at_work)[1]], min(at_work)[1])
         alive = [pid for pid in places if not read_ending(pid)]
         busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle] or alive
-        return _Blamed(places[busy[0]], busy[0]) if busy else _Blamed(None, os.getpid())
+        return WorkerJob(places[busy[0]], busy[0]) if busy else WorkerJob(None, os.getpid())
 
-    def _find_dead(self, error: Exception) -> tuple[_Blamed, str] | None:
+    def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
         """The worker whose end made the loader fail, if that is why it did; and how it ended."""
         if self._ours:
-            dead = self._loader.find_dead()
-            return dead and (_Blamed(*dead.jobs[0][:4]) if dead.jobs else _Blamed(*dead[:2]), dead.ending)
+            return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
         said = f"{error} {error.__cause__}"
         for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
             ending = read_ending(pid)
             if ending and (at_work or str(pid) in said or "signal" in ending):
-                return _Blamed(place, pid), ending if "signal" in ending else said
+                return WorkerJob(place, pid), ending if "signal" in ending else said
         return None
 
-    def _explain_ending(self, blamed: _Blamed, asked_s: float, ending: str) -> Stall:
-        death, _, cure = str(explain_death(ending)).partition("). ")
+    def _explain_ending(self, blamed: WorkerJob, asked_s: float, ending: str) -> Stall:
+        death, _, cure = explain_death(ending).partition("). ")
         sample = self._monitor.find_sample(blamed.pid)
         return self._make_stall("dead", asked_s, blamed, Activity(call=death.rpartition("(")[2], sample=sample), cure)
 
-    def _make_stall(self, verdict: Verdict, asked_s: float, blamed: _Blamed, seen: Activity, cure: str = "") -> Stall:
+    def _make_stall(self, verdict: Verdict, asked_s: float, blamed: WorkerJob, seen: Activity, cure: str = "") -> Stall:
         file = seen.path if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(
-            verdict, monotonic() - asked_s, blamed.worker, blamed.pid, seen.sample, blamed.batch, file, seen.call,
+            verdict, monotonic() - asked_s, blamed.worker, blamed.pid, seen.sample, blamed.indices, file, seen.call,
             seen.stack, cure or _FINDINGS[verdict][1],
         )  # fmt: skip
 
@@ -325,7 +315,7 @@ class _Pass:
         slow = stall.verdict == "slow" and stall.waited_s < _PATIENCE * self._watched.timeout_s
         return stall.worker is not None and not slow
 
-    def _end(self, asked_s: float, blamed: _Blamed, stall: Stall) -> None:
+    def _end(self, asked_s: float, blamed: WorkerJob, stall: Stall) -> None:
         """End the worker, which the loader notices; or, where that is not to be or did not help, the waiting."""
         with self._lock:
             if self._asked_s != asked_s:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -215,15 +215,12 @@ class Arrival:
                     leaving = max(later, key=lambda one: rank.get(one, math.inf), default=None)
                 if leaving is not None:
                     self._moving.add(leaving)
-                    span = self.spans_s.pop(leaving)
+                    del self.spans_s[leaving]
             if leaving is None:
                 self._job.stop.wait(_POLL_S)
                 continue
             try:
                 self._remove(leaving)
-            except BaseException:
-                self.spans_s[leaving] = span
-                raise
             finally:
                 self._moving.discard(leaving)
         return None
@@ -243,10 +240,7 @@ class Arrival:
         """Remove a shard from the disk; never the only one left."""
         files = self.index.shards[number].files()
 
-        def look() -> bool:
-            with guard_drive(self.source):
-                return all(has_size(self.source / name, size) for name, size, _ in files)
-
+        look = guard_drive(self.source)(lambda: all(has_size(self.source / name, size) for name, size, _ in files))
         if not self.retries.run(look):
             raise ColabUtilsError(
                 f"expected {files[0][0]} in {self.source}, found none of its size: that in {self.target} is the last "
@@ -350,8 +344,6 @@ class ArrivingShards(ShardDataset):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
 
-    arrival: Arrival | None
-
     def __init__(
         self, source: str | Path, target: str | Path, *, profile: str | DriveProfile | None = None, workers: int = 4,
         limit_gb: float | None = None, seed: int = 0, transforms: Transforms | None = None,
@@ -372,7 +364,7 @@ class ArrivingShards(ShardDataset):
                 raise
         files = _ArrivingFiles(source, target, rolls=arrival.rolls)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
-        self.arrival = arrival
+        self.arrival: Arrival | None = arrival
 
     def stop(self) -> None:
         """End the copy at its next piece; what has arrived stays, and a new `ArrivingShards` continues there."""
@@ -385,16 +377,17 @@ class ArrivingShards(ShardDataset):
 
 def plan_batches(
     order: BatchSampler, arrival: Arrival | None, shard_of: NDArray[np.int64] | None, windows: list[list[int]],
-    is_due: Callable[[int], bool],
+    delivered: int, skipped: Collection[int],
 ) -> Iterator[tuple[int, list[int]] | None]:  # fmt: skip
-    """The batches of an epoch that are due, each with its number in the epoch; None where the next one has to wait.
+    """The batches of an epoch but the first ``delivered`` ones and those ``skipped``, each with its number in the
+    epoch; None where the next one has to wait.
 
     ``windows`` of shards (`Arrival.plan_windows`) are trained on one after another, each shuffled together with what
     the one before left over; without windows it is the order of all images. ``shard_of``: int64 [I], of each image.
     """
     plan = _order_windows(order, windows, shard_of) if windows else ((0, indices) for indices in order)
     for number, (place, indices) in enumerate(plan):
-        if not is_due(number):
+        if number < delivered or number in skipped:
             continue
         if arrival is not None and shard_of is not None:
             arrival.want([*chain(*windows[max(0, place - 1) : place + 1])], [*chain(*windows[place:])])

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
@@ -120,17 +119,6 @@ def blame_sample(place: int) -> Iterator[None]:
         raise
     except Exception as error:
         raise BadSampleError(error, place) from None
-
-
-def decode_image(data: bytes | bytearray) -> Tensor:
-    """JPEG, PNG, any other image, or raw pixels as uint8 [3, H, W]; see ``decode_pixels``.
-
-    Raises:
-        ColabUtilsError: if the bytes are not a whole image.
-    """
-    pixels = decode_pixels(data)
-    # by numpy: torch's own copy uses OpenMP threads, which a forked process has lost
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,9 +285,7 @@ def write_batch(
         pixel, first = pixel + pixels.size, first + count
     if dense_bytes:
         bits, crops, ends, out = map(torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"]))
-        expand_masks(
-            MaskBits(bits, crops, ends), sizes, counts, flips=None if flips is None else flips.tolist(), out=out
-        )
+        expand_masks(MaskBits(bits, crops, ends), sizes, counts, flips=flips, out=out)
     return shape
 
 

@@ -25,10 +25,10 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.coco import read_coco, resolve_image
 from colab_utils.data.decoding import decode_pixels
-from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, unpack_masks
+from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import PackedSample, Target, decode_image
+from colab_utils.loading.batch import PackedSample, Target
 from colab_utils.loading.transforms import Transforms, apply_transforms
 from colab_utils.shards.arrays import ArraysBuilder, ShardArrays, convert_boxes, load_arrays, rebuild_arrays
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
@@ -67,8 +67,13 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     @staticmethod
     def decode(data: bytes | bytearray) -> Tensor:
-        """The image's bytes as uint8 [3, H, W]."""
-        return decode_image(data)
+        """JPEG, PNG, any other image, or raw pixels as uint8 [3, H, W]; see ``decode_pixels``.
+
+        Raises:
+            ColabUtilsError: if the bytes are not a whole image.
+        """
+        # by numpy: torch's own copy uses OpenMP threads, which a forked process has lost
+        return torch.from_numpy(np.ascontiguousarray(decode_pixels(data).transpose(2, 0, 1)))
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
@@ -139,12 +144,7 @@ def load_shard(
         ColabUtilsError: if the tar is missing, cut short or damaged.
         DriveLostError: if Drive fails, and goes on failing while ``retries`` try again.
     """
-
-    def load() -> ShardArrays:
-        with guard_drive(folder):
-            return _load(folder, shard, index, profile)
-
-    return retries.run(load)
+    return retries.run(guard_drive(folder)(partial(_load, folder, shard, index, profile)))
 
 
 def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfile | None) -> ShardArrays:
@@ -274,17 +274,13 @@ class CocoFolder(_CocoSamples):
 
     @staticmethod
     def _rasterise(annotations: list[dict[str, Any]], height: int, width: int) -> NDArray[np.uint8]:
-        from pycocotools import mask as coco_mask
-
-        if not annotations:
-            return np.zeros((0, height, width), np.uint8)
         rles = []
         for annotation in annotations:
             try:
                 rles.append(encode_segmentation(annotation["segmentation"], height, width))
             except ColabUtilsError as error:
                 raise ColabUtilsError(f"annotation {annotation['id']}: {error}. Run check on the dataset.") from None
-        return np.ascontiguousarray(coco_mask.decode(rles).transpose(2, 0, 1))
+        return unpack_masks(pack_masks(rles), height, width)
 
 
 class ShardDataset(_CocoSamples):

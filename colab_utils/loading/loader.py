@@ -19,7 +19,7 @@ from colab_utils.loading.batch import PackedBatch, Target
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
-from colab_utils.loading.workers import Backend, DeadWorker, Fetcher, Prefetcher, WorkerJob, describe_workers
+from colab_utils.loading.workers import Backend, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
 
 __all__ = ["Loader", "LoaderSettings", "find_device", "make_loader"]
@@ -148,19 +148,22 @@ def make_loader(
         2 torch.float32 torch.Size([1, 8, 8])
         1 torch.float32 torch.Size([1, 8, 8])
     """
-    _check_dataset(dataset)
     if transform_on not in ("device", "worker"):
         raise ColabUtilsError(f"expected transform_on as one of device, worker, found {transform_on!r}")
-    on_worker = transform_on == "worker"
-    if sampler is None and rank is None and ranks is None:
-        rank, ranks = _find_ranks()
+    on_worker, place, group = transform_on == "worker", find_device(device), torch.distributed
+    if sampler is None and rank is None and ranks is None and group.is_available() and group.is_initialized():
+        rank, ranks = group.get_rank(), group.get_world_size()
+    # with no GPU to expand masks on, the workers do it: into memory that is used again
+    dense = deliver == "dense" and place.type == "cpu"
+    flip = find_flip(transforms) if dense and not on_worker else None
+    fetcher = Fetcher(dataset, transforms if on_worker else None, dense=dense, flip=flip or 0)
+    kind: Backend = "processes" if backend == "auto" else backend
     settings = LoaderSettings(
-        batch_size=batch_size, device=find_device(device), deliver=deliver, image_dtype=image_dtype, seed=seed,
+        batch_size=batch_size, device=place, deliver=deliver, image_dtype=image_dtype, seed=seed, prefetch=prefetch,
         workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank or 0,
-        backend="processes" if backend == "auto" else backend, prefetch=prefetch,
-        transforms=None if on_worker else transforms, ranks=1 if ranks is None else ranks,
+        backend="loader_process" if kind == "threads" and fetcher.may_draw else kind,
+        transforms=None if on_worker or flip is not None else transforms, ranks=1 if ranks is None else ranks,
     )  # fmt: skip
-    fetcher, settings = _make_fetcher(dataset, settings, transforms if on_worker else None)
     order = BatchSampler(
         len(fetcher), settings.batch_size, settings.seed if shuffle else None, sampler=sampler, drop_last=drop_last,
         sizes=fetcher.sizes if group_by_aspect_ratio else None,
@@ -173,39 +176,6 @@ def make_loader(
         tuning = tune_workers(fetcher, batch_size=settings.batch_size, backend=only)
         settings = replace(settings, backend=tuning.best.backend, workers=tuning.best.workers)
     return Loader(fetcher, order, settings, tuning)
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ColabUtilsError(
-            f"expected a dataset with a length and indices, found {type(dataset).__name__}. Open a folder of "
-            "shards by ShardDataset(folder)."
-        )
-    if not len(dataset):
-        raise ColabUtilsError("expected a dataset with images, found an empty one")
-
-
-def _find_ranks() -> tuple[int, int]:
-    """Which of how many processes this is."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
-
-
-def _make_fetcher(
-    dataset: Dataset[Any], settings: LoaderSettings, on_worker: Transforms | None
-) -> tuple[Fetcher, LoaderSettings]:
-    """What the workers do, and what is left for the training process."""
-    # with no GPU to expand masks on, the workers do it: into memory that is used again
-    dense = settings.deliver == "dense" and settings.device.type == "cpu"
-    flip = find_flip(settings.transforms) if dense else None
-    fetcher = Fetcher(dataset, on_worker, dense=dense, flip=flip or 0)
-    if flip is not None:
-        settings = replace(settings, transforms=None)
-    if fetcher.may_draw and settings.backend == "threads":
-        settings = replace(settings, backend="loader_process")
-    return fetcher, settings
 
 
 class Loader:
@@ -235,7 +205,6 @@ class Loader:
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
-        self._dead: DeadWorker | None = None
 
     def __len__(self) -> int:
         return len(self._order)
@@ -280,14 +249,15 @@ class Loader:
 
     def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
-        self._dead = None
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
+            self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
             seed = self.settings.seed, self.epoch
-            yield from self._start().run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
+            yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
         except BaseException:
-            self._dead = self._prefetcher.find_dead() if self._prefetcher else None
             self.close()
             raise
 
@@ -297,30 +267,16 @@ class Loader:
         is_new = not (first or skipped or self._windows or self._order.before)
         if is_new and arrival is not None and not arrival.is_complete:
             self._windows = arrival.plan_windows(self.epoch)
-
-        def is_due(number: int) -> bool:
-            return number >= first and number not in skipped
-
-        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, is_due):
+        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, first, skipped):
             if due is not None:
                 number, indices = due
                 self._totals[number] = len(indices)
                 due = number, indices[self.settings.rank :: self.settings.ranks]
             yield due
 
-    def _start(self) -> Prefetcher:
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
-            self._finalizer = weakref.finalize(self, self._prefetcher.close)
-        return self._prefetcher
-
     def list_jobs(self) -> list[WorkerJob]:
-        """The batches that were asked for and did not come yet, oldest first; of each, its worker and since when."""
+        """The batches that were asked for and did not come yet, oldest first; of each, its worker."""
         return self._prefetcher.list_jobs() if self._prefetcher else []
-
-    def find_dead(self) -> DeadWorker | None:
-        """The worker that ended the last pass by ending itself, and the batches that it had."""
-        return self._dead
 
     def restart(self, *, skip: int | None = None) -> None:
         """End the workers; the next pass goes on in this epoch where it stood, without the batch of number ``skip``."""
@@ -360,12 +316,10 @@ class Loader:
         to leave out; ``joined`` the windows of shards of an epoch that began while they arrived; ``before`` what this
         epoch delivered in batches of another size.
         """
-        state: dict[str, Any] = {**self._describe_order(), "epoch": self.epoch, "batch": self._delivered}
-        if self._windows:
-            state["joined"] = [list(one) for one in self._windows]
-        if self._order.before:
-            state["before"] = [list(one) for one in self._order.before]
-        return state | ({"skipped": sorted(self._skipped)} if self._skipped else {})
+        return {
+            **self._describe_order(), "epoch": self.epoch, "batch": self._delivered, "skipped": sorted(self._skipped),
+            "joined": [list(one) for one in self._windows], "before": [list(one) for one in self._order.before],
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batch that a state was taken at; with batches of another size, with the images that the

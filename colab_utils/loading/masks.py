@@ -6,7 +6,7 @@ operations over all objects at once, on the device that the bits are on, in chun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ def expand_masks(
     sizes: Tensor | Sequence[Sequence[int]],
     counts: Tensor | Sequence[int],
     *,
-    flips: Tensor | Sequence[bool] | None = None,
+    flips: Tensor | NDArray[np.bool_] | Sequence[bool] | None = None,
     out: Tensor | None = None,
 ) -> list[Tensor]:
     """Dense masks of each image, on the device that the bits are on.
@@ -94,14 +94,14 @@ def expand_masks(
         sizes: int [B, 2]: height and width of each image in pixels. On the CPU, as all tables here.
         counts: int [B]: objects of each image.
         flips: bool [B]: the images to mirror left to right; none by default.
-        out: uint8 [bytes] on the device of the bits: memory to use again, of at least a byte for each pixel of the
-            dense masks; what an earlier call put there is lost. New memory by default.
+        out: uint8 [bytes] on the device of the bits: memory to use again, of a byte for each pixel of the dense masks;
+            what an earlier call put there is lost. New memory by default.
 
     Returns:
         uint8 [N, height, width] of 0 and 1 for each image; views of one piece of memory.
 
     Raises:
-        ColabUtilsError: if the tables are not of one batch, a mask lies outside its image, or ``out`` is too small.
+        ColabUtilsError: if the tables are not of one batch, or a mask lies outside its image.
 
     Example:
         >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
@@ -113,28 +113,22 @@ def expand_masks(
     """
     tables, device = _read_tables(masks, sizes, counts, flips), masks.bits.device
     shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), tables.sizes.tolist(), strict=True)]
-    numels, is_new = [prod(shape) for shape in shapes], out is None
-    if out is None:  # numpy's zeros lie in huge pages, which torch does not ask for
-        zeros = np.zeros(sum(numels), np.uint8) if device.type == "cpu" else None
-        out = torch.zeros(sum(numels), dtype=torch.uint8, device=device) if zeros is None else torch.from_numpy(zeros)
-    if len(out) < sum(numels):
-        raise ColabUtilsError(f"expected {sum(numels)} bytes for the masks, found {len(out)}. Give a larger `out`.")
-    dense = out[: sum(numels)]
+    numels = [prod(shape) for shape in shapes]
+    dense = torch.empty(sum(numels), dtype=torch.uint8, device=device) if out is None else out
     images = [part.view(shape) for part, shape in zip(dense.split(numels), shapes, strict=True)]
     if device.type == "cpu":
-        # cleared when its turn comes: it is in the cache when it is drawn upon
-        _draw_objects(masks.bits, tables, (image if is_new else image.zero_() for image in images))
+        _draw_objects(masks.bits, tables, images)
     else:
-        _draw_rows(masks.bits, tables, dense if is_new else dense.zero_())
+        _draw_rows(masks.bits, tables, dense.zero_())
     return images
 
 
-def _draw_objects(bits: Tensor, tables: _Tables, dense: Iterable[Tensor]) -> None:
+def _draw_objects(bits: Tensor, tables: _Tables, dense: Sequence[Tensor]) -> None:
     """Draw by numpy, an object at a time: on a CPU many times as fast as ``_draw_rows``."""
     packed = bits.numpy()
     objects = zip(tables.crops.tolist(), tables.offsets.tolist(), strict=False)
     for masks, flip in zip(dense, tables.flips, strict=True):
-        for mask in masks.numpy():
+        for mask in masks.zero_().numpy():  # cleared when its turn comes: it is in the cache when it is drawn upon
             (left, top, right, bottom), start = next(objects)
             height, width = bottom - top, right - left
             crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)

@@ -124,8 +124,7 @@ def tune_workers(dataset: Dataset[Any] | Fetcher, *, batch_size: int, backend: B
     most = (budget // batch_bytes - _HELD) // PREFETCH
     ways = [way for way in _list_ways(fetcher, backend) if way[1] <= most] or [("threads", 0)]
     if waits:
-        best = Trial(*max(ways, key=lambda way: way[1]), images_per_second=0.0)
-        return Tuning(best, (), perf_counter() - began_s)
+        return Tuning(Trial(*max(ways, key=lambda way: way[1]), 0.0), (), perf_counter() - began_s)
     with show_progress("tuning workers", total=len(ways), unit="trial") as bar, _busy_core():
         trials = []
         for kind, workers in ways:

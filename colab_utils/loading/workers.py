@@ -25,7 +25,7 @@ from contextlib import nullcontext, suppress
 from errno import ENOMEM
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ from colab_utils.loading.sampler import seed_random
 from colab_utils.loading.transforms import Transforms, apply_transforms
 from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork, require_linux
 
-__all__ = ["Backend", "DeadWorker", "Fetcher", "Prefetcher", "WorkerJob", "describe_workers", "explain_death"]
+__all__ = ["Backend", "Fetcher", "Prefetcher", "WorkerDiedError", "WorkerJob", "describe_workers", "explain_death"]
 
 Backend = Literal["processes", "loader_process", "threads"]
 """Worker processes; one loader process with threads; threads in the training process."""
@@ -80,6 +80,13 @@ class Fetcher:
         self, dataset: Dataset[Any], transforms: Transforms | None = None, *, dense: bool = False, flip: float = 0
     ) -> None:
         self.dataset, self.transforms, self.dense, self.flip = dataset, transforms, dense, flip
+        if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ColabUtilsError(
+                f"expected a dataset with a length and indices, found {type(dataset).__name__}. Open a folder of "
+                "shards by ShardDataset(folder)."
+            )
+        if not len(self):
+            raise ColabUtilsError("expected a dataset with images, found an empty one")
         base: Any = dataset
         rows: NDArray[np.int64] | None = None
         while type(base) is Subset:
@@ -211,21 +218,8 @@ class SharedBufferPool:
         return torch.from_numpy(content)
 
 
-class Job(NamedTuple):
-    """A batch to load."""
-
-    number: int
-    """Of the batch in its epoch."""
-    indices: list[int]
-    buffer: int
-    """Where to write it."""
-    seed: tuple[int, ...]
-    skips_bad: bool
-    """Leave bad samples out, and name them."""
-
-
 class Result(NamedTuple):
-    """What became of a job."""
+    """What became of a batch that a worker was asked for."""
 
     number: int
     shape: BatchShape | None = None
@@ -236,28 +230,24 @@ class Result(NamedTuple):
 
 
 class WorkerJob(NamedTuple):
-    """A batch that was asked for and did not come yet."""
+    """A worker, and the batch that it was asked for, as far as that is known."""
 
     worker: int | None
-    """Which worker process loads it, from 0; None for this process."""
+    """Which worker process, from 0; None for this process."""
     pid: int
-    number: int
+    number: int | None = None
     """Of the batch in its epoch."""
-    indices: tuple[int, ...]
+    indices: tuple[Any, ...] = ()
     """In the loader's dataset."""
-    asked_s: float
-    """When it was asked for, by ``time.monotonic``."""
 
 
-class DeadWorker(NamedTuple):
-    """A worker process that ended."""
+class WorkerDiedError(ColabUtilsError):
+    """A worker process ended."""
 
-    worker: int
-    pid: int
+    job: WorkerJob
+    """Which one, with the oldest batch that it had."""
     ending: str
     """How it ended, such as "killed by signal: Killed"."""
-    jobs: tuple[WorkerJob, ...] = ()
-    """The batches that it had, oldest first."""
 
 
 def describe_workers(backend: Backend, workers: int, prefetch: int) -> str:
@@ -270,26 +260,28 @@ def describe_workers(backend: Backend, workers: int, prefetch: int) -> str:
     return f'workers={workers}, backend="{backend}", prefetch={prefetch}' if workers else "workers=0"
 
 
-def _do_job(fetcher: Fetcher, buffers: list[SharedBuffer], job: Job) -> Result:
-    indices, bad = list(job.indices), list[tuple[int, str]]()
+def _do_job(
+    fetcher: Fetcher, buffers: list[SharedBuffer], number: int, indices: list[int], buffer: int, seed: tuple[int, ...],
+    skips_bad: bool,
+) -> Result:  # fmt: skip
+    """Write a batch into the buffer of that number; ``skips_bad``: leave bad samples out, and name them."""
+    indices, bad = list(indices), list[tuple[int, str]]()
     while indices:
         try:
-            return Result(job.number, fetcher.write(indices, buffers[job.buffer].reserve, job.seed), bad)
+            return Result(number, fetcher.write(indices, buffers[buffer].reserve, seed), bad)
         except BadSampleError as failure:
             error, place = failure.args
-            if not job.skips_bad:
-                return Result(job.number, error=error)
+            if not skips_bad:
+                return Result(number, error=error)
             found = str(error) if isinstance(error, ColabUtilsError) else f"{type(error).__name__}: {error}"
             bad.append((indices.pop(place), found))
         except Exception as error:
-            return Result(job.number, error=error)
-    return Result(job.number, bad=bad)
+            return Result(number, error=error)
+    return Result(number, bad=bad)
 
 
 class _Threads:
     """Jobs run in this process: by threads, or, without any, when their results are asked for."""
-
-    dead: DeadWorker | None = None
 
     def __init__(self, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
         self.pids = [os.getpid()]
@@ -297,8 +289,8 @@ class _Threads:
         self._pool = ThreadPoolExecutor(threads, "loader") if threads else None
         self._results: deque[Callable[[], Result]] = deque()
 
-    def send(self, worker: int, job: Job) -> None:
-        run = partial(self._do_job, job)
+    def send(self, worker: int, *job: Any) -> None:
+        run = partial(self._do_job, *job)
         self._results.append(self._pool.submit(run).result if self._pool else run)
 
     def receive(self) -> Result:
@@ -319,7 +311,6 @@ class WorkerPool:
     def __init__(self, processes: int, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
         self._processes: list[Any] = []
         self._connections: list[Any] = []
-        self.dead: DeadWorker | None = None
         context = multiprocessing.get_context("fork")
         try:
             for _ in range(processes):
@@ -337,17 +328,23 @@ class WorkerPool:
             ) from None
         self.pids: list[int] = [process.pid for process in self._processes]
 
-    def send(self, worker: int, job: Job) -> None:
+    def send(self, worker: int, *job: Any) -> None:
         with suppress(OSError):  # it died: what it has done is received first
             self._connections[worker].send(job)
 
     def receive(self) -> Result:
-        """Wait for the next result; raises ColabUtilsError if a worker died."""
+        """Wait for the next result; raises WorkerDiedError if a worker died."""
         connection: Any = wait(self._connections)[0]
         try:
             result: Result = connection.recv()
         except (EOFError, OSError):
-            raise self._explain_death(self._connections.index(connection)) from None
+            worker = self._connections.index(connection)
+            process = self._processes[worker]
+            process.join(5)
+            ending = describe_exit(process.exitcode or 0)
+            died = WorkerDiedError(explain_death(ending))
+            died.job, died.ending = WorkerJob(worker, process.pid), ending
+            raise died from None
         return result
 
     def close(self) -> None:
@@ -361,12 +358,6 @@ class WorkerPool:
             connection.close()
         self._processes, self._connections = [], []
 
-    def _explain_death(self, worker: int) -> ColabUtilsError:
-        process = self._processes[worker]
-        process.join(5)
-        self.dead = DeadWorker(worker, process.pid, describe_exit(process.exitcode or 0))
-        return explain_death(self.dead.ending)
-
 
 def describe_exit(code: int) -> str:
     """How a process ended, by its exit code; negative is a signal.
@@ -378,7 +369,7 @@ def describe_exit(code: int) -> str:
     return f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
-def explain_death(found: str) -> ColabUtilsError:
+def explain_death(found: str) -> str:
     """A worker's death in words, from what is known about it.
 
     Example:
@@ -394,9 +385,8 @@ def explain_death(found: str) -> ColabUtilsError:
             f"Now {format_bytes(find_free_memory())} of memory and {format_bytes(shm)} of /dev/shm are free. Mostly "
             "memory ran out: use fewer workers, a smaller prefetch or a smaller batch, and run it again."
         )
-    return ColabUtilsError(
-        f"expected every worker process to live, found one that ended ({how[0] if how else 'no reason given'}). {cure}"
-    )
+    ended = how[0] if how else "no reason given"
+    return f"expected every worker process to live, found one that ended ({ended}). {cure}"
 
 
 def _serve(connection: Connection, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
@@ -407,8 +397,8 @@ def _serve(connection: Connection, threads: int, fetcher: Fetcher, buffers: list
     torch.set_num_threads(1)
     lock = threading.Lock()
 
-    def work(job: Job) -> None:
-        result = _do_job(fetcher, buffers, job)
+    def work(*job: Any) -> None:
+        result = _do_job(fetcher, buffers, *job)
         result = result._replace(error=_make_portable(result.error))
         with lock:
             connection.send(result)
@@ -417,9 +407,9 @@ def _serve(connection: Connection, threads: int, fetcher: Fetcher, buffers: list
         while True:
             job = connection.recv()
             if threads == 1:
-                work(job)
+                work(*job)
             else:
-                pool.submit(work, job)
+                pool.submit(work, *job)
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
@@ -453,7 +443,7 @@ class Prefetcher:
         else:
             self._pool = _Threads(workers, fetcher, self._buffers.buffers)
         self.close = self._pool.close
-        self._sent: dict[int, tuple[Job, WorkerJob]] = {}
+        self._sent: dict[int, tuple[WorkerJob, int]] = {}  # with the number of the buffer
         self._done: dict[int, Result] = {}
 
     def run(
@@ -463,7 +453,7 @@ class Prefetcher:
         what was left out of it. The batch is None where no image of it was asked for, or all are bad.
 
         Raises:
-            ColabUtilsError: if a worker died; and what a sample raises (not with ``skips_bad``).
+            WorkerDiedError: if a worker died; and what a sample raises (not with ``skips_bad``).
         """
         self._drop_pass()
         todo, over = iter(batches), False
@@ -474,7 +464,7 @@ class Prefetcher:
                 if not isinstance(item, tuple):
                     break
                 number, indices = item
-                self._send(Job(number, indices, self._buffers.take(), (*seed, number), skips_bad))
+                self._send(number, indices, (*seed, number), skips_bad)
             if not self._sent:
                 if over:
                     return
@@ -487,40 +477,38 @@ class Prefetcher:
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first."""
-        return [job for number, (_, job) in list(self._sent.items()) if number not in self._done]
-
-    def find_dead(self) -> DeadWorker | None:
-        """The worker that ended, if one did."""
-        dead = self._pool.dead
-        return dead and dead._replace(jobs=tuple(job for job in self.list_jobs() if job.pid == dead.pid))
+        return [job for number, (job, _) in list(self._sent.items()) if number not in self._done]
 
     def _drop_pass(self) -> None:
         """Free the buffers of a pass that was broken off."""
         while self._sent.keys() - self._done.keys():
             self._receive()
-        for job, _ in self._sent.values():
-            self._buffers.give_back(job.buffer)
+        for _, buffer in self._sent.values():
+            self._buffers.give_back(buffer)
         self._sent, self._done = {}, {}
 
-    def _send(self, job: Job) -> None:
-        """Give a job to the worker that has the fewest."""
-        jobs = Counter(other.pid for other in self.list_jobs())
+    def _send(self, number: int, indices: list[int], seed: tuple[int, ...], skips_bad: bool) -> None:
+        """Ask the worker that has the fewest batches for one more."""
+        jobs = Counter(job.pid for job in self.list_jobs())
         worker, pid = min(enumerate(self._pool.pids), key=lambda pair: jobs[pair[1]])
-        here = pid == os.getpid()
-        seen = WorkerJob(None if here else worker, pid, job.number, tuple(job.indices), monotonic())
-        self._sent[job.number] = job, seen
-        self._pool.send(worker, job)
+        here, buffer = pid == os.getpid(), self._buffers.take()
+        self._sent[number] = WorkerJob(None if here else worker, pid, number, tuple(indices)), buffer
+        self._pool.send(worker, number, indices, buffer, seed, skips_bad)
 
     def _receive(self) -> None:
-        result = self._pool.receive()
+        try:
+            result = self._pool.receive()
+        except WorkerDiedError as died:
+            died.job = next((job for job in self.list_jobs() if job.pid == died.job.pid), died.job)
+            raise
         self._done[result.number] = result
 
     def _finish(self, number: int) -> tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]:
-        (job, _), result = self._sent.pop(number), self._done.pop(number)
+        (_, buffer), result = self._sent.pop(number), self._done.pop(number)
         if result.shape is None:
-            self._buffers.give_back(job.buffer)
+            self._buffers.give_back(buffer)
             if result.error is not None:
                 raise result.error
             return number, None, result.bad
-        content = self._buffers.lend(job.buffer, result.shape.lay_out()[1])
+        content = self._buffers.lend(buffer, result.shape.lay_out()[1])
         return number, open_batch(content, result.shape), result.bad

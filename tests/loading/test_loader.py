@@ -164,7 +164,7 @@ def test_a_state_continues_after_the_same_batch(tiny_shards, make, workers, resu
             batches.append(batch.image_ids.tolist())
             states.append(loader.state_dict())
     assert len(batches) == 6
-    assert all(type(value) is int for state in states for value in state.values())
+    assert all(type(value) is int or value == [] for state in states for value in state.values())
     for done in (0, 1, 2, 3, 5):
         resumed = make(dataset, workers=resumed_workers, **options)
         resumed.load_state_dict(json.loads(json.dumps(states[done])))
