@@ -152,9 +152,11 @@ def _preprocess(
         storage = begun["storage"] if storage == "auto" else storage
     if plan or storage == "auto":
         from colab_utils.shards.plan import plan_shards
+        from colab_utils.show.table import make_table
 
         found = plan_shards(images, annotations, shards=shards, storage=storage, step_ms=step_ms, **settings)
         if plan:
+            print(make_table([dataclasses.asdict(option) for option in found.options]), file=sys.stderr)
             return found
         storage = found.picked.storage
         print(f"note: {found}", file=sys.stderr)

@@ -5,7 +5,6 @@ Packed masks are what shards and batches carry: each mask cropped to its own tig
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -117,32 +116,40 @@ def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list
     from pycocotools import mask as coco_mask
 
     resized = []
-    for rle in rles:  # one at a time: a dense mask of a large photo takes megabytes
+    for rle in rles:
         rows, columns = (nearest_indices(*sides) for sides in zip(rle["size"], (height, width), strict=True))
-        resized.append(coco_mask.encode(np.asfortranarray(_decode(rle)[rows][:, columns])))
+        x0, drawn = _draw_columns(rle)
+        first, end = np.searchsorted(columns, (x0, x0 + len(drawn)))
+        mask = np.zeros((width, height), np.uint8)
+        mask[first:end] = drawn[columns[first:end] - x0][:, rows]
+        resized.append(coco_mask.encode(mask.T))
     return resized
-
-
-def _decode(rle: dict[str, Any]) -> NDArray[np.uint8]:
-    """The dense mask, uint8 [H, W]; pycocotools 2.0.11 gives numpy 2 a warning, an error under ``python -W error``."""
-    from pycocotools import mask as coco_mask
-
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return np.asarray(coco_mask.decode(rle))
 
 
 def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
     """Pack N compressed RLE masks of one image; N may be 0."""
-    from pycocotools import mask as coco_mask
-
     crops, offsets = np.zeros((len(rles), 4), np.int32), np.zeros(len(rles) + 1, np.int64)
     parts = [np.zeros(0, np.uint8)]
     for row, rle in enumerate(rles):
-        x, y, width, height = coco_mask.toBbox(rle).astype(int).tolist()
-        crops[row] = x, y, x + width, y + height
-        parts.append(np.packbits(_decode(rle)[y : y + height, x : x + width], axis=None))
+        x0, drawn = _draw_columns(rle)
+        if len(rows := np.flatnonzero(drawn.any(0))):
+            crops[row] = x0, rows[0], x0 + len(drawn), rows[-1] + 1
+        parts.append(np.packbits(drawn[:, slice(*crops[row, 1::2])].T, axis=None))
         offsets[row + 1] = offsets[row] + parts[-1].size
     return PackedMasks(np.concatenate(parts), crops, offsets)
+
+
+def _draw_columns(rle: dict[str, Any]) -> tuple[int, NDArray[np.uint8]]:
+    """A mask from its first column, x0, to its last: x0 and uint8 [columns, height]. No photo is drawn in full."""
+    height, runs = rle["size"][0], np.array(_read_counts(rle["counts"]))
+    runs = runs[: len(runs) // 2 * 2]  # to the last pixel of the mask
+    if not len(runs):
+        return 0, np.zeros((0, height), np.uint8)
+    x0 = int(runs[0]) // height
+    runs[0] -= x0 * height
+    drawn = np.zeros((-(-int(runs.sum()) // height), height), np.uint8)
+    drawn.ravel()[: runs.sum()] = np.repeat(np.arange(len(runs), dtype=np.uint8) % 2, runs)
+    return x0, drawn
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:
