@@ -22,7 +22,8 @@ from benchmarks.environments import list_versions
 from benchmarks.systems import get_system
 from benchmarks.systems.base import Crew, Sample, System
 from colab_utils.comparison.equality import describe_difference
-from colab_utils.diagnosis.timing import EmulatedStep, describe_error, time_batches
+from colab_utils.diagnosis.timing import EmulatedStep, time_batches
+from colab_utils.errors import describe_error
 
 __all__ = ["Job", "run_job"]
 

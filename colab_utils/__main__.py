@@ -68,7 +68,7 @@ def _finish(report: Any, command: str, target: str) -> int:
         found = f"{first.count:,} x {first.kind} ({first.examples[0]})" if first else "no image"
         return _fail(
             f"expected a dataset without defects, found {found}. "
-            "Write a repaired annotations file with --repair OUT.json, or mend the files."
+            "Write a repaired annotations file with --repair OUT.json, or repair the files."
         )
     return 0
 
@@ -252,7 +252,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("train", "--ema", _NUMBER, "decay: average the weights, say 0.999, and evaluate those"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),
     ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
-    ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one in 1 to 5 minutes)"),
+    ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one a minute, and at an epoch's end)"),
     ("compare", "--strategies", {"metavar": "A,B,C"}, "names, separated by commas (13 of them)"),
     ("compare", "--drive-profile", {"metavar": "NAME"}, "speed of the slowed Drive folder (typical)"),
     ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),

@@ -17,8 +17,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
 
 __all__ = [
-    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "get_profile", "guard_drive",
-    "is_on_drive", "read_file",
+    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "find_mount", "get_profile",
+    "guard_drive", "is_on_drive", "read_file",
 ]  # fmt: skip
 
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
@@ -76,22 +76,31 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
 def is_on_drive(path: str | Path) -> bool:
     """Whether a path lies on a mounted Google Drive; on Colab also in ``/content/drive`` before that is mounted.
 
-    The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount`` in
-    google/colab/drive.py knows Drive by its type there.
-
     Example:
         >>> is_on_drive("/tmp")
         False
     """
+    return find_mount(path) is not None
+
+
+def find_mount(path: str | Path) -> Path | None:
+    """Where the Google Drive that a path lies on is mounted; None of any other path.
+
+    The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount`` in
+    google/colab/drive.py knows Drive by its type there.
+    """
     table = Path("/proc/self/mounts")
     mounts = [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
+    named = [(at.replace(r"\040", " "), kind) for at, kind in mounts]  # a space
     for find in (os.path.abspath, os.path.realpath):  # the second asks the mounts on its way
         place = Path(find(path))
-        kinds = [(len(at), kind) for at, kind in mounts if place.is_relative_to(at.replace(r"\040", " "))]  # a space
-        on_colab = is_colab() and place.is_relative_to(COLAB_ROOT / "drive")
-        if on_colab or max(kinds, default=(0, ""))[1] == "fuse.drive":
-            return True
-    return False
+        around = [(len(at), kind, at) for at, kind in named if place.is_relative_to(at)]
+        _, kind, mount = max(around, default=(0, "", ""))
+        if kind == "fuse.drive":
+            return Path(mount)
+        if is_colab() and place.is_relative_to(COLAB_ROOT / "drive"):
+            return COLAB_ROOT / "drive"
+    return None
 
 
 @contextmanager
@@ -113,9 +122,10 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         if error.errno != errno.ENOTCONN and not refused:
             raise
         why = " or refuses (its quota, or too many files in one folder)" if refused else ""
+        mount = find_mount(path) or COLAB_ROOT / "drive"
         raise DriveLostError(
             f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): remount it with "
-            "drive.mount('/content/drive', force_remount=True), or restart the session; then run again"
+            f"drive.mount('{mount}', force_remount=True), or restart the session; then run again"
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ColabUtilsError", "ColabUtilsWarning"]
+__all__ = ["ColabUtilsError", "ColabUtilsWarning", "describe_error"]
 
 
 class ColabUtilsError(Exception):
@@ -17,3 +17,17 @@ class ColabUtilsError(Exception):
 
 class ColabUtilsWarning(UserWarning):
     """One line on something that was decided for you; the command line prints it as a note."""
+
+
+def describe_error(error: BaseException) -> str:
+    """Kind and message in one line; of an error that a DataLoader worker raised, the worker's own last line.
+
+    Example:
+        >>> describe_error(ValueError("not an image"))
+        'ValueError: not an image'
+    """
+    kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
+    message = lines[0]
+    if message.startswith("Caught ") and len(lines) > 1:  # torch wraps the worker's whole traceback
+        kind, _, message = lines[-1].partition(": ")
+    return message if isinstance(error, ColabUtilsError) else f"{kind}: {message}"

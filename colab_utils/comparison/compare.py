@@ -19,9 +19,9 @@ from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies
 from colab_utils.diagnosis.resources import measure_memory
-from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, describe_error, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, put_back, time_batches
 from colab_utils.drive import DriveProfile, get_profile, is_on_drive
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
 
 __all__ = ["Comparison", "StrategyTiming", "compare", "find_pay_back"]
@@ -136,7 +136,7 @@ def compare(
     strategies: Sequence[str | Strategy] | None = None, drive_profile: str | DriveProfile | None = "typical",
     step: Callable[..., Any] | None = None, step_ms: float = 100.0, batch_size: int = 4, batches: int = 24,
     repeats: int = 3, workers: int = 2, max_images: int = 240, min_size: int = 800, max_size: int = 1333,
-    timeline_s: float = 30.0,
+    timeline_s: float = 30.0, restore: Sequence[Any] = (),
 ) -> Comparison:  # fmt: skip
     """Time every strategy on the same images with the same step, after checking that their samples are equal.
 
@@ -153,7 +153,7 @@ def compare(
         strategies: names of `STRATEGIES`, or your own `Strategy`; None takes `DEFAULT_STRATEGIES`.
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as they are.
         step: the training step, called as ``step(images, targets)``. It really trains its model, hundreds of times:
-            give a step on a copy. None takes ``EmulatedStep(step_ms)``.
+            name what it changes in ``restore``. None takes ``EmulatedStep(step_ms)``.
         step_ms: length of the emulated step, milliseconds.
         batch_size: images in a batch.
         batches: timed batches of each repeat.
@@ -163,6 +163,7 @@ def compare(
         min_size: the shorter side that training needs, pixels: larger images are stored smaller.
         max_size: the longer side that training needs, pixels.
         timeline_s: seconds that each strategy runs cold.
+        restore: what your step changes, ``(model, optimizer)`` say: both are put back, as all random states are.
 
     Raises:
         ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
@@ -179,7 +180,8 @@ def compare(
     setting = Setting(prepared, profile, batch_size, workers, device)
     step = EmulatedStep(step_ms) if step is None else step
     runner = _Runner(setting, step, batches=batches, timeline_s=timeline_s)
-    rows, note = _run_in_turns(runner, chosen, repeats=repeats)
+    with put_back(None, restore):
+        rows, note = _run_in_turns(runner, chosen, repeats=repeats)
     timings = _compare_with_baseline([_summarise(row, setting) for row in rows])
     baseline = _find_baseline(timings).name
     others = [row for row in timings if row.comparable and row.name != baseline]

@@ -1,1 +1,1 @@
-"""The dataset as it is on disk: COCO JSON and images, checks, masks, and the built-in dataset."""
+"""The dataset as it is on disk: COCO JSON and images, checks, masks."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from colab_utils.data.coco import CocoDataset, decode_text, is_safe_name, is_sound_box, read_bytes, read_coco
+from colab_utils.data.coco import CocoDataset, decode_text, is_sound_box, read_bytes, read_coco, resolve_image
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import guard_drive
 from colab_utils.errors import ColabUtilsError
@@ -200,9 +200,10 @@ def _check_image(images: Path, dataset: CocoDataset, i: int) -> list[_Defect]:
 def _check_file(images: Path, image: dict[str, Any]) -> tuple[str, str, tuple[int, int]]:
     """The kind of defect of an image file (or ""), what was found, and the masks' height and width, 0 if unknown."""
     size = image["height"], image["width"]
-    if not is_safe_name(image["file_name"]):
+    try:
+        path = resolve_image(images, image["file_name"])
+    except ColabUtilsError:
         return "unsafe file_name", "leaves the image folder", size
-    path = images / image["file_name"]
     try:
         with guard_drive(path), Image.open(path) as opened:
             width, height = opened.size

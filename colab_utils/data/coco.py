@@ -22,7 +22,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 
 __all__ = [
-    "CocoDataset", "decode_text", "is_safe_name", "is_sound_box", "read_bytes", "read_coco", "resolve_image",
+    "CocoDataset", "decode_text", "is_sound_box", "read_bytes", "read_coco", "resolve_image",
     "write_subset",
 ]  # fmt: skip
 
@@ -182,30 +182,26 @@ def decode_text(data: bytes, path: Path) -> str:
         raise _expect(path, "bytes that are not text", "Is it a zip? Unpack it first.") from None
 
 
-def is_safe_name(file_name: str) -> bool:
-    """Whether a ``file_name`` stays inside the image folder, on any system.
-
-    Example:
-        >>> [is_safe_name(name) for name in ("a/b.jpg", "../b.jpg", "/b.jpg", "C:/b.jpg")]
-        [True, False, False, False]
-    """
-    path = PureWindowsPath(file_name)  # knows both kinds of slash, and drives
-    return bool(path.parts) and not path.anchor and ".." not in path.parts and "\0" not in file_name
-
-
 def resolve_image(folder: str | Path, file_name: str) -> Path:
     """The file of a COCO ``file_name``: always below the image folder, whatever the JSON says.
 
     Raises:
-        ColabUtilsError: the name leads out of the folder.
+        ColabUtilsError: the name, or a link in its place, leads out of the folder.
 
     Example:
         >>> resolve_image("photos", "a/b.jpg").as_posix()
         'photos/a/b.jpg'
     """
-    if not is_safe_name(file_name):
+    named = PureWindowsPath(file_name)  # knows both kinds of slash, and drives
+    if not named.parts or named.anchor or ".." in named.parts or "\0" in file_name:
         raise ColabUtilsError(f"expected a file_name below {folder}, found {file_name!r:.80}, which leads out of it")
-    return Path(folder) / file_name
+    path = Path(folder) / file_name
+    if not (real := path.resolve()).is_relative_to(Path(folder).resolve()):
+        raise ColabUtilsError(
+            f"expected an image below {folder}, found the link {path} to {real}, which is not opened. Copy the image "
+            "there, or name the folder that holds it."
+        )
+    return path
 
 
 def is_sound_box(annotation: dict[str, Any]) -> bool:

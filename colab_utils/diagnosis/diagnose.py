@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -19,9 +17,9 @@ from torch.utils.data import DataLoader
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
 from colab_utils.diagnosis.resources import Resources, summarise_readings, watch_resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
-from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, describe_error, make_stage, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, make_stage, put_back, time_batches
 from colab_utils.diagnosis.watchdog import watch
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import find_free_memory
 
@@ -64,7 +62,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         best = sorted(self.fixes, key=lambda fix: -fix.images_per_second)[:_SHOWN_FIXES]
-        more = [f"({len(self.fixes) - len(best)} more that win less)"] if len(self.fixes) > len(best) else []
+        more = [f"({len(self.fixes) - len(best)} more)"] if len(self.fixes) > len(best) else []
         used = str(self.resources).splitlines() if self.resources else []
         lines = (*map(str, self.stages), *map(str, best), *more, *used)
         return "\n".join([self.verdict, *(f"  {line}" for line in lines)])
@@ -116,32 +114,8 @@ def diagnose(
         raise ColabUtilsError(f"expected a loader that starts again, found {found}: pass the DataLoader itself")
     if not seconds > 0:
         raise ColabUtilsError(f"expected seconds over 0, found {seconds!r}")
-    for part in restore:
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} in it")
-    with _put_back(loader, restore):
+    with put_back(loader, restore):
         return _diagnose(loader, step, seconds, verify, {"min_size": min_size, "max_size": max_size})
-
-
-@contextmanager
-def _put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
-    """Put back what the measured batches and steps change: all random states, the loader's order, and these parts."""
-    parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
-    owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
-    orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
-    states: list[tuple[Callable[[Any], Any], Any]] = [
-        (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
-        (torch.random.set_rng_state, torch.random.get_rng_state()),
-        *((order.set_state, order.get_state()) for order in orders),
-        *((part.load_state_dict, copy.deepcopy(part.state_dict())) for part in parts),
-    ]  # fmt: skip
-    if torch.cuda.is_initialized():
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    try:
-        yield
-    finally:
-        for put, state in states:
-            put(state)
 
 
 def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
@@ -173,8 +147,8 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
 
     watched = watch(loader, timeout_s=_TIMEOUT_S, on_stall="raise")
     with watch_resources(lambda: count) as used:
-        note = partial(_keep_batch, kept)
-        now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, note=note)
+        on_batch = partial(_keep_batch, kept)
+        now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, on_batch=on_batch)
     rate, size = now.images_per_second, round(now.images / len(now.wait_s))
     cached, slower, ceiling = now, 1.0, rate
     if step is not None:
@@ -231,8 +205,8 @@ def describe_verdict(
         tried = "measured" if best.measured_images_per_second else "forecast"
         cure = f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({tried})."
     # loading that takes the cores which the step itself needs is no waiting, and costs the same
-    crowd = f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long." * (slower > 1.2)
-    return f"Training waits {now.wait_share:.0%} of its time: {rates}.{crowd}{part}{cure}"
+    contention = f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long." * (slower > 1.2)
+    return f"Training waits {now.wait_share:.0%} of its time: {rates}.{contention}{part}{cure}"
 
 
 def _estimate_handoff(now: BatchTimes, stages: dict[str, Stage], workers: int) -> Stage:

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
-from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, count_workers, describe_error, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, count_workers, time_batches
 from colab_utils.drive import is_on_drive, read_file
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.runtime import count_cores, quiet_fork
@@ -210,8 +210,8 @@ def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:
     """What any loader can have: more workers, more batches ahead."""
     plans: dict[str, Callable[[], _Plan]] = {"workers": partial(_plan_workers, now)}
     if count_workers(now.loader):
-        said = f"Keep {2 * now.prefetch} batches ahead for each worker, not {now.prefetch}"
-        plans["prefetch"] = partial(_Plan, said, {"prefetch": 2 * now.prefetch})
+        name = f"Keep {2 * now.prefetch} batches ahead for each worker, not {now.prefetch}"
+        plans["prefetch"] = partial(_Plan, name, {"prefetch": 2 * now.prefetch})
     return plans
 
 

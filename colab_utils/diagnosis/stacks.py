@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import mmap
+import operator
 import os
 import platform
 import re
@@ -101,7 +102,7 @@ class WorkerMonitor:
             if me is not self.dataset:
                 return method(me, index, *rest)
             note = row[1 + 2 * (threading.get_native_id() % _THREADS) :][:2]
-            before, note[:] = note.tolist(), (int(index) if hasattr(index, "__index__") else -1, monotonic_ns())
+            before, note[:] = note.tolist(), (_read_index(index), monotonic_ns())
             try:
                 return method(me, index, *rest)
             finally:
@@ -156,12 +157,13 @@ class WorkerMonitor:
             code = outer.f_code
             if code.co_name in _METHODS and code.co_argcount > 1:
                 me, index = (outer.f_locals.get(name, ()) for name in code.co_varnames[:2])
-                found = int(index) if me is self.dataset and hasattr(index, "__index__") else found
+                found = number if me is self.dataset and (number := _read_index(index)) >= 0 else found
         return found
 
     def _read_stacks(self, pid: int) -> list[list[str]]:
         """The lines of each thread, innermost first, main thread last; none of a process not forked under watch."""
-        if pid not in self.list_samples():
+        caught = re.search(r"SigCgt:\s*(\w+)", _read(f"/proc/{pid}/status"))
+        if pid not in self.list_samples() or not caught or not int(caught[1], 16) >> (_SIGNAL - 1) & 1:
             return []  # the signal would end it
         os.ftruncate(self._file, 0)
         os.lseek(self._file, 0, os.SEEK_SET)  # the workers share the position
@@ -230,6 +232,14 @@ def _read(path: str) -> str:
         return ""
 
 
+def _read_index(index: Any) -> int:
+    """The index of a sample; -1 of what is no single one, such as an array of several."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return -1
+
+
 def _enter_child() -> None:
     if monitor := getattr(_forking, "monitor", None):
         _forking.monitor = None
@@ -237,4 +247,5 @@ def _enter_child() -> None:
             monitor.enter()
 
 
-os.register_at_fork(after_in_child=_enter_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_enter_child)

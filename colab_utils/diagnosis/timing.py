@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+import copy
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import Any
@@ -12,11 +14,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.loading.loader import Loader
 from colab_utils.loading.tune import EmulatedStep
 from colab_utils.runtime import quiet_fork
 
-__all__ = ["BatchTimes", "EmulatedStep", "Stage", "count_workers", "measure_tree_cpu", "time_batches", "time_calls"]
+__all__ = [
+    "BatchTimes",
+    "EmulatedStep",
+    "Stage",
+    "count_workers",
+    "measure_tree_cpu",
+    "put_back",
+    "time_batches",
+    "time_calls",
+]
 
 _ROUNDS = 3  # of a batch from each worker
 
@@ -76,7 +88,7 @@ class BatchTimes:
 
 def time_batches(
     loader: Iterable[Any], step: Callable[..., Any] | None = None, *, batches: int, warmup: int = 2, max_s: float = 60,
-    least: int = 1, note: Callable[[int, Any], None] | None = None,
+    least: int = 1, on_batch: Callable[[int, Any], None] | None = None,
 ) -> BatchTimes:  # fmt: skip
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step took.
 
@@ -91,7 +103,7 @@ def time_batches(
         max_s: when to stop, seconds: after three rounds and ``least`` batches; after three times ``max_s``, counted
             from the first timed batch, with the rounds there are.
         least: so many batches even after ``max_s``.
-        note: called with number (from 0) and batch after each timed batch, while the clocks stand.
+        on_batch: called with number (from 0) and batch after each timed batch, while the clocks stand.
 
     Raises:
         ColabUtilsError: the loader yields nothing, too little, or raises; the message says at which batch.
@@ -126,8 +138,8 @@ def time_batches(
                 steps.append(ended_s - got_s)
                 step_cpu_s += ended_cpu_s - got_cpu_s
                 images += _count_images(batch)
-                if note is not None:
-                    note(len(waits) - 1, batch)
+                if on_batch is not None:
+                    on_batch(len(waits) - 1, batch)
                 rounds, rest = divmod(len(waits), lanes)
                 enough = rounds >= _ROUNDS and len(waits) >= least and ended_s - began_s > max_s
                 late = ended_s - timed_s > _ROUNDS * max_s
@@ -202,20 +214,6 @@ def count_workers(loader: Any) -> int:
     return workers
 
 
-def describe_error(error: BaseException) -> str:
-    """Kind and message in one line; of an error that a DataLoader worker raised, the worker's own last line.
-
-    Example:
-        >>> describe_error(ValueError("not an image"))
-        'ValueError: not an image'
-    """
-    kind, lines = type(error).__name__, str(error).strip().splitlines() or [""]
-    message = lines[0]
-    if message.startswith("Caught ") and len(lines) > 1:  # torch wraps the worker's whole traceback
-        kind, _, message = lines[-1].partition(": ")
-    return message if isinstance(error, ColabUtilsError) else f"{kind}: {message}"
-
-
 def _fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """The batches of one epoch after the other; an error in the loader becomes one line that says where."""
     number, batches = 0, None
@@ -259,10 +257,38 @@ def measure_tree_cpu() -> float:
 
     total_s = 0.0
     process = psutil.Process()
-    for member in (process, *process.children(recursive=True)):
+    for one in (process, *process.children(recursive=True)):
         try:
-            times = member.cpu_times()
+            times = one.cpu_times()
         except psutil.NoSuchProcess:  # it ended a moment ago: its parent counts it now
             continue
         total_s += times.user + times.system + getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
     return total_s
+
+
+@contextmanager
+def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
+    """Put back what measured batches and steps change: all random states, the loader's order, and these parts.
+
+    Raises:
+        ColabUtilsError: a part has no ``state_dict`` and ``load_state_dict``.
+    """
+    for part in restore:
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} in it")
+    parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
+    owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
+    orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
+    states: list[tuple[Callable[[Any], Any], Any]] = [
+        (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
+        (torch.random.set_rng_state, torch.random.get_rng_state()),
+        *((order.set_state, order.get_state()) for order in orders),
+        *((part.load_state_dict, copy.deepcopy(part.state_dict())) for part in parts),
+    ]  # fmt: skip
+    if torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    try:
+        yield
+    finally:
+        for put, state in states:
+            put(state)

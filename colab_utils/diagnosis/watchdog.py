@@ -155,13 +155,14 @@ class _Pass:
         self._ours = isinstance(loader, Loader)
         self._batches: Any = None
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._thread = threading.get_ident()  # which waits for the batches
+        self._thread = 0  # which waits for the batches
         self._asked_s: float | None = None  # since when it waits
         self._given_up: tuple[WorkerJob, Stall] | None = None
         self._can_interrupt = self._interrupted = False
 
     def run(self) -> Iterator[Any]:
         self._monitor.forget_ended()
+        self._thread = threading.get_ident()
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
         main = threading.current_thread() is threading.main_thread()
@@ -236,7 +237,7 @@ class _Pass:
                 continue
             try:
                 blamed, stall = self._look(asked_s)
-            except (OSError, LookupError):  # what is looked at has gone away: look again
+            except Exception:  # what is looked at may go away meanwhile: look again
                 continue
             if self._asked_s != asked_s:
                 continue
@@ -290,11 +291,11 @@ class _Pass:
         """The worker whose end made the loader fail, if that is why it did; and how it ended."""
         if self._ours:
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
-        said = f"{error} {error.__cause__}"
+        text = f"{error} {error.__cause__}"
         for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
             ending = read_ending(pid)
-            if ending and (at_work or str(pid) in said or "signal" in ending):
-                return WorkerJob(place, pid), ending if "signal" in ending else said
+            if ending and (at_work or str(pid) in text or "signal" in ending):
+                return WorkerJob(place, pid), ending if "signal" in ending else text
         return None
 
     def _explain_ending(self, blamed: WorkerJob, asked_s: float, ending: str) -> Stall:
@@ -339,8 +340,8 @@ class _Pass:
         if gives_up and self._watched.on_stall not in does:
             return  # the error says it
         with suppress(ColabUtilsWarning):  # a filter made it an error, and here nobody could catch it
-            said = f"{stall}{does[self._watched.on_stall] if gives_up else ''}"
-            warnings.warn_explicit(said, ColabUtilsWarning, __file__, 0)
+            text = f"{stall}{does[self._watched.on_stall] if gives_up else ''}"
+            warnings.warn_explicit(text, ColabUtilsWarning, __file__, 0)
 
 
 def find_file(dataset: Any, sample: Any) -> str:

@@ -255,13 +255,7 @@ class CocoFolder(_CocoSamples):
         Raises:
             ColabUtilsError: if it lies outside the image folder.
         """
-        path = resolve_image(self.folder, self.coco.file_name(self._check(index)))
-        if not (real := path.resolve()).is_relative_to(self.folder.resolve()):
-            raise ColabUtilsError(
-                f"expected an image below {self.folder}, found the link {path} to {real}, which is not opened. Copy "
-                "the image there, or name the folder that holds it."
-            )
-        return path
+        return resolve_image(self.folder, self.coco.file_name(self._check(index)))
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
@@ -489,6 +483,6 @@ class ShardDataset(_CocoSamples):
 
     def _explain_damage(self, index: int, found: str) -> ColabUtilsError:
         return ColabUtilsError(
-            f"expected a whole image and record in {self.find_path(index)}, found image {self.image_ids[index]} "
+            f"expected a complete image and record in {self.find_path(index)}, found image {self.image_ids[index]} "
             f"damaged ({found}). Run verify on the shards, and copy or preprocess again what it names."
         )

@@ -150,17 +150,18 @@ def make_loader(
     """
     if transform_on not in ("device", "worker"):
         raise ColabUtilsError(f"expected transform_on as one of device, worker, found {transform_on!r}")
-    on_worker, place, group = transform_on == "worker", find_device(device), torch.distributed
+    on_worker, torch_device, group = transform_on == "worker", find_device(device), torch.distributed
     if sampler is None and rank is None and ranks is None and group.is_available() and group.is_initialized():
         rank, ranks = group.get_rank(), group.get_world_size()
     # with no GPU to expand masks on, the workers do it: into memory that is used again
-    dense = deliver == "dense" and place.type == "cpu"
+    dense = deliver == "dense" and torch_device.type == "cpu"
     flip = find_flip(transforms) if dense and not on_worker else None
     fetcher = Fetcher(dataset, transforms if on_worker else None, dense=dense, flip=flip or 0)
     kind: Backend = "processes" if backend == "auto" else backend
     settings = LoaderSettings(
-        batch_size=batch_size, device=place, deliver=deliver, image_dtype=image_dtype, seed=seed, prefetch=prefetch,
-        workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad, rank=rank or 0,
+        batch_size=batch_size, device=torch_device, deliver=deliver, image_dtype=image_dtype, seed=seed,
+        prefetch=prefetch, workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad,
+        rank=rank or 0,
         backend="loader_process" if kind == "threads" and fetcher.may_draw else kind,
         transforms=None if on_worker or flip is not None else transforms, ranks=1 if ranks is None else ranks,
     )  # fmt: skip
@@ -253,7 +254,8 @@ class Loader:
             self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
-            seed = self.settings.seed, self.epoch
+            now = self.settings
+            seed = (now.seed, self.epoch) if now.ranks == 1 else (now.seed, self.epoch, now.rank)
             yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
@@ -294,8 +296,8 @@ class Loader:
                     f"expected at most {self.settings.max_bad} bad images (max_bad), found {len(self.bad)}, the last: "
                     f"{found}"
                 )
-            said = f"an image is left out (number {len(self.bad)} so far): {found}"
-            warnings.warn(said, ColabUtilsWarning, stacklevel=3)
+            text = f"an image is left out (number {len(self.bad)} so far): {found}"
+            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
     def _place(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
         """A batch as it is delivered."""

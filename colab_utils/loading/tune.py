@@ -122,30 +122,30 @@ def tune_workers(dataset: Dataset[Any] | Fetcher, *, batch_size: int, backend: B
     budget = int(find_free_memory() * _RAM_SHARE)
     batch_bytes, waits = _measure_batch(fetcher, order, most=budget // (1 + _HELD))
     most = (budget // batch_bytes - _HELD) // PREFETCH
-    ways = [way for way in _list_ways(fetcher, backend) if way[1] <= most] or [("threads", 0)]
+    settings = [setting for setting in _list_settings(fetcher, backend) if setting[1] <= most] or [("threads", 0)]
     if waits:
-        return Tuning(Trial(*max(ways, key=lambda way: way[1]), 0.0), (), perf_counter() - began_s)
-    with show_progress("tuning workers", total=len(ways), unit="trial") as bar, _busy_core():
+        return Tuning(Trial(*max(settings, key=lambda setting: setting[1]), 0.0), (), perf_counter() - began_s)
+    with show_progress("tuning workers", total=len(settings), unit="trial") as bar, _busy_core():
         trials = []
-        for kind, workers in ways:
-            trials.append(_try_way(fetcher, order, kind, workers))
+        for kind, workers in settings:
+            trials.append(_try_setting(fetcher, order, kind, workers))
             bar.update()
     return Tuning(_pick(trials), tuple(trials), perf_counter() - began_s)
 
 
-def _list_ways(fetcher: Fetcher, backend: Backend | None) -> list[tuple[Backend, int]]:
+def _list_settings(fetcher: Fetcher, backend: Backend | None) -> list[tuple[Backend, int]]:
     """What is worth a trial: never more workers than cores; threads only where Python's lock does not stop them."""
     cores = count_cores()
     if backend == "threads" and fetcher.may_draw:
         backend = "loader_process"
-    ways: list[tuple[Backend, int]] = [
+    settings: list[tuple[Backend, int]] = [
         (backend or "processes", count) for count in sorted({max(1, cores // 4), max(1, cores // 2), cores})
     ]
     if backend is None and fetcher.writes_itself and cores > 1:
-        ways.append(("loader_process", cores))
+        settings.append(("loader_process", cores))
     if backend is None and fetcher.is_decoded:
-        ways.append(("threads", cores))
-    return ways
+        settings.append(("threads", cores))
+    return settings
 
 
 def _pick(trials: Sequence[Trial]) -> Trial:
@@ -155,8 +155,8 @@ def _pick(trials: Sequence[Trial]) -> Trial:
     return min(close, key=lambda trial: (trial.workers, -trial.images_per_second))
 
 
-def _try_way(fetcher: Fetcher, order: list[list[int]], backend: Backend, workers: int) -> Trial:
-    """What a way delivers, as fast as its batches are taken."""
+def _try_setting(fetcher: Fetcher, order: list[list[int]], backend: Backend, workers: int) -> Trial:
+    """What a setting delivers, as fast as its batches are taken."""
     prefetcher = Prefetcher(fetcher, backend, workers, PREFETCH)
     try:
         loaded = prefetcher.run(enumerate(chain.from_iterable(repeat(order))), seed=(0,), skips_bad=True)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from colab_utils.data.decoding import load_jpeg_decoder
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arriving import Arrival
 from colab_utils.loading.batch import (
     BadSampleError,
@@ -47,7 +47,7 @@ from colab_utils.loading.batch import (
     open_batch,
     pack_target,
     write_batch,
-)
+)  # fmt: skip
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.sampler import seed_random
 from colab_utils.loading.transforms import Transforms, apply_transforms
@@ -184,15 +184,15 @@ class SharedBuffer:
 
 
 class SharedBufferPool:
-    """The buffers of one loader: some free, some with the workers, some lent to whoever holds a batch."""
+    """The buffers of one loader: some free, some with the workers, some held with a batch."""
 
-    def __init__(self, count: int, lent: int) -> None:
-        """``count`` buffers for the workers and ``lent`` more, which a training loop may hold at a time."""
+    def __init__(self, count: int, held: int) -> None:
+        """``count`` buffers for the workers and ``held`` more, which a training loop may hold at a time."""
         require_linux("share memory between processes")
-        self.buffers = [SharedBuffer() for _ in range(count + lent)]
-        self._free = deque(range(count + lent))
-        self._lendable = lent
-        self._lent: set[int] = set()
+        self.buffers = [SharedBuffer() for _ in range(count + held)]
+        self._free = deque(range(count + held))
+        self._most_held = held
+        self._held: set[int] = set()
 
     def take(self) -> int:
         """The number of a free buffer."""
@@ -200,20 +200,20 @@ class SharedBufferPool:
 
     def give_back(self, number: int) -> None:
         """A buffer is free again."""
-        self._lent.discard(number)
+        self._held.discard(number)
         self._free.append(number)
 
-    def lend(self, number: int, size: int) -> Tensor:
+    def hold(self, number: int, size: int) -> Tensor:
         """A buffer's content, uint8 [size]; the buffer is free again when no tensor uses it any more.
 
         Who keeps many batches gets copies of the later ones, so that the workers never run out of buffers.
         """
         content = self.buffers[number].view(size)
-        if len(self._lent) >= self._lendable:
+        if len(self._held) >= self._most_held:
             copied = torch.from_numpy(content.copy())
             self.give_back(number)
             return copied
-        self._lent.add(number)
+        self._held.add(number)
         weakref.finalize(content, self.give_back, number).atexit = False
         return torch.from_numpy(content)
 
@@ -273,8 +273,7 @@ def _do_job(
             error, place = failure.args
             if not skips_bad:
                 return Result(number, error=error)
-            found = str(error) if isinstance(error, ColabUtilsError) else f"{type(error).__name__}: {error}"
-            bad.append((indices.pop(place), found))
+            bad.append((indices.pop(place), describe_error(error)))
         except Exception as error:
             return Result(number, error=error)
     return Result(number, bad=bad)
@@ -481,8 +480,12 @@ class Prefetcher:
 
     def _drop_pass(self) -> None:
         """Free the buffers of a pass that was broken off."""
-        while self._sent.keys() - self._done.keys():
-            self._receive()
+        try:
+            while self._sent.keys() - self._done.keys():
+                self._receive()
+        except WorkerDiedError as died:
+            died.job = died.job._replace(number=None, indices=())  # no batch of the new pass is lost with it
+            raise
         for _, buffer in self._sent.values():
             self._buffers.give_back(buffer)
         self._sent, self._done = {}, {}
@@ -510,5 +513,5 @@ class Prefetcher:
             if result.error is not None:
                 raise result.error
             return number, None, result.bad
-        content = self._buffers.lend(buffer, result.shape.lay_out()[1])
+        content = self._buffers.hold(buffer, result.shape.lay_out()[1])
         return number, open_batch(content, result.shape), result.bad

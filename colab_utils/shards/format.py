@@ -69,7 +69,7 @@ class ShardIndex:
     fingerprint: str
     """XXH3-128 of the annotations file that the shards were made from."""
     recipe: dict[str, Any]
-    """How the images are stored: ``storage``, ``min_size``, ``max_size`` (pixels), ``jpeg_quality``, ``shard_mb``,
+    """How the images are stored: ``storage``, ``min_size``, ``max_size`` (pixels), ``shard_mb``,
     ``images_per_shard``.
     """
     categories: tuple[dict[str, Any], ...]
@@ -143,6 +143,11 @@ def _parse_index(raw: Any, path: Path) -> ShardIndex:
         for shard in shards:  # a name of another kind could lead out of the folder, or to a file of the user
             if not (_TAR_NAME.fullmatch(shard.name) and _ARRAYS_NAME.fullmatch(shard.arrays_name)):
                 raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
+            if min(shard.images, shard.annotations, shard.bytes, shard.arrays_bytes) < 0:
+                raise ValueError(f"sizes of {shard.name}")
+        for category in raw["categories"]:
+            if not (isinstance(category["id"], int) and isinstance(category["name"], str)):
+                raise ValueError(f"a category {category}")
         skipped = tuple(SkippedImage(**image) for image in raw["skipped"])
         known |= {"recipe": dict(raw["recipe"]), "categories": tuple(raw["categories"])}
         return ShardIndex(**known | {"shards": shards, "skipped": skipped})

@@ -27,7 +27,7 @@ from colab_utils.shards.write import (
     open_dataset,
     read_image,
     try_sample,
-)
+)  # fmt: skip
 
 __all__ = ["ShardPlan", "StorageOption", "plan_shards"]
 
@@ -128,7 +128,10 @@ def plan_shards(
         picked, reason = storage, "you asked for it"
     else:
         need = None if step_ms is None else _BATCH_SIZE * 1000 / step_ms
-        picked, reason = _pick(options, _count_larger(dataset, min_size, max_size), len(dataset), need)
+        shrunk = partial(plan_size, min_size=min_size, max_size=max_size)
+        # by the annotations; one without a size counts, too
+        larger = sum(not side or shrunk(side, other) != (side, other) for side, other in dataset.sizes.tolist())
+        picked, reason = _pick(options, larger, len(dataset), need)
     return ShardPlan(options[_STORAGES.index(picked)], reason, tuple(options), len(dataset), len(tried))
 
 
@@ -174,12 +177,6 @@ def _describe(storage: Storage, cost: _Cost, count: int, processes: int, room: f
     size, rate = round(count * mean_bytes), max(count_cores() - _BUSY_CORES, 0.1) / max(load_cpu_s, 1e-6)
     fits = size <= (min(room, find_free_memory()) if storage == "pixels" else room)
     return StorageOption(storage, size, count * write_s / processes, load_cpu_s * 1000, rate, fits)
-
-
-def _count_larger(dataset: CocoDataset, min_size: int, max_size: int) -> int:
-    """Images that training would shrink, by the annotations; one without a size counts, too."""
-    limits = {"min_size": min_size, "max_size": max_size}
-    return sum(not side or plan_size(side, other, **limits) != (side, other) for side, other in dataset.sizes.tolist())
 
 
 def _pick(options: list[StorageOption], larger: int, count: int, need: float | None) -> tuple[Storage, str]:

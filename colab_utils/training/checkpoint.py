@@ -111,11 +111,11 @@ class CheckpointFolder:
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         return path
 
-    def read(self, which: Which = "newest", *, mend: bool = False) -> dict[str, Any] | None:
+    def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
         """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None without one.
 
-        No file is changed, because another process may be training in the folder. That process passes ``mend``: a file
-        that is cut short or fails its checksums is renamed to ``.torn-1``, one that waited here is sent to Drive.
+        No file is changed, because another process may be training in the folder. That process passes ``repair``: a
+        file that is cut short or fails its checksums is renamed to ``.torn-1``, one that waited here is sent to Drive.
 
         Raises:
             ColabUtilsError: The file cannot be loaded, or the disk does not answer; no file is changed then.
@@ -124,12 +124,12 @@ class CheckpointFolder:
             damage = _find_damage(path)
             if not damage:
                 state = _load(path)
-                if mend and path.parent == self.waiting:
+                if repair and path.parent == self.waiting:
                     data, path = path.read_bytes(), self.run / path.name
                     self._write(path, data, which, patiently=True)
                 return {**state, "path": str(path)}
             text = f"{path} is torn ({damage}): the one before it is taken"
-            if mend:
+            if repair:
                 os.replace(path, aside := _find_free_name(f"{path}.torn-"))
                 text += f", and this one was renamed to {aside.name}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)

@@ -83,15 +83,11 @@ def build_mask_rcnn(
         >>> model.roi_heads.mask_predictor.mask_fcn_logits.out_channels
         3
     """
-    if name not in BUILDERS:
-        raise ColabUtilsError(
-            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these."
-        )
     if num_classes < 2:
         raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}")
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
     known: Mapping[int, str] = _COCO_NAMES
-    state = _fetch_pretrained(name) if weights == "coco" else None
+    state = _fetch_pretrained(name) if weights == "coco" and name in BUILDERS else None
     if weights is not None and weights != "coco":
         model, known = _load_run(name, weights)
         model.transform.min_size, model.transform.max_size = (min_size,), max_size
@@ -115,10 +111,17 @@ def assemble_mask_rcnn(name: str, *, num_classes: int, starts_from: str, min_siz
 
     From ``"random"`` weights all layers train, from ``"imagenet"`` or ``"coco"`` the first ones are frozen.
 
+    Raises:
+        ColabUtilsError: Unknown name.
+
     Example:
         >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96).starts_from
         'imagenet'
     """
+    if name not in BUILDERS:
+        raise ColabUtilsError(
+            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these."
+        )
     model = BUILDERS[name](num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size)
     model.starts_from = starts_from
     return model

@@ -117,20 +117,20 @@ def train(
     }  # fmt: skip
     _check_values(
         **asked, shards=shards, val_shards=val_shards, steps=steps, epochs=epochs, resume=resume, log_steps=log_steps,
-        checkpoint_steps=checkpoint_steps,
+        checkpoint_steps=checkpoint_steps, seed=seed,
     )  # fmt: skip
     with ExitStack() as stack:
-        place = _choose_device(device)
-        ranks = stack.enter_context(join_ranks(place))
+        torch_device = _choose_device(device)
+        ranks = stack.enter_context(join_ranks(torch_device))
         dataset, rows, validation = _open_images(shards, local, limit_gb, val_shards, seed, ranks, stack)
         folder = CheckpointFolder(run)
-        state = ranks.send(folder.read(mend=True) if resume == "auto" and ranks.is_first else None)
-        plan = _make_plan(asked, dataset, len(rows), state, device=place, ranks=ranks, seed=seed)
-        step = _build_step(plan, dataset.class_names, weights=weights, state=state, device=place, ranks=ranks)
+        state = ranks.send(folder.read(repair=True) if resume == "auto" and ranks.is_first else None)
+        plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks, seed=seed)
+        step = _build_step(plan, dataset.class_names, weights=weights, state=state, device=torch_device, ranks=ranks)
         plan = _plan_batches(plan, step, dataset, rows)
         loader = make_loader(
-            Subset(dataset, rows), batch_size=plan.batch_size, device=place, seed=seed,
-            workers=1 if workers == "auto" and place.type == "cpu" else workers,
+            Subset(dataset, rows), batch_size=plan.batch_size, device=torch_device, seed=seed,
+            workers=1 if workers == "auto" and torch_device.type == "cpu" else workers,
             deliver="dense" if transforms else "packed", transforms=transforms,
         )  # fmt: skip
         stack.enter_context(closing(loader))
@@ -156,6 +156,7 @@ def _check_values(**values: Any) -> None:
         **dict.fromkeys(("shards", "val_shards"), (is_folder, "as the path of a folder, such as dataset.folder")),
         "epochs": (lambda value: value >= 1 and values["steps"] is None, "of at least 1, and no steps beside them"),
         "resume": (("auto", "never").__contains__, "as 'auto' or 'never'"),
+        "seed": (lambda value: value >= 0, "of 0 or more"),
         "ema": (lambda value: 0 < value < 1, "between 0 and 1, say 0.999"),
         "learning_rate": (lambda value: 0 < value < float("inf"), "above 0, say 0.005"),
         "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
@@ -172,11 +173,13 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         # read when CUDA starts: memory for batches of many sizes would be cut into pieces that fit no batch
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    place = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if place.type == "cuda":
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if place.index is None else place.index)
-        torch.cuda.set_device(place)
-    return place
+    torch_device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if torch_device.type == "cuda":
+        torch_device = torch.device(
+            "cuda", int(os.environ.get("LOCAL_RANK", 0)) if torch_device.index is None else torch_device.index
+        )
+        torch.cuda.set_device(torch_device)
+    return torch_device
 
 
 def _open_images(

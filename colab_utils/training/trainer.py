@@ -191,7 +191,7 @@ class Trainer:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
         if self.ema:
             self.ema.model.load_state_dict(state.get("ema") or state["model"])
-        best = self.folder.read("best", mend=True) if self.validation and self.ranks.is_first else None
+        best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
         if self.validation and best and best["validation"] == self.validation.fingerprint:
             self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
         self.done = self._saved_step = self._logged_step = state["step"]
@@ -233,7 +233,7 @@ class Trainer:
         """
         interrupts: list[int] = []
 
-        def note(number: int, _: object) -> None:
+        def count(number: int, _: object) -> None:
             if self.ranks.count == 1 and (interrupts or self._is_evaluating):
                 raise KeyboardInterrupt
             interrupts.append(number)
@@ -243,7 +243,7 @@ class Trainer:
         if threading.current_thread() is not threading.main_thread() or previous in (signal.SIG_IGN, None):
             yield interrupts
             return
-        signal.signal(signal.SIGINT, note)
+        signal.signal(signal.SIGINT, count)
         try:
             yield interrupts
         finally:
@@ -339,7 +339,7 @@ class TrainingPlan:
     model: str
     """One of ``MODEL_NAMES``."""
     starts_from: str
-    """Its weights at the start: "coco", "imagenet" or "random", or a run's folder."""
+    """Its weights at the start: "coco", "imagenet" or "random"."""
     device: str
     """As torch names it."""
     precision: str

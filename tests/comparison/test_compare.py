@@ -4,6 +4,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import sys
 import threading
@@ -284,6 +285,20 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words)
     assert rows["changed"].images_per_second > 0
     assert "NOT COMPARABLE" in str(found)
     assert found.baseline == "same"
+
+
+def test_what_the_step_trained_and_the_random_state_are_put_back(race):
+    model = torch.nn.Linear(1, 1)
+    before = model.weight.item(), random.getstate(), torch.random.get_rng_state(), np.random.get_state()[1].tolist()
+
+    def step(images, targets):
+        with torch.no_grad():
+            model.weight += 1 + torch.rand(1) + np.random.rand() + random.random()
+
+    race(fake("good"), step=step, restore=(model,))
+    assert (model.weight.item(), random.getstate()) == before[:2]
+    assert torch.equal(torch.random.get_rng_state(), before[2])
+    assert np.random.get_state()[1].tolist() == before[3]
 
 
 def test_a_strategy_that_fails_leaves_a_note(race):

@@ -142,7 +142,7 @@ class TestTimeBatches:
             noted.append((number, batch))
             time.sleep(0.03)
 
-        times = time_batches([["a"], ["b"]], batches=3, warmup=1, note=note)
+        times = time_batches([["a"], ["b"]], batches=3, warmup=1, on_batch=note)
         assert noted == [(0, ["b"]), (1, ["a"]), (2, ["b"])]
         assert max(times.wait_s) < 0.03
 

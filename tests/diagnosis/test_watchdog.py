@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
@@ -236,6 +237,30 @@ def test_a_wait_for_a_socket_is_no_read_of_a_file():
     here, _there = socket.socketpair()
     with here, _there, pytest.raises(ColabUtilsError, match=r"waits in recvfrom, .*the call needs a timeout"):
         list(watch((here.recv(1) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"))
+
+
+def test_an_index_of_several_samples_is_no_sample():
+    class Slow:
+        def __getitem__(self, indices):
+            time.sleep(4 * TIMEOUT_S)
+
+    class Batches:
+        dataset = Slow()
+
+        def __iter__(self):
+            yield self.dataset[np.array([1, 2])]
+
+    with pytest.raises(ColabUtilsError, match="waits in clock_nanosleep"):
+        list(watch(Batches(), timeout_s=TIMEOUT_S, on_stall="raise"))
+
+
+def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
+    watched, begun = watch((time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise"), []
+    thread = threading.Thread(target=lambda: begun.append(iter(watched)))
+    thread.start()
+    thread.join()
+    with pytest.raises(ColabUtilsError, match="waits in clock_nanosleep"):
+        next(begun[0])
 
 
 def test_nothing_of_torch_is_used():

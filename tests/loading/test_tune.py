@@ -62,7 +62,7 @@ def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = []
-    monkeypatch.setattr(tune, "_try_way", lambda *way: found.append(way) or Trial(*way[2:], 1.0))
+    monkeypatch.setattr(tune, "_try_setting", lambda *given: found.append(given) or Trial(*given[2:], 1.0))
     copied = shutil.copytree(tiny_shards, tmp_path / "copied")
     tune_workers(many, batch_size=4, backend="processes")
     first = len(found)
@@ -77,7 +77,7 @@ def test_kinds_that_cannot_gain_are_not_tried(many, monkeypatch, cores):
     monkeypatch.setattr(tune, "count_cores", lambda: cores)
 
     def list_kinds(fetcher, backend=None):
-        ways = tune._list_ways(fetcher, backend)
+        ways = tune._list_settings(fetcher, backend)
         assert len(set(ways)) == len(ways) <= 5
         assert {n for _, n in ways} <= {max(1, cores // 4), max(1, cores // 2), cores}
         return {kind for kind, _ in ways}
@@ -127,7 +127,7 @@ def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
 
 def test_slow_files_are_not_tried(tiny_dataset, monkeypatch):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=DriveProfile("mine", 0.1, 1e9, "a test"))
-    monkeypatch.setattr(tune, "_try_way", None)
+    monkeypatch.setattr(tune, "_try_setting", None)
     tuning = tune_workers(folder, batch_size=4)
     assert (tuning.trials, tuning.best.backend, tuning.best.workers) == ((), "processes", count_cores())
     assert "the files are slow" in str(tuning)

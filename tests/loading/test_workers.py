@@ -78,7 +78,7 @@ def test_memory_is_used_again():
     numbers = [pool.take() for _ in range(3)]
     for number in numbers:
         pool.buffers[number].reserve(100)[:] = number
-    first, second, third = (pool.lend(number, 100) for number in numbers)
+    first, second, third = (pool.hold(number, 100) for number in numbers)
     assert [part.unique().tolist() for part in (first, second, third)] == [[number] for number in numbers]
     assert pool.take() == numbers[2]  # the third was copied out, because two are lent
     part = first[10:20]
@@ -460,6 +460,20 @@ def test_random_samples_are_the_seeds_with_any_backend_and_any_number_of_workers
     for other in runs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
     assert any(not torch.equal(one, two) for one, two in zip(runs[0][:4], runs[0][4:], strict=True))
+
+
+def test_processes_that_train_together_draw_their_own_random_numbers(tiny_shards, make):
+    drawn = [[], []]
+    for rank, numbers in enumerate(drawn):
+
+        def draw(image, target, numbers=numbers):
+            numbers.append((random.random(), np.random.random(), torch.rand(1).item()))
+            return image, target
+
+        options = {"batch_size": 4, "workers": 0, "rank": rank, "ranks": 2}
+        list(make(ShardDataset(tiny_shards), transforms=draw, transform_on="worker", **options))
+    assert {len(numbers) for numbers in drawn} == {6}
+    assert not set(drawn[0]) & set(drawn[1])
 
 
 def test_objects_that_a_transform_drops_are_gone_everywhere(tiny_shards, make):

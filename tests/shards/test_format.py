@@ -63,11 +63,16 @@ SHARD = json.loads(json.dumps(INFO.__dict__))
         ({"shards": [{"name": "a"}]}, "complete index"),
         ({"shards": 5}, "complete index"),
         ({"shards": [{**SHARD, "colour": "red"}]}, "complete index"),
+        ({"shards": [{**SHARD, "bytes": "many"}]}, "complete index"),
+        ({"shards": [{**SHARD, "bytes": -1}]}, "complete index"),
         ({"shards": [{**SHARD, "name": "../shard-000000.tar"}]}, "complete index"),  # a copy would write outside
         ({"shards": [{**SHARD, "arrays_name": "/etc/passwd"}]}, "complete index"),
         ({"shards": [{**SHARD, "name": "index.json"}]}, "complete index"),
         ({"shards": [{**SHARD, "arrays_name": ".."}]}, "complete index"),
         ({"categories": None}, "complete index"),
+        ({"categories": [{"id": "1", "name": "car"}]}, "complete index"),
+        ({"categories": [{"id": 1}]}, "complete index"),
+        ({"categories": [5]}, "complete index"),
     ],
 )
 def test_an_index_of_something_else_is_refused(tmp_path, changes, found):

@@ -337,10 +337,11 @@ def test_a_bad_annotation_is_named(dataset, folder, changes, reason):
     assert f"annotation {rows[5]['id']}" in skipped.reason
 
 
-@pytest.mark.parametrize("name", ["../outside.jpg", "{}/outside.jpg"])
+@pytest.mark.parametrize("name", ["../outside.jpg", "{}/outside.jpg", "link.jpg"])
 def test_an_image_outside_of_the_folder_is_never_read(dataset, folder, name):
     images, outside = json.loads(dataset[1].read_text())["images"], dataset[0].parent
     shutil.copy(dataset[0] / images[5]["file_name"], outside / "outside.jpg")
+    (dataset[0] / "link.jpg").symlink_to(outside / "outside.jpg")
     images[5]["file_name"] = name.format(outside)
     change(dataset[1], images=images)
     (skipped,) = run(dataset, folder, max_bad=0.1).skipped

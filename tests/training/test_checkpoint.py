@@ -27,10 +27,10 @@ def list_names(folder: Path) -> list[str]:
 
 def test_what_was_saved_is_loaded(tmp_path: Path):
     folder = CheckpointFolder(tmp_path / "deep" / "run")
-    assert folder.read(mend=True) is None
+    assert folder.read(repair=True) is None
     assert folder.newest is None
     path = folder.save(make_state(2.0), step=7)
-    state = CheckpointFolder(folder.run).read(mend=True)
+    state = CheckpointFolder(folder.run).read(repair=True)
     assert path == folder.newest == folder.run / "checkpoint-00000007.pt"
     assert torch.equal(state["model"]["weight"], torch.full((50, 50), 2.0))
     assert (state["losses"], state["nested"], state["step"]) == ([1.5, 2.0], {"a": (1, "b")}, 7)
@@ -66,7 +66,7 @@ def test_torn_newest_is_set_aside_and_named(tmp_path: Path, tear):
     data = tear(torn.read_bytes())
     torn.write_bytes(data)
     with pytest.warns(ColabUtilsWarning, match=r"checkpoint-00000020.pt is torn .*renamed to"):
-        state = CheckpointFolder(tmp_path).read(mend=True)
+        state = CheckpointFolder(tmp_path).read(repair=True)
     assert state["step"] == 10
     assert state["losses"][1] == 10
     assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt.torn-1"]
@@ -78,7 +78,7 @@ def test_all_torn_means_a_new_start(tmp_path: Path):
         (tmp_path / f"checkpoint-{step:08d}.pt").write_bytes(b"torn")
     (tmp_path / "checkpoint-00000002.pt.torn-1").write_bytes(b"an earlier one")
     with pytest.warns(ColabUtilsWarning, match="torn"):
-        assert CheckpointFolder(tmp_path).read(mend=True) is None
+        assert CheckpointFolder(tmp_path).read(repair=True) is None
     assert len(list_names(tmp_path)) == 3
     assert (tmp_path / "checkpoint-00000002.pt.torn-1").read_bytes() == b"an earlier one"
 
@@ -96,7 +96,7 @@ def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list_names(tmp_path / "run") == ["checkpoint-00000010.pt"]
-    assert CheckpointFolder(tmp_path / "run").read(mend=True)["step"] == 10
+    assert CheckpointFolder(tmp_path / "run").read(repair=True)["step"] == 10
 
 
 @pytest.fixture
@@ -120,10 +120,10 @@ def test_what_drive_does_not_take_waits_here_and_is_sent_later(mount, tmp_path: 
     assert list_names(folder.waiting) == ["checkpoint-00000030.pt", "checkpoint-00000040.pt"]
     if "lost" in fault:
         with pytest.raises(DriveLostError, match="remount"):  # an older one must not be taken for the newest
-            CheckpointFolder(folder.run).read(mend=True)
+            CheckpointFolder(folder.run).read(repair=True)
     mount.fail()
     assert list_names(tmp_path / "backing" / "run") == ["checkpoint-00000010.pt"]
-    assert CheckpointFolder(folder.run).read(mend=True)["losses"] == [1.5, 40]
+    assert CheckpointFolder(folder.run).read(repair=True)["losses"] == [1.5, 40]
     assert list_names(folder.run) == ["checkpoint-00000010.pt", "checkpoint-00000040.pt"]
     assert list_names(folder.waiting) == []
 
@@ -150,21 +150,21 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("zipfile.ZipFile", fail)
     with pytest.raises(OSError if number == errno.EIO else DriveLostError):
-        CheckpointFolder(tmp_path).read(mend=True)
+        CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
 
 
 def test_a_file_of_another_program_is_left_alone(tmp_path: Path):
     torch.save({"weights": torch.ones(3)}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match="format 1, found None"):
-        CheckpointFolder(tmp_path).read(mend=True)
+        CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
 
 
 def test_a_newer_format_is_refused_in_words(tmp_path: Path):
     torch.save({"format": 99}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match=r"format 1, found 99 in .*Update colab_utils"):
-        CheckpointFolder(tmp_path).read(mend=True)
+        CheckpointFolder(tmp_path).read(repair=True)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ def test_a_complete_file_that_cannot_be_loaded_is_left_alone(tmp_path: Path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", fail)
-        for load in (partial(folder.read, mend=True), folder.read):
+        for load in (partial(folder.read, repair=True), folder.read):
             with pytest.raises(
                 ColabUtilsError, match=r"expected to load .*00020.pt, .* the file is complete"
             ) as caught:
                 load()
             assert "\n" not in str(caught.value)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
-    assert folder.read(mend=True)["step"] == 20
+    assert folder.read(repair=True)["step"] == 20
 
 
 def test_reading_changes_no_file(tmp_path: Path):
@@ -212,7 +212,7 @@ def test_reading_leaves_what_waits_where_it_is(tmp_path: Path):
     CheckpointFolder(folder.waiting).save(make_state(), step=30)
     assert folder.read()["step"] == 30
     assert not (tmp_path / "run").exists()
-    assert folder.read(mend=True)["step"] == 30
+    assert folder.read(repair=True)["step"] == 30
     assert list_names(tmp_path / "run") == ["checkpoint-00000030.pt"]
 
 
@@ -223,7 +223,7 @@ def test_loading_runs_no_code(tmp_path: Path):
 
     torch.save({"format": 1, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match="expected to load"):
-        CheckpointFolder(tmp_path).read(mend=True)
+        CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
 
 
@@ -236,7 +236,7 @@ def test_anew_moves_and_never_deletes(tmp_path: Path):
         folder.save(make_state(), step=20)
         folder.prepare(anew=True)
         assert list_names(tmp_path / f"previous-{number}") == ["checkpoint-00000010.pt", "checkpoint-00000020.pt"]
-    assert folder.read(mend=True) is None
+    assert folder.read(repair=True) is None
 
 
 def test_an_older_best_that_drive_does_not_give_up_harms_nothing(tmp_path: Path, monkeypatch):

@@ -284,7 +284,7 @@ def test_resume_takes_the_settings_of_the_run(undisturbed, tiny_shards, tmp_path
 def test_another_batch_size_goes_on_with_the_images_that_are_left(undisturbed, tiny_shards, tmp_path, monkeypatch):
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
     seen, real = [], trainer.Trainer._train
-    position = CheckpointFolder(run).read(mend=True)["loader"]
+    position = CheckpointFolder(run).read(repair=True)["loader"]
     assert (position["epoch"], position["batch"], position["batch_size"]) == (1, 2, 2)  # two of six images are left
 
     def note(self, batch):
@@ -294,7 +294,7 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(undisturbed, t
     monkeypatch.setattr(trainer.Trainer, "_train", note)
     report = train(tiny_shards, run, steps=8, **{**TINY, "batch_size": 1})
     assert "batches of 1, " in str(report.plan)
-    position = CheckpointFolder(run).read(mend=True)["loader"]
+    position = CheckpointFolder(run).read(repair=True)["loader"]
     assert (position["epoch"], position["batch"], position["batch_size"]) == (2, 1, 1)
     monkeypatch.undo()
     loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0, deliver="packed")
