@@ -89,12 +89,13 @@ def find_mount(path: str | Path) -> Path | None:
     The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount`` in
     google/colab/drive.py knows Drive by its type there.
     """
-    table = Path("/proc/self/mounts")
-    mounts = [line.split()[1:3] for line in table.read_text().splitlines()] if table.exists() else []
-    named = [(at.replace(r"\040", " "), kind) for at, kind in mounts]  # a space
+    lines = list[str]()
+    with suppress(OSError):  # Linux alone has the table
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    mounts = [(at.replace(r"\040", " "), kind) for _, at, kind, *_ in map(str.split, lines)]  # a space
     for find in (os.path.abspath, os.path.realpath):  # the second asks the mounts on its way
         place = Path(find(path))
-        around = [(len(at), kind, at) for at, kind in named if place.is_relative_to(at)]
+        around = [(len(at), kind, at) for at, kind in mounts if place.is_relative_to(at)]
         _, kind, mount = max(around, default=(0, "", ""))
         if kind == "fuse.drive":
             return Path(mount)
