@@ -66,11 +66,12 @@ def find_faults(package):
     for name, imported in graph.items():
         floor = name.split(".")[1]
         assert floor in FLOORS, f"give {name} a floor in {Path(__file__).name}"
-        faults += [
-            f"{name} imports {other}, which lies above it"
-            for other in sorted(imported)
-            if FLOORS.index(other.split(".")[1]) > FLOORS.index(floor)
-        ]
+        for other in sorted(imported):
+            below = other.split(".")[1]
+            if FLOORS.index(below) > FLOORS.index(floor):
+                faults.append(f"{name} imports {other}, which lies above it")
+            if (floor, below) == ("diagnosis", "training"):
+                faults.append(f"{name} imports {other}, which lies beside it")
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -82,6 +83,14 @@ def test_modules_import_from_lower_floors_only():
     assert find_faults(PACKAGE) == []
 
 
+def test_the_package_imports_nothing_of_the_repository_around_it():
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {"benchmarks", "tools", "tests"}, path
+
+
 @pytest.mark.parametrize(
     ("module", "text", "fault"),
     [
@@ -90,12 +99,22 @@ def test_modules_import_from_lower_floors_only():
         ("data/coco", "from colab_utils.shards import copy", "lies above it"),  # a module taken from its package
         ("data/coco", "from colab_utils import copy_shards", "lies above it"),  # through a name at the top
         ("loading/loader", "from colab_utils.show.charts import draw", "lies above it"),  # show from below
+        ("diagnosis/stages", "from colab_utils.training.step import s", "beside it"),  # two floors at one height
         ("shards/copy", "from colab_utils.shards.write import w", "circle"),  # on one floor, round in a circle
     ],
 )
 def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
     package = tmp_path / "colab_utils"
-    for name in ("data/coco", "shards/copy", "shards/write", "loading/loader", "show/charts"):
+    names = (
+        "data/coco",
+        "shards/copy",
+        "shards/write",
+        "loading/loader",
+        "training/step",
+        "diagnosis/stages",
+        "show/charts",
+    )
+    for name in names:
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / f"{name}.py").touch()
     (package / "shards" / "write.py").write_text("import colab_utils.shards.copy")
