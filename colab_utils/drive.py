@@ -88,6 +88,10 @@ def find_mount(path: str | Path) -> Path | None:
 
     The table of mounts is asked, and not the mount, which may hang. Source: ``flush_and_unmount`` in
     google/colab/drive.py knows Drive by its type there.
+
+    Example:
+        >>> find_mount("/tmp") is None
+        True
     """
     lines = list[str]()
     with suppress(OSError):  # Linux alone has the table

@@ -240,10 +240,9 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def drop_cached(path: Path) -> None:
-    """Drop what Linux keeps of a file in memory, written to the disk first; elsewhere, and for no file, do nothing."""
+    """Drop what Linux keeps of a written file in memory; elsewhere, and where there is no file, do nothing."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
-            os.fsync(file.fileno())  # what is not written yet stays in memory
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -173,14 +174,14 @@ def compare(
         found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
         raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}")
     profile = get_profile(drive_profile)
-    prepared = PreparedData(
-        images, annotations, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    setting = Setting(prepared, profile, batch_size, workers, device)
-    step = EmulatedStep(step_ms) if step is None else step
-    runner = _Runner(setting, step, batches=batches, timeline_s=timeline_s)
     with put_back(None, restore):
+        prepared = PreparedData(
+            images, annotations, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
+        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        setting = Setting(prepared, profile, batch_size, workers, device)
+        step = EmulatedStep(step_ms) if step is None else step
+        runner = _Runner(setting, step, batches=batches, timeline_s=timeline_s)
         rows, note = _run_in_turns(runner, chosen, repeats=repeats)
     timings = _compare_with_baseline([_summarise(row, setting) for row in rows])
     baseline = _find_baseline(timings).name
@@ -232,6 +233,7 @@ class _Runner:
 
     def run_cold(self, row: _Row) -> None:
         """Time the first batches, with nothing of the strategy's files in the system's memory."""
+        os.sync()  # what is not written yet stays in memory
         for file in self._setting.prepared.get(row.strategy.reads).files:
             drop_cached(file)
         began_s = perf_counter()

@@ -5,7 +5,7 @@ Packed masks are what shards and batches carry: each mask cropped to its own tig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from colab_utils.errors import ColabUtilsError
 
 __all__ = [
-    "PackedMasks", "encode_segmentation", "nearest_indices", "number_within", "pack_masks", "resize_rles",
-    "unpack_masks",
+    "PackedMasks", "encode_segmentation", "nearest_indices", "number_within", "pack_masks", "pack_pixels",
+    "resize_rles", "unpack_masks",
 ]  # fmt: skip
 
 # beyond these a polygon is damage: no mask has such an outline, and drawing it would take gigabytes
@@ -128,15 +128,24 @@ def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list
 
 def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
     """Pack N compressed RLE masks of one image; N may be 0."""
-    crops, offsets = np.zeros((len(rles), 4), np.int32), np.zeros(len(rles) + 1, np.int64)
-    parts = [np.zeros(0, np.uint8)]
-    for row, rle in enumerate(rles):
-        x0, drawn = _draw_columns(rle)
-        if len(rows := np.flatnonzero(drawn.any(0))):
-            crops[row] = x0, rows[0], x0 + len(drawn), rows[-1] + 1
-        parts.append(np.packbits(drawn[:, slice(*crops[row, 1::2])].T, axis=None))
-        offsets[row + 1] = offsets[row] + parts[-1].size
-    return PackedMasks(np.concatenate(parts), crops, offsets)
+    return pack_pixels((x0, drawn.T) for x0, drawn in map(_draw_columns, rles))
+
+
+def pack_pixels(masks: Iterable[tuple[int, NDArray[Any]]]) -> PackedMasks:
+    """Pack N masks of one image, each drawn from some column on: x0 and [height, columns], 0 beside the object.
+
+    Example:
+        >>> pack_pixels([(1, np.array([[0, 0, 1], [0, 1, 1]]))]).crops.tolist()
+        [[2, 0, 4, 2]]
+    """
+    crops, parts = list[tuple[int, ...]](), [np.zeros(0, np.uint8)]
+    for x0, mask in masks:
+        ys, xs = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+        left, top, right, bottom = (xs[0], ys[0], xs[-1] + 1, ys[-1] + 1) if len(ys) else (0, 0, 0, 0)
+        crops.append((x0 + left, top, x0 + right, bottom))
+        parts.append(np.packbits(mask[top:bottom, left:right], axis=None))
+    offsets = np.cumsum([part.size for part in parts], dtype=np.int64)
+    return PackedMasks(np.concatenate(parts), np.array(crops, np.int32).reshape(-1, 4), offsets)
 
 
 def _draw_columns(rle: dict[str, Any]) -> tuple[int, NDArray[np.uint8]]:

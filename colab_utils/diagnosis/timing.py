@@ -272,6 +272,13 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
 
     Raises:
         ColabUtilsError: a part has no ``state_dict`` and ``load_state_dict``.
+
+    Example:
+        >>> before = random.getstate()
+        >>> with put_back(None, restore=()):
+        ...     _ = random.random()
+        >>> random.getstate() == before
+        True
     """
     for part in restore:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):

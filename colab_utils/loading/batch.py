@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import PackedMasks
+from colab_utils.data.masks import PackedMasks, pack_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, expand_masks, send
@@ -83,7 +83,7 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
         labels=parts["labels"].astype(np.int64),
         areas=parts["area"].astype(np.float32),
         iscrowd=parts["iscrowd"].astype(np.int64),
-        masks=_pack_dense(masks),
+        masks=pack_pixels((0, mask) for mask in masks),
     )
 
 
@@ -91,19 +91,6 @@ def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def _pack_dense(masks: NDArray[Any]) -> PackedMasks:
-    """Dense masks [N, H, W] as packed ones; whatever is not 0 belongs to the object."""
-    crops, parts = np.zeros((len(masks), 4), np.int32), [np.zeros(0, np.uint8)]
-    for row, mask in enumerate(masks):
-        ys, xs = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-        if len(ys):
-            crops[row] = xs[0], ys[0], xs[-1] + 1, ys[-1] + 1
-        x0, y0, x1, y1 = crops[row]
-        parts.append(np.packbits(mask[y0:y1, x0:x1], axis=None))
-    ends = np.cumsum([part.size for part in parts], dtype=np.int64)
-    return PackedMasks(np.concatenate(parts), crops, ends)
 
 
 class BadSampleError(Exception):
