@@ -50,13 +50,13 @@ def plot_first_seconds(
         worked_s = sum(max(0.0, min(end_s, shown_s) - begin_s) for begin_s, end_s in spans)
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
     first, last = next(iter(waits)), next(reversed(waits))
-    against = f" with {first}, {waits[last]} with {last}" if len(waits) > 1 else ""
-    title = title or f"The step waits {waits[first]} of the time{against}"
+    against = f"with {first}, {waits[last]} with {last}" if len(waits) > 1 else "of the time"
+    title = title or f"The step waits {waits[first]} {against}"
     figure, axis = _make_rows(title, rows, unit="seconds", height=1.35 + 0.62 * len(rows))
     for row, (name, spans) in enumerate(rows.items()):
         if name in steps:  # white in this frame is waiting
             axis.barh(row, ends_s[name], height=0.7, color="white", edgecolor=_GREY)
-            done = sum(end_s <= shown_s for _, end_s in spans)
+            done = sum(1 for _, end_s in spans if end_s <= shown_s)
             _write(axis, f"waits {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
         colour = _ORANGE if name in steps else _BLUE
