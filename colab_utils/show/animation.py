@@ -172,7 +172,7 @@ def explore_simulation(
 
     Example:
         >>> *sliders, buttons, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
-        >>> "the step worked 50% of the time and waited 50%" in view.value
+        >>> "the step worked 49% of the time and waited 51%" in view.value
         True
     """
     import ipywidgets
