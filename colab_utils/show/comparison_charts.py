@@ -165,16 +165,15 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
     Raises:
         ColabUtilsError: no file, or one that is no receipt.
     """
-    found, path = [], "no file"
+    found, place = list[dict[str, Any]](), Path("no file")
     try:
-        for path in receipts:
-            place = Path(path).absolute()
+        for place in [Path(one).absolute() for one in receipts or [place]]:
             name = place.parent.name if place.stem == "comparison" else place.stem
             found.append({"receipt": name, **summarise_receipt(json.loads(place.read_text(encoding="utf-8")))})
         return found
     except (ColabUtilsError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ColabUtilsError(
-            f"expected receipts (comparison.json), found {path} ({describe_error(error)}). Name what compare wrote."
+            f"expected receipts (comparison.json), found {place} ({describe_error(error)}). Name what compare wrote."
         ) from None
 
 
