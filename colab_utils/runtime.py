@@ -140,13 +140,14 @@ def describe_machine(folder: str | Path = ".") -> Machine:
 
 
 def show_progress(label: str, *, total: int | None, unit: str = "it", scale: bool = False) -> Any:
-    """A tqdm bar on a terminal or in a notebook, silent elsewhere; ``scale=True`` counts bytes.
+    """A tqdm bar on a terminal or in a notebook, silent elsewhere, or where one runs already; ``scale`` counts bytes.
 
     Example:
         >>> with show_progress("copying", total=2) as bar:
         ...     _ = bar.update(2)
     """
-    return tqdm(total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=not is_watched())
+    silent = not is_watched() or len(tqdm._instances) > 0  # a bar in a bar leaves stale lines in notebooks
+    return tqdm(total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=silent)
 
 
 def is_watched() -> bool:

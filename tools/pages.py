@@ -93,8 +93,7 @@ def write_demo_index(
     ]
     parts.append("</ol>")
     if comparison:
-        parts.append(f'<h2>All figures</h2><div class="scroll">{tabulate_comparison(comparison).to_html()}</div>')
-        parts += show_notes(comparison)
+        parts += ["<h2>All figures</h2>", tabulate_comparison(comparison).to_html(), *show_notes(comparison)]
     page = build_page("Data loading for Mask R-CNN: the demo", "\n".join(parts), style=WIDE + _FIRST_SCREEN)
     write_file(path, page.encode())
     return path

@@ -11,12 +11,17 @@ import numpy as np
 
 from colab_utils.diagnosis.simulator import Simulation, Trace, simulate
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.charts import plot_timeline
+from colab_utils.show.charts import plot_first_seconds
 from colab_utils.show.html import embed_figure
 
 __all__ = ["animate_simulation", "explore_simulation"]
 
 _CHART_STEPS, _MAX_STEPS, _MAX_BOXES = 25, 1500, 16  # more would be too small to see, and heavy
+
+_PRESETS = {  # of the sliders, from the first to the last
+    "98 batches": (7, 2.0, 0.0, 0.1, 2), "275 batches": (7, 0.7, 0.22, 0.1, 2), "295 batches": (7, 0.35, 0.0, 0.1, 2),
+    "T4, bad day": (2, 2.45, 0.45, 0.7, 2),
+}  # fmt: skip
 
 # Text has the page's own colour, so that it can be read on dark and on light; the fillings are PALETTE's, half clear.
 _STYLE = """
@@ -25,19 +30,20 @@ _STYLE = """
 .colab-sim i { flex: 1; border: 1px solid; font-style: normal; text-align: center; line-height: 90px; height: 90px; }
 .colab-sim .model { flex: 3; }
 .colab-sim svg { border: 1px solid; width: 100%; height: 26px; }
+.colab-sim output { display: block; font-size: 2.4em; font-weight: 600; }
 .colab-sim button { font: inherit; color: inherit; background: none; border: 1px solid; width: 5em; }
 """
 
 # Every moment is drawn from the time alone, so that the slider can go anywhere. It starts when it is seen: after
 # "Run all" nobody has missed it.
 _SCRIPT = """(() => {
-  const {seconds, speed, lanes, steps, order} = DATA, readyAt = {};
-  for (const lane of lanes) lane.batch.forEach((batch, k) => { readyAt[batch] = lane.end[k]; });
+  const {seconds, speed, lanes, steps} = DATA, readyAt = {};
+  for (const [batches, , ends] of lanes) batches.forEach((batch, k) => { readyAt[batch] = ends[k]; });
   const fill = (box, colour, share, text) => {
     box.style.background = `linear-gradient(to top, ${colour}99 ${100 * share}%, transparent 0)`;
     box.textContent = text;
   };
-  const show = (box, colour, {batch, start, end}, t, idle) => {
+  const show = (box, colour, [batch, start, end], t, idle) => {
     const k = start.findLastIndex(begin => begin <= t), busy = t < end[k];
     fill(box, colour, busy ? (t - start[k]) / (end[k] - start[k]) : 0, busy ? batch[k] : idle);
     return k;
@@ -49,15 +55,13 @@ _SCRIPT = """(() => {
     let t = seconds, playing = false, auto = true, before = 0;
     const draw = () => {
       all("load").forEach((box, n) => show(box, "#0072B2", lanes[n], t, ""));
-      const k = show(model, "#E69F00", steps, t, "waits"), done = t < steps.end[k] ? k : k + 1;
+      const k = show(model, "#E69F00", steps, t, "waits"), done = t < steps[2][k] ? k : k + 1;
       all("place").reverse().forEach((box, n) => {
-        const batch = order[k + 1 + n], ready = readyAt[batch] <= t;
+        const batch = k + 1 + n, ready = readyAt[batch] <= t;
         fill(box, "#0072B2", ready ? 1 : 0, ready ? batch : "");
       });
       past.style.clipPath = `inset(0 ${100 - 100 * t / seconds}% 0 0)`;
-      const worked = steps.start.reduce((sum, start, k) => sum + Math.max(0, Math.min(t, steps.end[k]) - start), 0);
-      const share = t ? Math.round(100 * worked / t) : 0;
-      count.textContent = `${t.toFixed(2)} s, batches done: ${done}, the model worked ${share}% of the time`;
+      count.textContent = `${done} batches in ${t.toFixed(2)} s`;
       slider.value = t / seconds;
     };
     const advance = now => {
@@ -81,7 +85,7 @@ _SCRIPT = """(() => {
 })();"""
 
 
-def animate_simulation(simulation: Simulation, *, seconds: float | None = None, speed: float = 1.0) -> Any:
+def animate_simulation(simulation: Simulation, *, seconds: float | None = None, speed: float = 0.5) -> Any:
     """Show a simulation as it happens: workers fill up, batches queue, the model takes them or waits.
 
     The queue shows the next batches in the order in which the model takes them, the next one on the right: a gap
@@ -102,7 +106,7 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
     Example:
         >>> from colab_utils.diagnosis.simulator import simulate
         >>> animation = animate_simulation(simulate(workers=7, load_s=2.0, step_s=0.1))
-        >>> "With 7 workers, the model waits 67% of the time" in animation.data
+        >>> "98 batches in 30 s: with 7 workers the model waits 67% of the time" in animation.data
         True
     """
     from IPython.display import HTML
@@ -113,22 +117,19 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
     steps, workers = simulation.steps, simulation.workers
     shown_s = min(seconds, simulation.seconds, *steps.start_s[_MAX_STEPS : _MAX_STEPS + 1].tolist())
     shown = steps.start_s < shown_s
-    waits = 1 - float((np.minimum(steps.end_s[shown], shown_s) - steps.start_s[shown]).sum()) / shown_s
-    title = f"With {workers} worker{'s' * (workers != 1)}, the model waits {waits:.0%} of the time"
+    spans = np.stack(steps[1:], 1)[shown]
+    waits = 1 - float((spans[:, 1].clip(max=shown_s) - spans[:, 0]).sum()) / shown_s
+    done = int((steps.end_s[: simulation.batches] <= shown_s).sum())
+    crowd = f"{workers} worker{'s' * (workers != 1)}"
+    title = f"{done:,} batches in {shown_s:.3g} s: with {crowd} the model waits {waits:.0%} of the time"
     places = min(workers * simulation.prefetch, _MAX_BOXES)
-    # in the order in which the model takes them; what it has not taken by the end comes last
-    sent = np.concatenate([lane.batch for lane in simulation.loads])
-    order = [*steps.batch.tolist(), *np.setdiff1d(sent, steps.batch).tolist()][: int(shown.sum()) + places + 1]
     data = json.dumps({
-        "seconds": shown_s, "speed": speed, "order": order,
+        "seconds": shown_s, "speed": speed,
         "lanes": [_list_spans(lane, shown_s, lane.end_s >= simulation.seconds) for lane in simulation.loads],
         "steps": _list_spans(steps, shown_s, np.arange(len(shown)) >= simulation.batches),
     })  # fmt: skip
     name = hashlib.sha256(data.encode()).hexdigest()[:12]
-    spans = zip(
-        (960 / shown_s * steps.start_s[shown]).tolist(), (960 / shown_s * steps.end_s[shown]).tolist(), strict=True
-    )
-    path = "".join(f"M{start:.1f} 0H{end:.1f}V26H{start:.1f}" for start, end in spans)
+    path = "".join(f"M{start:.1f} 0H{end:.1f}V26H{start:.1f}" for start, end in (960 / shown_s * spans).tolist())
     loads = min(len(simulation.loads), _MAX_BOXES)
     html = f"""<div class="colab-sim" data-sim="{name}"><style>{_STYLE}</style><p><b>{title}</b></p>
 <div>{'<i class="load"></i>' * loads}→{'<i class="place"></i>' * places}→<i class="model"></i></div>
@@ -141,23 +142,19 @@ Right: the model. Below: the model's {shown_s:.3g} s; a gap is waiting.</small>
     return HTML(html)
 
 
-def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> dict[str, list[float]]:
-    """What the script draws; what the end of the simulation cut off has not ended by then."""
-    begun = trace.start_s < seconds
+def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[list[float]]:
+    """Batches, starts and ends for the script; what the end of the simulation cut off has not ended by then."""
     end_s = trace.end_s + unfinished * seconds / 1000
-    return {
-        "batch": trace.batch[begun].tolist(), "start": trace.start_s[begun].round(5).tolist(),
-        "end": end_s[begun].round(5).tolist(),
-    }  # fmt: skip
+    return [part[trace.start_s < seconds].round(5).tolist() for part in (trace.batch, trace.start_s, end_s)]
 
 
 def explore_simulation(
     *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, step_cv: float = 0.0,
-    prefetch: int = 2, max_workers: int = 8,
+    prefetch: int = 2,
 ) -> Any:  # fmt: skip
     """Sliders for what `simulate` takes: each redraws the chart, and says how long the step waits.
 
-    Arguments are those of `simulate`, and where the sliders start.
+    Arguments are those of `simulate`, and where the sliders start; a button goes back to them, others to known cases.
 
     Args:
         workers: worker processes.
@@ -166,7 +163,6 @@ def explore_simulation(
         load_cv: spread of the loading times, standard deviation / mean.
         step_cv: the same for the step; it has no slider.
         prefetch: batches asked for ahead of time for each worker.
-        max_workers: the end of the workers' slider.
 
     Returns:
         An ``ipywidgets.VBox``.
@@ -175,7 +171,7 @@ def explore_simulation(
         ColabUtilsError: a time that is not more than 0.
 
     Example:
-        >>> *sliders, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
+        >>> *sliders, buttons, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
         >>> "the step worked 50% of the time and waited 50%" in view.value
         True
     """
@@ -184,36 +180,47 @@ def explore_simulation(
     if not (load_s > 0 and step_s > 0):
         raise ColabUtilsError(f"expected load_s and step_s to be numbers, more than 0; found {load_s!r}, {step_s!r}")
 
-    def make_time_slider(value: float, description: str) -> Any:
-        decade = math.log10(value)
-        ends = {"min": math.floor(decade) - 1, "max": math.ceil(decade) + 1}
-        return ipywidgets.FloatLogSlider(value, description=description, step=0.02, **ends)
+    def make(kind: Any, value: float, text: str, **ends: float) -> Any:
+        wide = {"layout": {"width": "44em"}, "style": {"description_width": "20em"}}
+        return kind(value, description=f"{text} (yours: {value:.3g})", continuous_update=False, **wide, **ends)
 
+    decades = {"min": min(-3, math.log10(min(load_s, step_s))), "max": max(2, math.log10(max(load_s, step_s)))}
     sliders = {
-        "workers": ipywidgets.IntSlider(workers, 0, max(workers, max_workers), description="workers"),
-        "load_s": make_time_slider(load_s, "loading a batch, seconds"),
-        "load_cv": ipywidgets.FloatSlider(load_cv, min=0, max=max(1.5, load_cv), step=0.05, description="its spread"),
-        "step_s": make_time_slider(step_s, "a step, seconds"),
-        "prefetch": ipywidgets.IntSlider(prefetch, 1, max(prefetch, 8), description="prefetch, a worker"),
+        "workers": make(ipywidgets.IntSlider, workers, "workers", min=0, max=max(workers, 8)),
+        "load_s": make(ipywidgets.FloatLogSlider, load_s, "loading a batch, seconds", step=0.02, **decades),
+        "load_cv": make(ipywidgets.FloatSlider, load_cv, "its spread", min=0, max=max(1.5, load_cv), step=0.01),
+        "step_s": make(ipywidgets.FloatLogSlider, step_s, "a step, seconds", step=0.02, **decades),
+        "prefetch": make(ipywidgets.IntSlider, prefetch, "prefetch, a worker", min=1, max=max(prefetch, 8)),
     }
-    view = ipywidgets.HTML()
+    view, buttons = ipywidgets.HTML(), ipywidgets.HBox(layout={"flex_flow": "row wrap"})
 
-    def redraw(_change: Any) -> None:
-        now = {key: slider.value for key, slider in sliders.items()}
-        view.value = _draw_settings(**now, step_cv=step_cv)
+    def redraw(_change: Any = None) -> None:
+        view.value = _draw_settings(**{key: slider.value for key, slider in sliders.items()}, step_cv=step_cv)
 
-    redraw(None)
-    for slider in sliders.values():
-        slider.style.description_width, slider.layout.width, slider.continuous_update = "14em", "36em", False
-        slider.observe(redraw, names="value")
-    return ipywidgets.VBox([*sliders.values(), view])
+    def jump(values: tuple[float, ...]) -> None:
+        for slider, value in zip(sliders.values(), values, strict=True):
+            slider.unobserve_all("value")  # one drawing for all of them
+            slider.value = value
+            slider.observe(redraw, "value")
+        redraw()
+
+    mine = tuple(slider.value for slider in sliders.values())
+    for name, values in {"back to mine": mine, **_PRESETS}.items():
+        button = ipywidgets.Button(description=name)
+        button.on_click(lambda _, values=values: jump(values))
+        buttons.children += (button,)
+    jump(mine)
+    return ipywidgets.VBox([*sliders.values(), buttons, view])
 
 
 def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:
-    """The sentence, and the chart of the first steps; simulated for so long that neither start nor chance matters."""
-    seconds = max(500 * max(step_s, load_s / max(1, workers)), 100 * load_s)
+    """The sentence, about 30 s or 100 batches, and the chart of the first steps."""
+    seconds = math.ceil(max(30, 100 * step_s, 100 * load_s / max(1, workers)))
     simulation = simulate(workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, **settings)
-    figure = plot_timeline(simulation, seconds=float(simulation.steps.start_s[_CHART_STEPS]))
+    names, traces = [f"worker {n}" for n in range(workers)] or ["loading"], [*simulation.loads, simulation.steps]
+    rows = {name: np.stack(trace[1:], 1).tolist() for name, trace in zip([*names, "step"], traces, strict=True)}
+    shown_s = simulation.steps.start_s[: _CHART_STEPS + 1].tolist()[-1]
+    figure = plot_first_seconds(rows, seconds=shown_s, blue=names)
     figure.suptitle("")  # the sentence says it
     picture = embed_figure(figure, alt=str(simulation)).replace("<img", '<img style="max-width: 100%"', 1)
     return f'<p style="font-size: 1.2em; font-weight: bold">{simulation}</p>{picture}'

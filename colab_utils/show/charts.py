@@ -13,34 +13,77 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from colab_utils.diagnosis.diagnose import Diagnosis
-    from colab_utils.diagnosis.simulator import Simulation
     from colab_utils.loading.arriving import Arrival
 
-__all__ = [
-    "draw_lanes",
-    "format_figure",
-    "label_axes",
-    "plot_arrival",
-    "plot_bars",
-    "plot_stages",
-    "plot_timeline",
-    "plot_training",
-]
+__all__ = ["format_figure", "label_axes", "plot_bars", "plot_first_seconds", "plot_stages", "plot_training"]
 
 _BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#B8B8B8", "#1a1a1a"
 
 
+def plot_first_seconds(
+    rows: Mapping[str, Sequence[tuple[float, float]]], *, seconds: float | None = None, title: str = "",
+    blue: Collection[str] = ("copy",),
+) -> Figure:  # fmt: skip
+    """When the step ran since its first batch was asked for: orange steps, and the white gaps in which it waited.
+
+    Args:
+        rows: when each step began and ended, in seconds since the first batch was asked for, by name; the first row
+            stands on top.
+        seconds: how much of it to draw; ``None`` draws as long as the shortest row of steps.
+        title: the finding; by default how long the step waits, in the first row and in the last.
+        blue: names of rows that are no steps, but copies or workers.
+
+    Raises:
+        ColabUtilsError: there is no step to draw.
+
+    Example:
+        >>> figure = plot_first_seconds({"plain loop": [(2.4, 2.5), (4.9, 5.0)]})
+        >>> figure.get_suptitle(), figure.axes[0].texts[0].get_text()
+        ('The step waits 96% of the time', 'waits 96%, 2 batches')
+    """
+    steps = {name: spans for name, spans in rows.items() if name not in blue and len(spans)}
+    if not steps:
+        raise ColabUtilsError("expected steps to draw, found none: train for longer")
+    shown_s = seconds or min(spans[-1][1] for spans in steps.values())
+    ends_s, waits = {name: min(shown_s, spans[-1][1]) for name, spans in steps.items()}, {}
+    for name, spans in steps.items():
+        worked_s = sum(max(0.0, min(end_s, shown_s) - begin_s) for begin_s, end_s in spans)
+        waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
+    first, last = next(iter(waits)), next(reversed(waits))
+    against = f" with {first}, {waits[last]} with {last}" if len(waits) > 1 else ""
+    title = title or f"The step waits {waits[first]} of the time{against}"
+    figure, axis = _make_rows(title, rows, unit="seconds", height=1.35 + 0.62 * len(rows))
+    for row, (name, spans) in enumerate(rows.items()):
+        if name in steps:  # white in this frame is waiting
+            axis.barh(row, ends_s[name], height=0.7, color="white", edgecolor=_GREY)
+            done = sum(end_s <= shown_s for _, end_s in spans)
+            _write(axis, f"waits {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
+        lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
+        colour = _ORANGE if name in steps else _BLUE
+        axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.5)
+    axis.set_xlim(0, shown_s)
+    return figure
+
+
+def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figure:
+    """`plot_first_seconds` of the copy of each shard and of training steps, timed by ``time.perf_counter``."""
+    copied = sorted(span for span in arrival.spans_s.values() if span[1] > 0)
+    trained = [(begin_s - arrival.began_s, end_s - arrival.began_s) for begin_s, end_s in steps]
+    return plot_first_seconds({"copy": copied, "training": trained})
+
+
+def draw_lanes(title: str, lanes: Mapping[str, Any], *, seconds: float | None = None, lit: int = 1) -> Figure:
+    """`plot_first_seconds` of rows with (begin, length)."""
+    rows = {name: [(begin_s, begin_s + took_s) for begin_s, took_s in spans] for name, spans in lanes.items()}
+    return plot_first_seconds(rows, seconds=seconds, title=title, blue=[*rows][: len(rows) - lit])
+
+
 def plot_bars(
-    values: Mapping[str, float],
-    *,
-    title: str,
-    unit: str,
-    notes: Mapping[str, str] | None = None,
-    spread: Mapping[str, tuple[float, float]] | None = None,
-    highlight: str | Collection[str] = (),
-    limit: tuple[float, str] | None = None,
-) -> Figure:
-    """Horizontal bars, the first on top, each with its number written at its end.
+    values: Mapping[str, float], *, title: str, unit: str, notes: Mapping[str, str] | None = None,
+    spread: Mapping[str, tuple[float, float]] | None = None, highlight: str | Collection[str] = (),
+    limit: tuple[float, str] | None = None, guess: float | Mapping[str, float] | None = None, log: bool = False,
+) -> Figure:  # fmt: skip
+    """Horizontal bars, the first on top, each with its number in its end, or beside it where the bar is short.
 
     Args:
         values: length of each bar, by name.
@@ -50,141 +93,93 @@ def plot_bars(
         spread: lowest and highest repeat, by name, drawn as a thin line.
         highlight: the bar, or bars, in colour, the others are grey; by default the longest.
         limit: a value nothing can pass and what it is, drawn as a dashed line.
+        guess: what was expected, by name; a number is that of the bars in colour.
+        log: points on a logarithmic axis, for values above 0 that lie too far apart for bars.
 
     Raises:
         ColabUtilsError: there is nothing to draw.
 
     Example:
-        >>> figure = plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD reads faster", unit="images/s")
+        >>> figure = plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD reads faster", unit="images/s", guess=100)
         >>> [text.get_text() for text in figure.axes[0].texts]
-        ['16', '480']
+        ['16', '480', 'your guess: 100']
     """
     if not values:
         raise ColabUtilsError("expected values to draw, found none: measure at least one")
     notes, spread = notes or {}, spread or {}
     lit = {highlight} if isinstance(highlight, str) else set(highlight) or {max(values, key=lambda name: values[name])}
+    guesses = guess if isinstance(guess, Mapping) else {} if guess is None else dict.fromkeys(lit, guess)
     figure, axis = _make_rows(title, values, unit=unit, height=1.7 + 0.72 * len(values) + (0.4 if limit else 0))
-    longest = max([*values.values(), *(high for _, high in spread.values()), limit[0] if limit else 0])
+    longest = max(*values.values(), *guesses.values(), *(high for _, high in spread.values()), limit[0] if limit else 0)
+    letters = 80 - max(map(len, values))  # that a bar as long as the axis has room for
     for row, (name, value) in enumerate(values.items()):
-        axis.barh(row, value, height=0.62, color=_BLUE if name in lit else _GREY)
-        low, high = spread.get(name, (value, value))
+        (low, high), colour = spread.get(name, (value, value)), _BLUE if name in lit else _GREY
+        if log:
+            axis.plot(value, row, "o", color=colour, markersize=14)
+        else:
+            axis.barh(row, value, height=0.62, color=colour)
         if high > low:
             axis.plot([low, high], [row, row], color=_INK, linewidth=1.5, marker="|", markersize=9)
         text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
-        axis.text(
-            max(value, high) + longest * 0.012, row, text, va="center", fontsize=15, color=_INK, parse_math=False,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        )  # fmt: skip
+        inside = low * letters > longest * (len(text) + 2) and not log
+        ink = "white" if inside and name in lit else _INK
+        _write(axis, text, low if inside else high, row, inside=inside, color=ink)
+        if name in guesses:
+            axis.plot(guesses[name], row + 0.43, "D", color="white", markeredgecolor=_INK, markersize=8)
+            _write(axis, f"your guess: {format_figure(guesses[name])}", guesses[name], row + 0.43)
     if limit is not None:
-        axis.axvline(limit[0], color=_RED, linestyle="--", linewidth=2, zorder=0)
-        axis.annotate(
-            f"{limit[1]}: {format_figure(limit[0])}", (limit[0], 1), xycoords=("data", "axes fraction"), fontsize=14,
-            xytext=(-4, 4), textcoords="offset points", ha="right", va="bottom", color=_RED, parse_math=False,
-        )  # fmt: skip
-    axis.set_xlim(0, (longest or 1) * (1.32 if notes else 1.12))
+        _mark(axis, limit[0], f"{limit[1]}: {format_figure(limit[0])}")
+    if log:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
+    else:
+        axis.set_xlim(0, 1.02 * (longest or 1))
     return figure
 
 
 def plot_stages(diagnosis: Diagnosis) -> Figure:
-    """What each stage of loading one image takes, in milliseconds, and the step beside it.
+    """What each stage of loading one image takes, in milliseconds, then all of loading, and the step under it.
 
-    The stages are one worker's time; workers share it among them. The step is one process's.
+    The stages are one worker's time, and workers share it among them: where *loading* is longer than *step*, the step
+    waits.
 
     Args:
         diagnosis: from `diagnose`.
     """
     mean_ms = {stage.name: stage.mean_ms or stage.median_ms for stage in diagnosis.stages}
     step_ms, wait_ms = mean_ms.pop("step", None), mean_ms.pop("wait", 0.0)
-    loading = mean_ms or {"wait": wait_ms}
-    largest = max(loading, key=lambda name: loading[name])
+    bars = mean_ms or {"wait": wait_ms}
+    largest, total_ms, workers = max(bars, key=lambda name: bars[name]), sum(bars.values()), diagnosis.workers
     title = f"The step waits {diagnosis.stall_share:.0%} of the time"
     if step_ms is None:
         title = f"The loader alone gives {format_figure(diagnosis.images_per_second)} images/s"
     if mean_ms:
-        title += f"; {largest} is {loading[largest] / max(sum(loading.values()), 1e-9):.0%} of loading an image"
-    bars = loading if step_ms is None else {**loading, "step": step_ms}
+        title += f"; {largest} is {bars[largest] / max(total_ms, 1e-9):.0%} of loading an image"
+        loading = f"loading, {workers or 'no'} worker{'s' * (workers != 1)}"
+        bars = {**bars, loading: total_ms / max(1, workers)}
     figure = plot_bars(
-        bars,
+        bars if step_ms is None else {**bars, "step": step_ms},
         title=title,
         unit="mean milliseconds per image (thin line: to the 95th percentile)",
         notes={"step": f"({diagnosis.step})" if diagnosis.step.startswith("emulated") else ""},
-        spread={stage.name: (bars[stage.name], stage.p95_ms) for stage in diagnosis.stages if stage.name in bars},
-        highlight=largest,
+        spread={stage.name: (mean_ms[stage.name], stage.p95_ms) for stage in diagnosis.stages if stage.name in mean_ms},
+        highlight=[*bars][-1],
     )
     if step_ms is not None:
-        figure.axes[0].patches[len(bars) - 1].set_color(_ORANGE)
+        figure.axes[0].patches[-1].set_color(_ORANGE)
     return figure
 
 
-def plot_timeline(simulation: Simulation, *, seconds: float | None = None) -> Figure:
-    """What every worker and the step did, second by second; white gaps are time spent waiting.
-
-    Args:
-        simulation: from `simulate`.
-        seconds: how much of it to draw; ``None`` draws all.
-
-    Example:
-        >>> from colab_utils.diagnosis.simulator import simulate
-        >>> figure = plot_timeline(simulate(workers=2, load_s=0.4, step_s=0.1, seconds=3))
-        >>> figure.get_suptitle()
-        'With 2 workers the step waits 53% of the time'
-    """
-    workers = f"{simulation.workers} worker" + ("" if simulation.workers == 1 else "s")
-    title = f"With {workers} the step waits {simulation.stall_share:.0%} of the time"
-    names = [f"worker {n}" if simulation.workers else "loading" for n in range(len(simulation.loads))]
-    shown_s = seconds or simulation.seconds
-    lanes = {
-        name: [(start, end - start) for start, end in zip(trace.start_s, trace.end_s, strict=True) if start < shown_s]
-        for name, trace in zip([*names, "step"], [*simulation.loads, simulation.steps], strict=True)
-    }
-    return draw_lanes(title, lanes, seconds=shown_s)
-
-
-def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figure:
-    """The copy of each shard above the training steps: what was trained before the last shard had arrived.
-
-    Args:
-        arrival: of an `ArrivingShards`.
-        steps: when each step began and ended, by ``time.perf_counter``.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> arrival = SimpleNamespace(began_s=10.0, spans_s={0: (0.0, 1.0), 1: (1.0, 4.0)})
-        >>> plot_arrival(arrival, [(11.5, 12.0), (12.0, 12.5)]).get_suptitle()
-        'Training began after 1.5 s, 2.5 s before the last shard was here'
-    """
-    trained = [(begin_s - arrival.began_s, end_s - begin_s) for begin_s, end_s in steps]
-    copied = sorted((begin_s, end_s - begin_s) for begin_s, end_s in arrival.spans_s.values() if end_s > 0)
-    last_s, first_s = max((begin_s + took_s for begin_s, took_s in copied), default=0.0), trained[0][0]
-    title = f"Training began after {first_s:.1f} s, {last_s - first_s:.1f} s before the last shard was here"
-    if last_s < first_s:
-        title = "The shards were here before the training began"
-    return draw_lanes(title, {"copy": copied, "training": trained})
-
-
-def draw_lanes(
-    title: str,
-    lanes: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    seconds: float | None = None,
-    lit: int = 1,
+def plot_training(
+    points: Sequence[Any], *, window: int = 10, note: str = "", marks: Mapping[int, str] | None = None
 ) -> Figure:
-    """A row of bars (begin and length, seconds) for each name, the last ``lit`` of them in orange."""
-    figure, axis = _make_rows(title, lanes, unit="seconds", height=1.6 + 0.5 * len(lanes))
-    for row, spans in enumerate(lanes.values()):
-        colour = _BLUE if row < len(lanes) - lit else _ORANGE
-        axis.broken_barh(spans, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.8)
-    axis.set_xlim(0, seconds)
-    return figure
-
-
-def plot_training(points: Sequence[Any], *, window: int = 10, note: str = "") -> Figure:
     """The loss at every step, and its running mean over ``window`` steps, which is what you look at.
 
     Args:
         points: with ``step`` and ``loss``: `TrainReport.losses`.
         window: steps in the running mean; less where there are few points.
         note: a few words for the end of the title.
+        marks: a few words for steps at which something happened, such as ``{78: "killed"}``.
 
     Raises:
         ColabUtilsError: there are no points.
@@ -209,10 +204,29 @@ def plot_training(points: Sequence[Any], *, window: int = 10, note: str = "") ->
     figure = make_figure(title + (f", {note}" if note else ""), width=12, height=5.2)
     axis = figure.add_subplot()
     axis.plot(steps, losses, color=_GREY, linewidth=1.5, marker="o" if len(losses) < 40 else "", markersize=4)
-    axis.plot(steps[width - 1 :], mean, color=_BLUE, linewidth=3.5, label=f"mean of {width} steps")
-    axis.legend(fontsize=14, frameon=False)
+    axis.plot(steps[width - 1 :], mean, color=_BLUE, linewidth=3.5)
+    axis.margins(x=0.01)
+    _write(axis, f"mean of\n{width} steps", steps[-1], mean[-1], color=_BLUE)
+    for step, words in (marks or {}).items():
+        _mark(axis, step, words)
     label_axes(axis, "step", "loss")
     return figure
+
+
+def _write(axis: Axes, text: str, x: float, y: float, *, inside: bool = False, color: str = _INK) -> None:
+    """Text that ends left of a place ``inside`` a bar, or begins right of it, where no line strikes it through."""
+    axis.annotate(
+        text, (x, y), xytext=(-10 if inside else 10, 0), textcoords="offset points", va="center", fontsize=15,
+        ha="right" if inside else "left", color=color, parse_math=False, annotation_clip=False,
+        bbox=None if inside else {"facecolor": "white", "edgecolor": "none", "pad": 1},
+    )  # fmt: skip
+
+
+def _mark(axis: Axes, x: float, words: str) -> None:
+    """A dashed line across the drawing, named above it."""
+    axis.axvline(x, color=_RED, linestyle="--", linewidth=2, zorder=0)
+    above = {"transform": axis.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+    axis.text(x, 1.02, words, fontsize=14, color=_RED, parse_math=False, **above)
 
 
 def label_axes(axis: Axes, across: str, up: str) -> None:

@@ -15,6 +15,7 @@ from colab_utils.show.pictures import PALETTE
 __all__ = ["LiveMonitor", "draw_run"]
 
 _WIDTH, _HEIGHT = 240, 84  # of a curve, px
+_GREEN, _RED = PALETTE[2], PALETTE[3]  # which show on white and on Colab's dark grey
 
 
 class LiveMonitor:
@@ -75,34 +76,35 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
     if lines:
         last = lines[-1]
         parts += [
-            f'<div style="border:1px solid;height:6px;margin:.4em 0"><div style="background:{PALETTE[0]};height:6px;'
-            f'width:{last.step / max(last.steps, 1):.1%}"></div></div>',
+            f'<progress value="{last.step}" max="{last.steps}" style="width:100%"></progress>',
             f'<p style="margin:.2em 0">step {last.step:,} of {last.steps:,}</p>',
             '<div style="display:flex;flex-wrap:wrap;gap:1.2em">',
-            _draw_curve("loss", [line.loss for line in lines], f"{fmean(line.loss for line in lines[-3:]):.3f}", 0),
-            _draw_curve("images/s", [line.images_per_second for line in lines], f"{last.images_per_second:.1f}", 2),
-            _draw_curve("waits for data", [line.wait_share for line in lines], f"{last.wait_share:.0%}", 3, top=1.0),
+            _draw_curve("loss", [line.loss for line in lines], f"{fmean(line.loss for line in lines[-3:]):.3f}"),
+            _draw_curve("images/s", [line.images_per_second for line in lines], f"{last.images_per_second:.1f}"),
+            _draw_curve("waits for data", [line.wait_share for line in lines], f"{last.wait_share:.0%}", _RED, top=1.0),
         ]
         if last.gpu_bytes:
             held = [float(line.gpu_bytes or 0) for line in lines]
-            parts.append(_draw_curve("GPU memory", held, format_bytes(last.gpu_bytes), 4))
+            parts.append(_draw_curve("GPU memory", held, format_bytes(last.gpu_bytes)))
         parts.append("</div>")
         evaluated = next((line for line in reversed(lines) if line.ap), None)
         if evaluated:
-            parts.append(f'<p style="margin:.4em 0">after step {evaluated.ap_step:,}: {escape(str(evaluated.ap))}</p>')
-    return f'<div style="font:15px/1.4 system-ui,sans-serif;max-width:72rem">{"".join(parts)}</div>'
+            found = f"masks {evaluated.ap.segm:.0%} of perfect, boxes {evaluated.ap.bbox:.0%} (average precision)"
+            parts.append(f'<p style="margin:.4em 0">after step {evaluated.ap_step:,}: {found}</p>')
+    return f'<div style="color:inherit;font:15px/1.4 system-ui,sans-serif;max-width:72rem">{"".join(parts)}</div>'
 
 
-def _draw_curve(name: str, values: Sequence[float], text: str, colour: int, top: float = 0.0) -> str:
-    """A figure in large type, and its curve up to ``top``, by default its highest value; text has the page's colour."""
+def _draw_curve(name: str, values: Sequence[float], text: str, colour: str = _GREEN, top: float = 0.0) -> str:
+    """A figure in large type, and its curve from 0 to ``top`` or the highest value; text has the page's colour."""
     each = -(-len(values) // _WIDTH)  # values that share a pixel
     shown = [value if math.isfinite(value) else 0.0 for value in values[(len(values) - 1) % each :: each]]
-    top, across = top or max([*shown, 1e-9]), _WIDTH / max(1, len(shown) - 1)
-    points = " ".join(f"{n * across:.1f},{_HEIGHT - 2 - 78 * value / top:.1f}" for n, value in enumerate(shown))
+    top, across = top or max([*shown, 1e-9]), (_WIDTH - 14) / max(1, len(shown) - 1)
+    points = " ".join(f"{14 + n * across:.1f},{_HEIGHT - 2 - 78 * value / top:.1f}" for n, value in enumerate(shown))
     return (
         f'<div><div style="opacity:.7">{name}</div>'
-        f'<div style="font-size:26px;font-weight:600;color:{PALETTE[colour]}">{text}</div>'
+        f'<div style="font-size:26px;font-weight:600">{text}</div>'
         f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{name}: {text}">'
-        f'<path d="M0 {_HEIGHT - 2}H{_WIDTH}" stroke="currentColor" stroke-opacity=".3"/>'
-        f'<polyline points="{points}" fill="none" stroke="{PALETTE[colour]}" stroke-width="2"/></svg></div>'
+        f'<path d="M0 {_HEIGHT - 2}H{_WIDTH}" stroke="currentColor" stroke-opacity=".4"/>'
+        f'<text y="{_HEIGHT - 5}" font-size="13" fill="currentColor">0</text>'
+        f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/></svg></div>'
     )

@@ -16,6 +16,7 @@ __all__ = ["PALETTE", "draw_pairs", "draw_predictions", "draw_samples", "make_fi
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these
+_NAMED = 5  # of an image's objects, the largest
 _Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
 
 
@@ -48,19 +49,15 @@ def draw_samples(dataset: Any, *, indices: Sequence[int] | None = None, columns:
         raise ColabUtilsError("expected samples to draw, found none: give `indices`, or a dataset with images")
     panels: list[_Panel] = [(f"sample {i}", *dataset[i]) for i in chosen]
     names = [dataset.class_names[int(label)] for *_, target in panels for label in target["labels"]]
-    kinds = ", ".join(sorted(set(names), key=lambda name: (-names.count(name), name))[:5])
-    title = f"{_count(len(chosen), 'sample')} with {_count(len(names), 'object')}" + (f": {kinds}" if kinds else "")
-    return _draw_grid(title, panels, dataset.class_names, columns=min(columns, len(chosen)), inches=3.6)
+    title = f"{_count(len(chosen), 'sample')} with {_count(len(names), 'object')}: {', '.join(sorted({*names}))}"
+    return _draw_grid(title.rstrip(": "), panels, dataset.class_names, columns=min(columns, len(chosen)), inches=3.6)
 
 
 def draw_pairs(
-    left: Sequence[tuple[Any, dict[str, Any]]],
-    right: Sequence[tuple[Any, dict[str, Any]]],
-    *,
-    class_names: Mapping[int, str],
-    titles: tuple[str, str] = ("before", "after"),
-) -> Figure:
-    """Draw samples side by side with what became of them; the title says whether anything differs.
+    left: Sequence[tuple[Any, dict[str, Any]]], right: Sequence[tuple[Any, dict[str, Any]]], *,
+    class_names: Mapping[int, str], titles: tuple[str, str] = ("before", "after"),
+) -> Figure:  # fmt: skip
+    """Draw samples side by side with what became of them; the title says what differs.
 
     Args:
         left: samples ``(image, target)``, as in `draw_samples`.
@@ -71,28 +68,29 @@ def draw_pairs(
     Raises:
         ColabUtilsError: there are no samples, or not as many on the right as on the left.
     """
+    import numpy as np
+
     if not left or len(left) != len(right):
-        raise ColabUtilsError(
-            f"expected as many samples on the right as on the left, found {len(left)} and {len(right)}: "
-            "give the same samples of both, one at least"
-        )
+        raise ColabUtilsError(f"expected the same samples, one at least, twice, found {len(left)} and {len(right)}")
     pairs = list(zip(left, right, strict=True))
-    differing = sum(_count_differing(a, b) for (a, _), (b, _) in pairs)
-    same_masks = all(_count_differing(a["masks"], b["masks"]) == 0 for (_, a), (_, b) in pairs)
-    title = f"{differing:,} image values differ" if differing else "Pixel for pixel the same image"
-    title += f", {'and' if differing else 'with'} the same masks" if same_masks else ", and the masks differ"
+    same = all(np.array_equal(a, b) for (a, _), (b, _) in pairs)
+    same_masks = all(np.array_equal(a["masks"], b["masks"]) for (_, a), (_, b) in pairs)
+    title = f"{'Pixel for pixel the same' if same else 'Another'} image, {'the same' if same_masks else 'other'} masks"
+    before, after = (sum(image.shape[1] * image.shape[2] for image, _ in side) for side in (left, right))
+    if before != after:
+        same = all(np.array_equal(a["labels"], b["labels"]) for (_, a), (_, b) in pairs)
+        title = f"{before / after:.2g} times fewer pixels, {'the same' if same else 'other'} objects"
     panels = [(heading, *sample) for pair in pairs for heading, sample in zip(titles, pair, strict=True)]
     return _draw_grid(title, panels, class_names)
 
 
 def draw_predictions(
-    dataset: Any,
-    predictions: Sequence[Mapping[str, Any]],
-    *,
-    indices: Sequence[int] | None = None,
+    dataset: Any, predictions: Sequence[Mapping[str, Any]], *, indices: Sequence[int] | None = None,
     min_score: float = 0.5,
-) -> Figure:
-    """Draw ground truth on the left, the model's prediction on the right, one sample a row.
+) -> Figure:  # fmt: skip
+    """Draw ground truth on the left, the model's prediction on the right, one sample a row, a colour for each class.
+
+    A prediction fits where its mask and that of an object of its class have an IoU over 0.5: both outlines are thick.
 
     Args:
         dataset: the samples the model saw, as in `draw_samples`.
@@ -106,19 +104,19 @@ def draw_predictions(
     """
     chosen = list(range(len(predictions))) if indices is None else list(indices)
     if not chosen or len(chosen) != len(predictions):
-        raise ColabUtilsError(
-            f"expected one prediction for each of {len(chosen)} samples, found {len(predictions)}: "
-            "give `indices` as long as `predictions`"
-        )
+        raise ColabUtilsError(f"expected one prediction for each of {len(chosen)} samples, found {len(predictions)}")
     panels: list[_Panel] = []
     for i, prediction in zip(chosen, predictions, strict=True):
         image, target = dataset[i]
         sure = prediction["scores"] >= min_score
         shown = {key: prediction[key][sure] for key in ("boxes", "labels", "scores", "masks")}
         shown["masks"] = shown["masks"][:, 0] > 0.5
-        panels += [(f"ground truth, sample {i}", image, target), (f"prediction, sample {i}", image, shown)]
-    truths, found = (sum(len(objects["labels"]) for *_, objects in panels[side::2]) for side in (0, 1))
-    title = f"{_count(truths, 'object')} to find, {_count(found, 'prediction')} with a score of {min_score:g} or more"
+        fits = _match(shown, target)
+        panels.append((f"sample {i}, truth", image, {**target, "fits": fits.any(0)}))
+        panels.append((f"sample {i}, prediction", image, {**shown, "fits": fits.any(1)}))
+    truths, found = ([fit for *_, objects in panels[side::2] for fit in objects["fits"]] for side in (0, 1))
+    title = f"{sum(truths)} of {_count(len(truths), 'object')} found (thick outlines)"
+    title += f", by {_count(len(found), 'prediction')} with a score of {min_score:g} or more"
     return _draw_grid(title, panels, dataset.class_names)
 
 
@@ -131,12 +129,11 @@ def make_figure(title: str, *, width: float, height: float) -> Figure:
 
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(figsize=(width, height), layout="constrained", facecolor="white")
+    title = textwrap.fill(title, int(width * 5.6))
+    size = (width, height + 0.35 * title.count("\n"))
+    figure = plt.figure(figsize=size, layout="constrained", facecolor="white")
     plt.close(figure)  # pyplot would show it a second time at the end of the cell
-    figure.suptitle(
-        textwrap.fill(title, int(width * 6)), x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a",
-        parse_math=False,
-    )  # fmt: skip
+    figure.suptitle(title, x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a", parse_math=False)
     return figure
 
 
@@ -152,46 +149,63 @@ def _draw_grid(
         axis = figure.add_subplot(rows, columns, n)
         axis.set_axis_off()
         axis.set_anchor("N")
+        heading += f", {image.shape[2]:,} x {image.shape[1]:,}"
         axis.set_title(heading, fontsize=13, loc="left", color="#444444", parse_math=False)
-        _draw_objects(axis, image, objects, names)
+        _draw_objects(axis, image, objects, names, inches)
     return figure
 
 
-def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str]) -> None:
+def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str], inches: float) -> None:
     import numpy as np
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
+    from matplotlib.patheffects import withStroke
 
-    pixels = np.asarray(image).transpose(1, 2, 0)
+    each = max(1, max(image.shape) // 1000)  # of a large photo one pixel in so many is drawn
+    pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
     canvas = pixels.astype(np.float32) / (255 if pixels.dtype.kind in "ui" else 1)
-    boxes, labels, masks, scores = (
-        np.asarray(values.cpu() if hasattr(values, "cpu") else values)
-        for values in (objects["boxes"], objects["labels"], objects["masks"], objects.get("scores", ()))
-    )
-    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    for n in np.argsort(-areas, kind="stable"):  # small objects last, on top
-        colour = PALETTE[int(n) % len(PALETTE)]  # an object each, so that neighbours of one class stay apart
-        inside = masks[n].astype(bool)
-        canvas[inside] = 0.5 * canvas[inside] + 0.5 * np.asarray(to_rgb(colour), np.float32)
+    boxes, labels, masks, scores = (_to_array(objects.get(key, ())) for key in ("boxes", "labels", "masks", "scores"))
+    height, width = canvas.shape[:2]
+    inch = max(width, height / 1.4) / inches  # in pixels
+    boxes, fits = boxes / each, objects.get("fits", ())
+    order = np.argsort((boxes[:, 0] - boxes[:, 2]) * (boxes[:, 3] - boxes[:, 1]), kind="stable")
+    for place, n in enumerate(order.tolist()):  # small objects last, on top
+        # of predictions one for each class; else one for each object, so that neighbours of one class stay apart
+        colour, thick = PALETTE[int(labels[n] if len(fits) else n) % len(PALETTE)], 5 if len(fits) and fits[n] else 2
+        inside = masks[n, ::each, ::each].astype(bool)
+        canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.asarray(to_rgb(colour), np.float32)
+        if inside.any():
+            edge = np.pad(inside, 1).astype(float)  # what reaches the image's edge has an outline there, too
+            lines = axis.contour(edge, [0.5], extent=(-1, width, -1, height), colors=[colour])
+            lines.set(linewidth=thick, path_effects=[withStroke(linewidth=thick + 2, foreground="white")])
         x0, y0, x1, y1 = (float(value) for value in boxes[n])
-        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=2))
-        name = names.get(int(labels[n]), f"label {int(labels[n])}")
-        right = x0 > 0.8 * canvas.shape[1]
+        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=1))
+        if place >= _NAMED:
+            continue
+        text = names.get(int(labels[n]), f"label {int(labels[n])}") + (f" {scores[n]:.2f}" if len(scores) else "")
         axis.text(
-            x1 if right else x0, y0, f"{name} {scores[n]:.2f}" if len(scores) else name, fontsize=10, parse_math=False,
-            va="top" if y0 < 0.06 * len(canvas) else "bottom",  # above the box, unless it touches the top
-            ha="right" if right else "left",
+            max(0.0, min(x0, width - 0.1 * inch * len(text))), y0, text, fontsize=10, parse_math=False,
+            va="bottom" if y0 > 0.2 * inch else "top",  # above the box, unless it touches the top
             color="white" if colour in _DARK else "black",
             bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5},
         )  # fmt: skip
     axis.imshow(canvas.clip(0, 1))
 
 
-def _count_differing(left: Any, right: Any) -> int:
+def _match(found: Mapping[str, Any], truth: Mapping[str, Any]) -> Any:
+    """Which of the N predictions fits which of the M objects: bool [N,M]."""
     import numpy as np
 
-    a, b = np.asarray(left), np.asarray(right)
-    return max(a.size, b.size) if a.shape != b.shape else int((a != b).sum())
+    masks, truths = (_to_array(side["masks"]).astype(np.float32) for side in (found, truth))
+    both = np.tensordot(masks, truths, ((1, 2), (1, 2)))
+    union = masks.sum((1, 2))[:, None] + truths.sum((1, 2)) - both
+    return (both > 0.5 * union) & (_to_array(found["labels"])[:, None] == _to_array(truth["labels"]))
+
+
+def _to_array(values: Any) -> Any:
+    import numpy as np
+
+    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
 
 
 def _count(number: int, noun: str) -> str:

@@ -56,7 +56,7 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
         "<h2>Your line for the class sheet</h2>", _to_html("pre", line),
         show_chart(charts.plot_first_seconds(comparison_charts.list_steps(content))),
         show_chart(comparison_charts.plot_epochs(content)),
-        f'<h2>All figures</h2><div class="scroll">{tabulate_comparison(content).to_html()}</div>', *show_notes(content),
+        "<h2>All figures</h2>", tabulate_comparison(content).to_html(), *show_notes(content),
         "<h2>What did not help here, and when it would</h2>",
         *(_to_html("p", line) for line in describe_null_results(content).splitlines()),
         "<h2>What each name means</h2>",

@@ -12,6 +12,7 @@ from colab_utils.errors import ColabUtilsError
 
 __all__ = ["Table", "make_table"]
 
+_NUMBER = r"–|not tried|[-+]?[\d.,]+(e[-+]\d+)?( ?[^\d\s]{1,8})?"  # 7.97e-05, +7%, 4.2 s
 _CELL = "padding:.4em .7em;border-bottom:1px solid #d9d9d9;font-size:15px;"
 
 
@@ -34,10 +35,11 @@ class Table:
             )
             return f"<tr>{''.join(cells)}</tr>"
 
-        head = write_row("th", self.headings, "background:#f2f4f7;color:#1a1a1a;")
+        head = write_row("th", self.headings, "background:#f2f4f7;color:#1a1a1a;position:sticky;top:0;")
         body = "".join(write_row("td", row) for row in self.rows)
         style = "border-collapse:collapse;margin:.5em 0;font-variant-numeric:tabular-nums"
-        return f'<table style="{style}"><thead>{head}</thead><tbody>{body}</tbody></table>'
+        table = f'<table style="{style}"><thead>{head}</thead><tbody>{body}</tbody></table>'
+        return f'<div tabindex="0" style="overflow:auto;max-height:36em">{table}</div>'
 
     _repr_html_ = to_html
 
@@ -68,9 +70,7 @@ def make_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         raise ColabUtilsError("expected rows for a table, found none: give at least one")
     headings = tuple(rows[0])
     texts = tuple(tuple(_to_text(row.get(heading)) for heading in headings) for row in rows)
-    numbers = tuple(
-        all(re.fullmatch(r"–|not tried|[-+]?[\d.,]+%?", text) for text in column) for column in zip(*texts, strict=True)
-    )
+    numbers = tuple(all(re.fullmatch(_NUMBER, text) for text in column) for column in zip(*texts, strict=True))
     return Table(headings, texts, numbers)
 
 

@@ -19,7 +19,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 def read_data(animation):
     """What the page's script draws."""
-    return json.loads(re.search(r"order} = (\{.*\}), readyAt", animation.data)[1])
+    return json.loads(re.search(r"steps} = (\{.*\}), readyAt", animation.data)[1])
 
 
 def read_title(animation):
@@ -35,19 +35,21 @@ def test_the_animation_carries_every_span(stalled):
     data = read_data(animate_simulation(stalled, speed=2))
     assert (data["seconds"], data["speed"], len(data["lanes"])) == (30, 2, 7)
     for drawn, trace in zip((*data["lanes"], data["steps"]), (*stalled.loads, stalled.steps), strict=True):
-        assert drawn["batch"] == trace.batch.tolist()
-        np.testing.assert_allclose(drawn["start"], trace.start_s, atol=1e-3)
-        np.testing.assert_allclose(drawn["end"], trace.end_s, atol=0.04)  # what the end cuts off lasts a little longer
-    assert sum(end <= 30 for end in data["steps"]["end"]) == stalled.batches == 98
-    assert data["order"][:98] == list(range(98))
+        np.testing.assert_allclose(drawn[:2], [trace.batch, trace.start_s], atol=1e-3)
+        np.testing.assert_allclose(drawn[2], trace.end_s, atol=0.04)  # what the end cuts off lasts a little longer
+    assert sum(end <= 30 for end in data["steps"][2]) == stalled.batches == 98
+    assert read_data(animate_simulation(stalled))["speed"] == 0.5  # 3 batches a second are too fast to watch
 
 
 def test_the_title_is_the_finding_of_what_is_shown(stalled):
-    assert read_title(animate_simulation(stalled)) == "With 7 workers, the model waits 67% of the time"
-    assert "waits 95%" in read_title(animate_simulation(stalled, seconds=2.1))  # all wait for the first batch
+    title = "98 batches in 30 s: with 7 workers the model waits 67% of the time"
+    assert read_title(animate_simulation(stalled)) == title
+    assert "1 batches in 2.1 s: with 7 workers the model waits 95%" in read_title(
+        animate_simulation(stalled, seconds=2.1)
+    )  # all wait for the first batch
     assert "waits 67%" in read_title(animate_simulation(stalled, seconds=1e9))  # no more than there is
     alone = animate_simulation(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4))
-    assert read_title(alone) == "With 0 workers, the model waits 75% of the time"
+    assert read_title(alone) == "10 batches in 4 s: with 0 workers the model waits 75% of the time"
     assert 'class="place"' not in alone.data
 
 
@@ -60,7 +62,7 @@ def test_a_long_simulation_stays_small():
     crowd = simulate(workers=40, load_s=0.04, step_s=0.001, load_cv=0.5, prefetch=4, seconds=60)
     animation = animate_simulation(crowd)
     data = read_data(animation)
-    assert len(data["steps"]["batch"]) == 1500
+    assert len(data["steps"][0]) == 1500
     assert len(animation.data) < 150_000
     assert animation.data.count('class="load"') == 16
     assert "16 of 40 at work" in animation.data
@@ -69,8 +71,8 @@ def test_a_long_simulation_stays_small():
 
 def test_no_batch_at_all_is_drawn():
     data = read_data(animate_simulation(simulate(workers=2, load_s=50, step_s=0.1, seconds=10)))
-    assert (data["steps"]["batch"], data["order"]) == ([], [0, 1])
-    assert all(end > 10 for lane in data["lanes"] for end in lane["end"])
+    assert data["steps"] == [[], [], []]
+    assert all(end > 10 for *_, ends in data["lanes"] for end in ends)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +107,7 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
     for run in (stalled, unsteady, stalled):
         t = run.seconds / 2
         batches = int((run.steps.end_s <= t).sum())
-        worked = (np.minimum(run.steps.end_s, t) - run.steps.start_s).clip(min=0).sum() / t
-        expected.append(f"{t:.2f} s, batches done: {batches}, the model worked {worked:.0%} of the time")
+        expected.append(f"{batches} batches in {t:.2f} s")
     assert counts == expected
     waiting = [trace.batch[(trace.start_s < 4) & (trace.end_s > 4)] for trace in (*unsteady.loads, unsteady.steps)]
     loads = re.findall(r'<i class="load"[^>]*>([^<]*)<', done.stdout)[7:9]
@@ -118,28 +119,42 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
 # --- the sliders
 
 
-def list_sliders(box):
-    return {slider.description: slider for slider in box.children[:-1]}
-
-
-def test_the_sliders_start_where_they_are_told():
-    box = explore_simulation(workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12, max_workers=2)
-    values = [slider.value for slider in list_sliders(box).values()]
-    assert values == [3, pytest.approx(0.03), 0.5, pytest.approx(70), 12]
-    assert all(slider.continuous_update is False for slider in list_sliders(box).values())
+def test_the_sliders_start_where_they_are_told_and_say_so():
+    *sliders, _, _ = explore_simulation(workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12).children
+    assert [slider.value for slider in sliders] == [3, pytest.approx(0.03), 0.5, pytest.approx(70), 12]
+    assert all(slider.continuous_update is False for slider in sliders)
+    assert sliders[1].description == "loading a batch, seconds (yours: 0.03)"
 
 
 def test_a_slider_redraws_the_chart_and_the_sentence():
-    box = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0)
-    view, workers = box.children[-1], list_sliders(box)["workers"]
+    workers, *_, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
     before = view.value
-    assert "the step worked 50% of the time and waited 50%" in before
+    assert "148 batches in 30 s with 2 workers: the step worked 49% of the time and waited 51%" in before
     assert before.count("<img ") == 1
     workers.value = 5
-    assert "with 5 workers: the step worked 99% of the time" in view.value
+    assert "with 5 workers: the step worked 98% of the time" in view.value
     assert view.value != before
     workers.value = 2
-    assert "the step worked 50% of the time and waited 50%" in view.value
+    assert view.value == before
+
+
+def test_the_buttons_show_known_cases_and_go_back():
+    *sliders, buttons, view = explore_simulation(workers=0, load_s=30, step_s=9, load_cv=0).children
+    named, mine, drawn = {button.description: button for button in buttons.children}, view.value, []
+    view.observe(drawn.append, "value")
+    for batches in (98, 275, 295):
+        named[f"{batches} batches"].click()
+        counted = int(re.search(r"<p [^>]*>(\d+) batches in 30 s with 7 workers", view.value)[1])
+        assert abs(counted - batches) <= 1  # equal times give 296
+    named["T4, bad day"].click()
+    assert "with 2 workers: the step worked" in view.value
+    assert "waited 4" in view.value
+    named["back to mine"].click()
+    assert view.value == mine
+    assert [slider.value for slider in sliders] == [0, 30, 0, 9, 2]
+    assert len(drawn) == 5  # a drawing for each click
+    sliders[0].value = 1
+    assert len(drawn) == 6
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from matplotlib.text import Text
 
 from colab_utils.diagnosis.diagnose import Diagnosis, Stage
-from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.charts import draw_lanes, plot_bars, plot_stages, plot_timeline, plot_training
+from colab_utils.show import charts
+from colab_utils.show.charts import plot_bars, plot_stages, plot_training
 from colab_utils.show.pictures import draw_pairs
 
 
@@ -40,6 +40,103 @@ def test_bars_carry_their_numbers(values, texts):
     assert figure.get_suptitle() == "A finding"
 
 
+def make_spans(*begins, step=0.5):
+    return [(begin, begin + step) for begin in begins]
+
+
+def read_frames(figure):
+    """Where the white frame of each row of steps ends."""
+    return [patch.get_width() for patch in figure.axes[0].patches]
+
+
+def test_the_first_seconds_count_as_the_spans_do():
+    rows = {"plain loop": make_spans(2, 4.5, 7), "shards": make_spans(*np.arange(0, 5, 0.5))}
+    figure = charts.plot_first_seconds(rows)
+    figure.canvas.draw()
+    assert figure.get_suptitle() == "The step waits 80% of the time with plain loop, 0% with shards"
+    assert read_texts(figure) == ["waits 80%, 2 batches", "waits 0%, 10 batches"]  # of the 5 s that both have
+    assert figure.axes[0].get_xlim() == (0, 5)
+    drawn = [collection.get_paths() for collection in figure.axes[0].collections]
+    assert [len(paths) for paths in drawn] == [3, 10]
+    assert [paths[0].get_extents().intervalx.tolist() for paths in drawn] == [[2, 2.5], [0, 0.5]]
+
+
+def test_one_row_says_how_long_it_waits():
+    figure = charts.plot_first_seconds({"plain loop": make_spans(2, 4.5)})
+    assert figure.get_suptitle() == "The step waits 80% of the time"
+    assert charts.plot_first_seconds({"x": make_spans(2)}, title="Mine").get_suptitle() == "Mine"
+
+
+def test_what_ended_early_is_not_waiting_and_what_is_cut_counts_as_far_as_it_is_seen():
+    figure = charts.plot_first_seconds({"short": make_spans(0.5), "long": make_spans(0, 3, 3.75)}, seconds=4)
+    assert read_texts(figure) == ["waits 50%, 1 batch", "waits 69%, 2 batches"]  # 0.5 of 1 s; 1.25 of 4 s
+    assert read_frames(figure) == [1, 4]
+
+
+def test_copies_are_blue_and_neither_wait_nor_end_the_picture():
+    figure = charts.plot_first_seconds({"copy": make_spans(0, 9, step=1), "training": make_spans(1, 1.5)})
+    assert read_texts(figure) == ["waits 50%, 2 batches"]
+    assert figure.get_suptitle() == "The step waits 50% of the time"
+    assert figure.axes[0].get_xlim() == (0, 2)
+    blue, orange = (collection.get_facecolor()[0] for collection in figure.axes[0].collections)
+    assert blue[2] > blue[0]
+    assert orange[0] > orange[2]
+
+
+@pytest.mark.parametrize("rows", [{}, {"plain loop": []}, {"copy": [(0, 1)]}])
+def test_no_steps_is_said(rows):
+    with pytest.raises(ColabUtilsError, match="expected steps to draw, found none"):
+        charts.plot_first_seconds(rows)
+
+
+def find_crossings(figure):
+    """Texts of an axis that lie on an upright line, or reach out of the figure."""
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    lines = [
+        axis.transData.transform((line.get_xdata()[0], 0))[0] for line in axis.lines if len(set(line.get_xdata())) == 1
+    ]
+    for text in axis.texts:
+        box = text.get_window_extent()
+        if box.y0 < axis.bbox.y1 and any(box.x0 < x < box.x1 for x in lines):
+            yield text.get_text()
+        if box.x0 < 0 or box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1:
+            yield text.get_text()
+
+
+@pytest.mark.parametrize("top", [40, 36, 30, 20, 3])  # at the line, just under it, and far from it
+def test_no_text_is_struck_through_or_cut(top):
+    notes = {"plain loop": "waits 96%", "+ 2 workers": "waits 92%", "+ make_loader": "waits 2%, NOT the same data"}
+    values = dict(zip(notes, (1.6, 3.1, float(top)), strict=True))
+    limit = (40, "the step alone") if top > 3 else (3.1, "a limit with a very long name")
+    figure = plot_bars(values, title="T", unit="images/s", notes=notes, limit=limit, spread={"+ 2 workers": (2, 4)})
+    assert [*find_crossings(figure)] == []
+
+
+def test_a_guess_stands_under_its_bar():
+    figure = plot_bars({"waits": 96.0}, title="T", unit="%", guess=50)
+    assert read_texts(figure) == ["96", "your guess: 50"]
+    (marker,) = figure.axes[0].lines
+    assert (marker.get_xdata(), marker.get_ydata()) == ([50], [0.43])
+    figure = plot_bars({"a": 2.0, "b": 3.0}, title="T", unit="s", guess={"a": 40})
+    assert read_texts(figure) == ["2", "your guess: 40", "3"]
+    assert figure.axes[0].get_xlim()[1] > 40
+    assert [*find_crossings(figure)] == []
+
+
+def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
+    values = {"loose files on Drive": 606.0, "shards on Drive": 8.0, "shards on SSD": 0.03}
+    figure = plot_bars(values, title="T", unit="ms", log=True, notes={"shards on SSD": "from memory"})
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    assert axis.get_xscale() == "log"
+    assert [line.get_xdata()[0] for line in axis.lines] == [606, 8, 0.03]
+    assert not axis.patches
+    assert read_texts(figure) == ["606", "8", "0.03  from memory"]
+    assert {label.get_text() for label in axis.get_xticklabels()} >= {"0.1", "1", "10", "100"}
+    assert [*find_crossings(figure)] == []
+
+
 def test_no_bars_is_said():
     with pytest.raises(ColabUtilsError, match="expected values to draw"):
         plot_bars({}, title="", unit="")
@@ -51,21 +148,23 @@ def test_a_long_title_is_broken_not_cut():
     assert "\n" in title
 
 
-def make_diagnosis(*stages, stall_share=0.6, step="emulated 100 ms"):
-    return Diagnosis("Verdict.", 2.5, 16.0, stall_share, stages, (), "high: 40 batches", 40, step)
+def make_diagnosis(*stages, stall_share=0.6, step="emulated 100 ms", workers=2):
+    return Diagnosis("Verdict.", 2.5, 16.0, stall_share, stages, (), "high: 40 batches", 40, step, workers=workers)
 
 
-def test_layers_name_the_largest_and_leave_the_wait_to_the_title():
-    stages = [
-        Stage("read", 60, 70, 1),
-        Stage("decode", 15, 20, 15),
-        Stage("wait", 40, 50, 1),
-        Stage("step", 25, 26, 20),
-    ]
-    figure = plot_stages(make_diagnosis(*stages))
+STAGES = (Stage("read", 60, 70, 1), Stage("decode", 15, 20, 15), Stage("wait", 13, 20, 1), Stage("step", 25, 26, 20))
+
+
+def test_loading_by_all_workers_stands_above_the_step():
+    figure = plot_stages(make_diagnosis(*STAGES))
     assert figure.get_suptitle() == "The step waits 60% of the time; read is 80% of loading an image"
-    assert read_bars(figure) == {"read": 60, "decode": 15, "step": 25}
-    assert read_texts(figure) == ["60", "15", "25  (emulated 100 ms)"]
+    assert read_bars(figure) == {"read": 60, "decode": 15, "loading, 2 workers": 37.5, "step": 25}
+    assert read_texts(figure) == ["60", "15", "38", "25  (emulated 100 ms)"]
+
+
+@pytest.mark.parametrize(("workers", "bar"), [(0, ("loading, no workers", 75)), (1, ("loading, 1 worker", 75))])
+def test_without_workers_loading_takes_all_of_its_time(workers, bar):
+    assert bar in read_bars(plot_stages(make_diagnosis(*STAGES, workers=workers))).items()
 
 
 def test_a_loader_that_is_not_ours_shows_its_wait():
@@ -76,19 +175,6 @@ def test_a_loader_that_is_not_ours_shows_its_wait():
 def test_without_a_step_the_loader_alone_is_the_finding():
     figure = plot_stages(make_diagnosis(Stage("read", 60, 70, 1), Stage("wait", 62, 70, 1), step="none"))
     assert figure.get_suptitle().startswith("The loader alone gives 16 images/s")
-
-
-def test_the_timeline_has_a_lane_for_each_worker_and_the_step():
-    figure = plot_timeline(simulate(workers=3, load_s=0.4, step_s=0.1, seconds=4), seconds=2)
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
-        "worker 0", "worker 1", "worker 2", "step",
-    ]  # fmt: skip
-    assert figure.axes[0].get_xlim() == (0, 2)
-
-
-def test_the_timeline_without_workers():
-    figure = plot_timeline(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4))
-    assert figure.get_suptitle() == "With 0 workers the step waits 75% of the time"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +189,15 @@ def test_training_says_where_the_loss_went(losses, title):
     figure = plot_training([SimpleNamespace(step=n, loss=loss) for n, loss in enumerate(losses, 1)])
     figure.canvas.draw()
     assert figure.get_suptitle() == title
+
+
+def test_where_the_plug_was_pulled_is_marked():
+    figure = plot_training([SimpleNamespace(step=n, loss=4 / n) for n in range(1, 200)], marks={120: "killed"})
+    assert read_texts(figure) == ["mean of\n10 steps", "killed"]
+    assert figure.axes[0].lines[-1].get_xdata() == [120, 120]
+    figure.canvas.draw()
+    curve = figure.axes[0].lines[1].get_window_extent()
+    assert figure.axes[0].texts[0].get_window_extent().x0 > curve.x1  # no label lies on the curve
 
 
 def test_no_losses_is_said():
@@ -124,7 +219,8 @@ def make_odd_figures():
         highlight=NAMES[0],
         limit=(2, NAMES[2]),
     )
-    yield draw_lanes(NAMES[2], {name: [(0.0, 1.0)] for name in NAMES})
+    yield charts.plot_first_seconds({name: [(0.0, 1.0)] for name in NAMES}, title=NAMES[2])
+    yield plot_training([SimpleNamespace(step=1, loss=1.0)], note=" ".join(NAMES), marks={1: NAMES[2]})
     target = {"boxes": np.array([[2, 2, 6, 6]] * 4), "labels": np.arange(4), "masks": np.ones((4, 8, 8), np.uint8)}
     sample = (np.zeros((3, 8, 8), np.uint8), target)
     yield draw_pairs([sample], [sample], class_names=dict(enumerate(NAMES)), titles=(NAMES[0], NAMES[2]))

@@ -25,7 +25,7 @@ def test_every_figure_is_shown():
                  "GPU memory", "9.0 GB"):  # fmt: skip
         assert part in text, part
     assert page.count("<polyline") == 4
-    assert "width:3.9%" in page
+    assert '<progress value="39" max="1000"' in page
 
 
 def test_a_long_run_stays_small():
@@ -34,9 +34,29 @@ def test_a_long_run_stays_small():
 
 
 def test_without_a_gpu_there_is_no_such_panel_and_an_evaluation_is_said():
-    page = draw_run([make_line(1, ap="AP of masks <0.2>")])
+    page = draw_run([make_line(1), make_line(156, ap=SimpleNamespace(bbox=0.3049, segm=0.008)), make_line(160)])
     assert page.count("<polyline") == 3
-    assert "after step 1: AP of masks &lt;0.2&gt;" in page
+    assert "after step 156: masks 1% of perfect, boxes 30% (average precision)" in page
+
+
+def test_text_has_the_pages_colour_and_curves_stand_on_a_zero():
+    page = draw_run([make_line(n) for n in (1, 2, 3)], plan="a plan")
+    assert set(re.findall(r"[^-]color:([^;\"]*)", page)) == {"inherit"}
+    assert set(re.findall('fill="([^"]*)"', page)) == {"currentColor", "none"}
+    assert re.findall("<text[^>]*>(.*?)</text>", page) == ["0", "0", "0"]
+
+
+@pytest.mark.parametrize("page", [(255, 255, 255), (56, 56, 56), (17, 17, 17)])  # white, Colab's dark, JupyterLab's
+def test_curves_are_seen_on_light_and_dark(page):
+    def light(*colour):
+        parts = (c / 255 / 12.92 if c < 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour)
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)) + 0.05
+
+    strokes = set(re.findall('stroke="(#[^"]*)"', draw_run([make_line(1, gpu=1)])))
+    assert len(strokes) == 2
+    for stroke in strokes:
+        pair = sorted((light(*bytes.fromhex(stroke[1:])), light(*page)))
+        assert pair[1] / pair[0] >= 3  # what WCAG asks of graphics
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

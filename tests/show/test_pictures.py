@@ -78,7 +78,34 @@ def test_float_images_are_drawn_as_they_are():
 def test_samples_are_spread_over_the_dataset():
     dataset = Samples([make_sample() for _ in range(9)])
     titles = [axis.get_title(loc="left") for axis in draw_samples(dataset, columns=3).axes]
-    assert titles == ["sample 0", "sample 3", "sample 6"]
+    assert titles == ["sample 0, 60 x 40", "sample 3, 60 x 40", "sample 6, 60 x 40"]
+
+
+def test_only_the_largest_are_named_and_no_name_is_cut():
+    boxes = [(n * 10, n * 5, n * 10 + 9 - n, n * 5 + 9 - n) for n in range(6)]  # each smaller than the one before
+    dataset = Samples([make_sample(*boxes)])
+    dataset.class_names = {1: "a very long name", 2: "tile"}
+    figure = draw_samples(dataset)
+    (axis,) = figure.axes
+    assert len(list_boxes(axis)) == 6
+    assert len(list_names(axis)) == 5
+    figure.canvas.draw()
+    for text in axis.texts:
+        assert text.get_window_extent().x1 <= axis.get_window_extent().x1 + 1
+
+
+def test_masks_have_outlines_that_follow_them():
+    figure = draw_samples(Samples([make_sample((10, 5, 30, 25), (0, 0, 60, 40))]))
+    outlines = [path.get_extents().extents for lines in figure.axes[0].collections for path in lines.get_paths()]
+    assert np.allclose(outlines, [[-0.5, -0.5, 59.5, 39.5], [9.5, 4.5, 29.5, 24.5]])  # between the pixels
+
+
+def test_a_large_photo_is_drawn_small():
+    sample = make_sample((1000, 500, 3000, 2500), height=3000, width=4000)
+    (axis,) = draw_samples(Samples([sample])).axes
+    assert axis.images[0].get_array().shape == (750, 1000, 3)
+    assert list_boxes(axis) == [[250, 125, 750, 625]]
+    assert axis.get_title(loc="left") == "sample 0, 4,000 x 3,000"
 
 
 def test_shards_are_drawn(tiny_shards):
@@ -99,16 +126,21 @@ def test_no_samples_is_said():
         draw_samples(Samples())
 
 
-def test_pairs_say_that_they_are_equal_or_how_many_values_differ():
+def test_pairs_say_whether_they_are_equal():
     (image, target), names = make_sample((3, 3, 9, 9)), Samples.class_names
     same = draw_pairs([(image, target)], [(image.copy(), target)], class_names=names)
-    assert same.get_suptitle() == "Pixel for pixel the same image, with the same masks"
+    assert same.get_suptitle() == "Pixel for pixel the same image, the same masks"
     other = image.copy()
-    other[0, :2, :3] = 0
+    other[0, 0, 0] += 1
     differing = draw_pairs([(image, target)], [(other, target)], class_names=names)
-    assert differing.get_suptitle() == "6 image values differ, and the same masks"
+    assert differing.get_suptitle() == "Another image, the same masks"
     moved = {**target, "masks": np.roll(target["masks"], 1)}
-    assert "the masks differ" in draw_pairs([(image, target)], [(image, moved)], class_names=names).get_suptitle()
+    assert "other masks" in draw_pairs([(image, target)], [(image, moved)], class_names=names).get_suptitle()
+    small = make_sample((3, 2, 9, 6), height=20, width=30)
+    figure = draw_pairs([(image, target)], [small], class_names=names, titles=("photo, 3 MB", "shard, 0.2 MB"))
+    assert figure.get_suptitle() == "4 times fewer pixels, the same objects"
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert titles == ["photo, 3 MB, 60 x 40", "shard, 0.2 MB, 30 x 20"]
     with pytest.raises(ColabUtilsError, match="found 1 and 0"):
         draw_pairs([(image, target)], [], class_names=names)
 
@@ -131,12 +163,35 @@ def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
     truth, predicted = figure.axes
     assert len(list_boxes(truth)) == 2
     assert list_names(predicted) == ["ball 0.90", "ball 0.60"]
-    assert figure.get_suptitle() == "2 objects to find, 2 predictions with a score of 0.5 or more"
+    assert figure.get_suptitle().replace("\n", " ") == (
+        "1 of 2 objects found (thick outlines), by 2 predictions with a score of 0.5 or more"
+    )
+    widths = [[lines.get_linewidth()[0] for lines in axis.collections] for axis in (truth, predicted)]
+    assert widths == [[5, 2], [5, 5]]
+    colours = [[patch.get_edgecolor() for patch in axis.patches] for axis in (truth, predicted)]
+    assert colours[0][0] == colours[1][0] == colours[1][1]  # all of them are balls
+    assert colours[0][0] != colours[0][1]
+
+
+@pytest.mark.parametrize(
+    ("box", "label", "found"),
+    [
+        ((10, 5, 30, 25), 1, 1),  # the same
+        ((10, 5, 30, 25), 2, 0),  # of another class
+        ((14, 5, 34, 25), 1, 1),  # IoU 0.67
+        ((17, 5, 37, 25), 1, 0),  # IoU 0.48
+    ],
+)
+def test_a_prediction_fits_by_its_mask_and_its_class(box, label, found):
+    image, target = make_sample(box)
+    target["labels"][:] = label
+    title = draw_predictions(Samples([(image, target)]), [make_prediction([0.9])]).get_suptitle()
+    assert title.startswith(f"{found} of 1 object found")
 
 
 def test_no_prediction_at_all_is_a_picture_too():
     figure = draw_predictions(Samples([make_sample((1, 1, 9, 9))]), [make_prediction([])])
-    assert figure.get_suptitle() == "1 object to find, 0 predictions with a score of 0.5 or more"
+    assert figure.get_suptitle().startswith("0 of 1 object found (thick outlines), by 0 predictions")
 
 
 def test_predictions_must_match_their_samples():

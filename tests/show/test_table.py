@@ -44,6 +44,28 @@ def test_numbers_stand_on_the_right():
     assert table.is_number == (False, True, True, False, True, True)
 
 
+@pytest.mark.parametrize(
+    ("texts", "right"),
+    [
+        (["7.97e-05", "0.1"], True),  # powers of ten
+        (["+7%", "-12 %"], True),  # errors
+        (["4.2 s", "10 minutes", "–"], True),  # units
+        (["1,234.5", "not tried"], True),  # what is missing
+        (["3 files of 4", "1"], False),  # a sentence
+        (["T4", "A100"], False),  # names
+        (["1.00 [0.9-1.1]"], False),  # a range
+    ],
+)
+def test_numbers_with_units_stand_on_the_right(texts, right):
+    assert make_table([{"a": text} for text in texts]).is_number == (right,)
+
+
+def test_a_long_table_scrolls_and_takes_the_keyboards_focus():
+    html = make_table([{"class": n, "AP": 0.1} for n in range(80)]).to_html()
+    assert html.startswith('<div tabindex="0" style="overflow:auto;max-height:')
+    assert html.count("position:sticky") == 2  # the headings stay
+
+
 def test_a_table_without_rows_is_refused_and_what_a_row_lacks_is_a_dash():
     with pytest.raises(ColabUtilsError, match="found none"):
         make_table([])
