@@ -165,9 +165,9 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
     Raises:
         ColabUtilsError: no file, or one that is no receipt.
     """
-    found, place = list[dict[str, Any]](), Path("no file")
+    found, place = list[dict[str, Any]](), Path()
     try:
-        for place in [Path(one).absolute() for one in receipts or [place]]:
+        for place in [Path(one).absolute() for one in receipts or ("no file",)]:
             name = place.parent.name if place.stem == "comparison" else place.stem
             found.append({"receipt": name, **summarise_receipt(json.loads(place.read_text(encoding="utf-8")))})
         return found
