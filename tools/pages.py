@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from colab_utils.runtime import write_file
-from colab_utils.show.charts import plot_first_seconds
-from colab_utils.show.comparison_charts import list_steps, plot_comparison
+from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
 from colab_utils.show.html import WIDE, build_page
 from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
@@ -93,7 +92,11 @@ def write_demo_index(
     ]
     parts.append("</ol>")
     if comparison:
-        parts += ["<h2>All figures</h2>", tabulate_comparison(comparison).to_html(), *show_notes(comparison)]
+        parts += [
+            "<h2>All figures; hours are those of COCO</h2>",
+            tabulate_comparison(comparison).to_html(),
+            *show_notes(comparison),
+        ]
     page = build_page("Data loading for Mask R-CNN: the demo", "\n".join(parts), style=WIDE + _FIRST_SCREEN)
     write_file(path, page.encode())
     return path
@@ -101,7 +104,7 @@ def write_demo_index(
 
 def _show_comparison(comparison: Mapping[str, Any], good_day: Mapping[str, Any] | None) -> list[str]:
     """The first screen: the finding, the bars beside those of a good day, and the first seconds."""
-    bars, steps = plot_comparison(comparison), plot_first_seconds(list_steps(comparison))
+    bars, steps = plot_comparison(comparison), plot_cold_start(comparison)
     finding = bars.get_suptitle().replace("\n", " ")
     for figure, width in ((bars, 9), (steps, 9)):
         figure.set_size_inches(width, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))

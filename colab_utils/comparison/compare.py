@@ -17,7 +17,7 @@ import torch
 
 from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData
-from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies
+from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, put_back, time_batches
 from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
@@ -127,8 +127,8 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Time every strategy on the same images with the same step, after checking that their samples are equal.
 
-    Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if there is one. First
-    each gives an epoch, which must hold every image once, and samples equal to the reference's. Then each runs cold,
+    Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if there is one; the way
+    of a batch to the device is part of the step, as in `train`. First each gives an epoch, which must hold every image once, and samples equal to the reference's. Then each runs cold,
     with nothing of its files in the system's memory, and then warm. Further repeats run warm in turns, so that a
     machine that slows down slows all of them. Figures are medians over the repeats. A strategy that fails gets a row
     with the reason, and the others go on. Ctrl-C keeps the rows that are measured.
@@ -136,8 +136,9 @@ def compare(
     Where ``drive_profile`` makes Drive slow, it is slow while a strategy is timed. Preparing data and checking samples
     read at full speed, also below a slowed folder; what they would take at Drive's speed is added to the costs.
 
-    A cold run lasts for ``timeline_s`` seconds, and for three batches of each worker at least. A warm run lasts for
-    ``batches`` batches after two more to warm up, in whole rounds of the workers, and ends after 30 seconds.
+    A cold run lasts for ``timeline_s`` seconds, and for three batches of each worker, where these take no longer than
+    three times that. A warm run lasts for ``batches`` batches after two more to warm up, in whole rounds of the
+    workers, and ends after 30 seconds.
 
     Args:
         images: the image folder.
@@ -224,7 +225,8 @@ class _Runner:
     """Runs one strategy at a time: to check it, cold, or warm."""
 
     def __init__(self, setting: Setting, step: Any, *, batches: int, timeline_s: float) -> None:
-        self._setting, self._step, self._batches, self._timeline_s = setting, step, batches, timeline_s
+        self._setting, self._batches, self._timeline_s = setting, batches, timeline_s
+        self._step = lambda *batch: step(*deliver(batch if len(batch) > 1 else batch[0], setting.device))
         self._epoch = -(-len(setting.prepared) // setting.batch_size)
 
     def prepare(self, row: _Row) -> None:
@@ -234,7 +236,8 @@ class _Runner:
     def check(self, row: _Row) -> None:
         """Compare an epoch with the reference; Drive is read as fast as it goes."""
         with closing(row.strategy.open(replace(self._setting, profile=None))) as loader:
-            row.difference = find_difference(islice(loader, self._epoch), self._setting.prepared.reference)
+            batches = (deliver(batch, self._setting.device) for batch in islice(loader, self._epoch))
+            row.difference = find_difference(batches, self._setting.prepared.reference)
 
     def run_cold(self, row: _Row) -> None:
         """Time the first batches, with nothing of the strategy's files in the system's memory."""

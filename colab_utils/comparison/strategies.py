@@ -25,6 +25,7 @@ from colab_utils.comparison.prepared import PreparedData
 from colab_utils.drive import DriveProfile, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset, ShardFiles
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.sampler import BatchSampler
@@ -76,8 +77,8 @@ class Strategy:
     reads: str
     """The kind of prepared data that it reads (see `PreparedData.get`)."""
     open: Callable[[Setting], Any]
-    """Gives an iterable of ``(images, targets)`` as torchvision models take them, on the device; each pass is an epoch,
-    and its ``close()`` ends what it started."""
+    """Gives an iterable of batches that `deliver` takes, such as ``(images, targets)`` on the device; each pass is an
+    epoch, and its ``close()`` ends what it started."""
     keeps: bool = False
     """Whether it keeps the samples that it read: then only later epochs show its speed."""
     title: str = ""
@@ -167,22 +168,24 @@ def _count_bytes(sample: _Sample) -> int:
     return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
 
 
+class Samples(list[_Sample]):
+    """A batch as the workers hand it over."""
+
+
 class EpochLoader:
     """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`."""
 
     def __init__(self, setting: Setting, dataset: Any, prefetch: _Prefetcher) -> None:
         sizes, order = setting.prepared.reference.sizes, getattr(dataset, "order", None)
         self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes, sampler=order)
-        self._device = setting.device
         with quiet_fork():
             self._batches = prefetch(dataset, batch_sampler=self._order)
         self.workers = getattr(self._batches, "num_workers", 0)
 
-    def __iter__(self) -> Iterator[tuple[list[Tensor], list[dict[str, Any]]]]:
+    def __iter__(self) -> Iterator[Samples]:
         with quiet_fork():
             batches = iter(self._batches)
-        for samples in batches:
-            yield deliver(samples, self._device)
+        yield from map(Samples, batches)
         self._order.epoch += 1
 
     def close(self) -> None:
@@ -191,9 +194,13 @@ class EpochLoader:
         getattr(self._batches, "close", int)()
 
 
-def deliver(samples: Iterable[_Sample], device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Samples as torchvision models take them: images float32 in 0 to 1, and everything on the device."""
-    images, targets = zip(*samples, strict=True)
+def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """A batch of samples, or a packed batch, as torchvision models take it: images float32 in 0 to 1, on the device."""
+    if isinstance(batch, PackedBatch):
+        return batch.to_images(device), batch.to_targets(device)
+    if isinstance(batch, tuple):
+        return batch
+    images, targets = zip(*batch, strict=True)
     return (
         [image.to(device).float().div_(255) for image in images],
         [{key: part.to(device) if isinstance(part, Tensor) else part for key, part in t.items()} for t in targets],
@@ -259,7 +266,7 @@ def _open_in_memory(setting: Setting) -> EpochLoader:
 
 def _open_packed(setting: Setting, dataset: ShardDataset | None = None) -> Loader:
     dataset = _open_dataset(setting, "shards_on_ssd") if dataset is None else dataset
-    return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device)
+    return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, deliver="packed")
 
 
 class _ArrivingLoader:

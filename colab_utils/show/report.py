@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import Machine, format_bytes, write_file
 from colab_utils.shards.format import explain_write
-from colab_utils.show import charts, comparison_charts
+from colab_utils.show import comparison_charts
 from colab_utils.show.html import WIDE, build_page, embed_figure
 from colab_utils.show.table import Table, make_table
 
@@ -54,9 +54,9 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
     parts = [
         show_chart(comparison_charts.plot_comparison(content), "h1"),
         "<h2>Your line for the class sheet</h2>", _to_html("pre", line),
-        show_chart(charts.plot_first_seconds(comparison_charts.list_steps(content))),
+        show_chart(comparison_charts.plot_cold_start(content)),
         show_chart(comparison_charts.plot_epochs(content)),
-        "<h2>All figures</h2>", tabulate_comparison(content).to_html(), *show_notes(content),
+        "<h2>All figures; hours are those of COCO</h2>", tabulate_comparison(content).to_html(), *show_notes(content),
         "<h2>What did not help here, and when it would</h2>",
         *(_to_html("p", line) for line in describe_null_results(content).splitlines()),
         "<h2>What each name means</h2>",
@@ -86,7 +86,7 @@ def check_receipt_folder(folder: str | Path) -> None:
 
 
 def tabulate_comparison(comparison: Comparison | Mapping[str, Any], *, brief: bool = False) -> Table:
-    """What each strategy reached and what it costs, one row each; hours are those of COCO's 118,287 images.
+    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's 118,287 images.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
@@ -105,12 +105,12 @@ def _tabulate_row(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "images/s", scale("images_per_second")
     yield "waits", None if row["wait_share"] is None else f"{row['wait_share']:.0%}"
     yield "first batch s", scale("first_batch_s")
-    yield "CPU ms per image", scale("cpu_ms_per_image")
-    yield "times as fast", scale("ratio")
+    yield "CPU ms", scale("cpu_ms_per_image")
+    yield "times", scale("ratio")
     yield "on SSD", None if row["ssd_bytes"] is None else format_bytes(row["ssd_bytes"])
-    yield "COCO: once, h", scale("once_ms_per_image", hours)
-    yield "each session, h", scale("session_ms_per_image", hours)
-    yield "first epoch, h", scale("cold_ms_per_image", hours)
+    yield "once, h", scale("once_ms_per_image", hours)
+    yield "session, h", scale("session_ms_per_image", hours)
+    yield "epoch, h", scale("cold_ms_per_image", hours)
     yield "same samples", f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()
 
 

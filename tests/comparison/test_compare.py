@@ -194,7 +194,7 @@ def test_shrunk_images_are_compared_at_their_stored_size(coco_mini, prepare):
     prepared = prepare(coco_mini.images, coco_mini.annotations, count=10, min_size=300, max_size=500)
     for name in ("dataloader_on_ssd", "saved_tensors", "memory_mapped", "shards_on_drive", "shards_on_ssd", "packed"):
         loader = STRATEGIES[name].open(Setting(prepared, None, 4, 0, "cpu"))
-        batches = list(islice(loader, 3))
+        batches = [deliver(batch, "cpu") for batch in islice(loader, 3)]
         loader.close()
         assert find_difference(batches, prepared.reference) == "", name
         shorter = max(min(image.shape[1:]) for images, _ in batches for image in images)
@@ -341,7 +341,7 @@ def test_the_comparison_so_far_is_given_after_each_run(race):
 
 
 def test_a_worker_s_batches_are_timed_in_whole_rounds(race):
-    rows, _ = race("dataloader", workers=2, batches=3, batch_size=1, timeline_s=0.01)
+    rows, _ = race("dataloader", workers=2, batches=3, batch_size=1, drive_profile=SLOW)
     assert len(rows["dataloader"].timeline) >= 6  # three rounds of two workers, however short the cold run
     assert rows["dataloader"].title == "2 workers"
 
@@ -359,7 +359,7 @@ def test_shards_on_drive_are_read_whole_and_one_after_the_other(prepare, monkeyp
     loader = STRATEGIES["shards_on_drive"].open(Setting(prepared, None, 1, 0, "cpu"))
     orders = []
     for _ in range(2):
-        orders.append([target["image_id"] for _, targets in loader for target in targets])
+        orders.append([target["image_id"] for samples in loader for _, target in samples])
         files, count = [path.name for path in paths], len(set(paths))
         assert len(files) <= count + 2  # each once; wide and tall images in turns may ask for one again
         paths.clear()

@@ -44,7 +44,7 @@ def make_timing():
             ratio=rate / COURSE["sequential"][0],
             ssd_bytes=8_000_000,
             cold_ms_per_image=1000 / rate,
-            timeline=tuple((n * 4 / rate, (n + waits) * 4 / rate, (n + 1) * 4 / rate) for n in range(8)),
+            timeline=tuple((n * 4 / rate, (n + waits) * 4 / rate, (n + 1) * 4 / rate) for n in range(int(2 * rate))),
             **costs,
         )
         return replace(timing, **settings)

@@ -96,12 +96,12 @@ def test_every_strategy_and_every_figure_is_in_the_table(course, make_comparison
         "images/s": "38.4",
         "waits": "4%",
         "first batch s": "1.5",
-        "CPU ms per image": "20",
-        "times as fast": "24",
+        "CPU ms": "20",
+        "times": "24",
         "on SSD": "8.0 MB",
-        "COCO: once, h": "4.9",
-        "each session, h": "0.1",
-        "first epoch, h": "0.9",
+        "once, h": "4.9",
+        "session, h": "0.1",
+        "epoch, h": "0.9",
         "same samples": "yes",
     }
     assert tabulate_comparison(make_comparison(*course), brief=True).headings == table.headings[:5]
