@@ -1,10 +1,11 @@
-# make setup | demo | test | lint | fuse | stress | peers | benchmark | badges
+# make setup | demo | slides | workshop | badges | setup-cells
+# make test | lint | fuse | test-browser | test-colab | stress | peers | benchmark
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test fuse lint stress peers benchmark badges
+.PHONY: setup demo slides workshop badges setup-cells test fuse lint test-browser test-colab stress peers benchmark
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -21,10 +22,27 @@ $(INSTALLED): requirements.txt pyproject.toml
 demo: setup
 	$(RUN) -m tools.run_notebooks --output runs/demo $(if $(IMAGES),--images "$(IMAGES)") $(if $(ANNOTATIONS),--annotations "$(ANNOTATIONS)")
 
+# The figures of the demo as PNG files and one PDF: runs/slides
+slides: setup
+	$(RUN) -m tools.slides
+
+# Five notebooks with the package inside, to hand out: runs/workshop
+workshop: setup
+	$(RUN) -m tools.workshop
+
 # Two processes for all that does not look at clocks; the rest alone, one after the other
 test: lint fuse
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not clock"
-	$(RUN) -m pytest -m clock
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not clock and not browser"
+	$(RUN) -m pytest -m "clock and not browser"
+
+# The notebooks in JupyterLab, in a browser: needs Chromium or Chrome; screenshots are left in runs/browser
+test-browser: setup
+	@$(RUN) -c 'import playwright' 2>/dev/null || $(RUN) -m pip install playwright
+	$(RUN) -m pytest -m browser tests/notebooks/test_browser.py
+
+# The notebooks with the versions that Colab has; downloads them once, about 3 GB, to runs/colab
+test-colab: setup
+	$(RUN) -m tools.run_as_colab
 
 # For a mounted Drive to test on; without it those tests are skipped, and say so
 fuse:
@@ -52,6 +70,10 @@ peers: setup
 benchmark: setup
 	$(RUN) -m benchmarks.loaders --images $(IMAGES) --annotations $(ANNOTATIONS) --json runs/benchmarks/results.json
 
-# After a fork or a rename: make badges REPO=owner/name
+# After a fork or a rename: make badges REPO=owner/name; with REF=tag, badges and install lines name that tag
 badges:
-	@$(PYTHON) tools/set_badges.py "$(REPO)"
+	@$(PYTHON) tools/set_badges.py "$(REPO)"$(if $(REF), "$(REF)")
+
+# After a change of tools/setup_cell.txt: writes it into the notebooks
+setup-cells:
+	@$(PYTHON) tools/setup_cell.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from colorsys import hsv_to_rgb
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progr
 
 __all__ = ["CATEGORIES", "BuiltinDataset", "make_dataset"]
 
+_PHOTO, _SCALE = (4000, 3000), 4  # width and height of a photo; it is painted at a fourth of them, then enlarged
 _FIRST = 2  # the number of the first object in a picture; 0 is outside, 1 is the ground
 _ANGLE = np.linspace(-np.pi, np.pi, 72)
 _SHAPES = {  # how far the outline is from the middle, by the angle
@@ -57,11 +59,11 @@ class BuiltinDataset:
 
 def make_dataset(
     folder: str | Path, *, n: int = 500, width: int = 640, height: int = 480, objects: tuple[int, int] = (1, 15),
-    seed: int = 0, workers: int | str = "auto",
+    categories: Sequence[str] = tuple(_SHAPES), photos: int = 0, seed: int = 0, workers: int | str = "auto",
 ) -> BuiltinDataset:  # fmt: skip
     """Make a dataset with code, without a download: ``folder/images`` and ``folder/annotations.json``.
 
-    The pictures cost what photos cost to read and decode (640x480: 100 to 200 kB). They show six kinds of object that
+    The pictures cost what photos cost to read and decode (640x480: 100 to 200 kB). They show kinds of object that
     overlap. Polygons outline what is *visible* of an object, as in COCO; ``area`` and ``bbox`` are those of the
     polygons' mask. Of every 50 images one has a crowd region (``iscrowd`` 1, uncompressed RLE) and one has no object.
 
@@ -74,6 +76,9 @@ def make_dataset(
         width: pixels.
         height: pixels.
         objects: fewest and most objects in an image; the more there are, the smaller they are.
+        categories: names of the kinds of object, of ball, tile, pennant, starfish, heart and pebble. Default: all.
+        photos: so many of the images, evenly spread, are photos of 12 megapixels, 4000x3000, of a few MB each: what
+            a phone takes, and what training has no use for.
         seed: another seed gives other pictures.
         workers: processes; "auto" means one per core.
 
@@ -86,9 +91,12 @@ def make_dataset(
         >>> made.n, made.annotations.name, len(list(made.images.iterdir()))
         (2, 'annotations.json', 2)
     """
-    recipe = {"n": n, "width": width, "height": height, "objects": list(objects), "seed": seed, "version": 3}
+    recipe = {"n": n, "width": width, "height": height, "objects": list(objects), "categories": list(categories),
+              "photos": photos, "seed": seed, "version": 3}  # fmt: skip
     if n < 1 or not (32 <= min(width, height) <= max(width, height) <= 65_500 and 0 <= objects[0] <= objects[1]):
         raise ColabUtilsError(f"expected n > 0, sides of 32 to 65,500 pixels, fewest <= most objects; found {recipe}")
+    if not (0 <= photos <= n and set() != set(categories) <= set(_SHAPES)):
+        raise ColabUtilsError(f"expected 0 <= photos <= n, and categories of {', '.join(_SHAPES)}; found {recipe}")
     images, annotations = Path(folder) / "images", Path(folder) / "annotations.json"
     try:
         if not annotations.exists():
@@ -118,31 +126,38 @@ def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers
         folder.rename(images)
     found = [{"image_id": image["id"], **one} for image, found in made for one in found]
     objects = [{"id": number, **one} for number, one in enumerate(found, 1)]
-    content = {"info": info, "images": [one for one, _ in made], "annotations": objects, "categories": CATEGORIES}
+    categories = [category for category in CATEGORIES if category["name"] in recipe["categories"]]
+    content = {"info": info, "images": [one for one, _ in made], "annotations": objects, "categories": categories}
     write_file(annotations, json.dumps(content).encode())
 
 
 def _make_image(folder: Path, recipe: dict[str, Any], index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Paint and save one image; returns its COCO record and its annotations, without their ids."""
     rng = default_rng([recipe["seed"], index])  # one stream per image, whichever worker makes it
-    width, height, (fewest, most) = recipe["width"], recipe["height"], recipe["objects"]
+    is_photo = (index * recipe["photos"] + recipe["n"] // 2) % recipe["n"] < recipe["photos"]
+    width, height = _PHOTO if is_photo else (recipe["width"], recipe["height"])
+    scale, (fewest, most) = _SCALE if is_photo else 1, recipe["objects"]
     objects = int(rng.integers(fewest, most, endpoint=True)) if index % 50 != 9 else 0  # one of 50 is empty
     crowd = index % 50 == 4 and most > 0  # and one has a crowd
-    picture, ids, kinds = _paint(rng, width, height, objects, crowd)
+    allowed = [kind for kind, name in enumerate(_SHAPES) if name in recipe["categories"]]
+    picture, ids, kinds = _paint(rng, width // scale, height // scale, objects, crowd, allowed, scale)
     number = 1000 * index + int(rng.integers(1000))  # with gaps, as in COCO
     image = {"id": number, "file_name": f"{number:012d}.jpg", "width": width, "height": height}
     picture.save(folder / image["file_name"], "JPEG", quality=int(rng.integers(88, 94)))
-    return image, [_annotate(ids == k, kinds[k], crowd and k == _FIRST) for k in np.unique(ids).tolist() if k >= _FIRST]
+    numbers = [k for k in np.unique(ids).tolist() if k >= _FIRST]
+    return image, [_annotate(ids == k, kinds[k], crowd and k == _FIRST, scale) for k in numbers]
 
 
-def _annotate(mask: np.ndarray, kind: int, crowd: bool) -> dict[str, Any]:
-    """A mask, bool [H, W], as a COCO annotation: a crowd as uncompressed RLE, any other as polygons."""
+def _annotate(mask: np.ndarray, kind: int, crowd: bool, scale: int = 1) -> dict[str, Any]:
+    """A mask, bool [H, W], enlarged, as a COCO annotation: a crowd as uncompressed RLE, any other as polygons."""
+    height, width = mask.shape[0] * scale, mask.shape[1] * scale
     if crowd:
+        mask = mask.repeat(scale, 0).repeat(scale, 1)
         edges = np.flatnonzero(np.diff(mask.ravel(order="F"), prepend=False, append=not mask[-1, -1]))
-        segmentation: Any = {"counts": np.diff(edges, prepend=0).tolist(), "size": list(mask.shape)}
+        segmentation: Any = {"counts": np.diff(edges, prepend=0).tolist(), "size": [height, width]}
     else:
-        segmentation = _trace_polygons(mask)
-    rle = coco_mask.merge(coco_mask.frPyObjects([segmentation] if crowd else segmentation, *mask.shape))
+        segmentation = [[scale * at for at in polygon] for polygon in _trace_polygons(mask)]
+    rle = coco_mask.merge(coco_mask.frPyObjects([segmentation] if crowd else segmentation, height, width))
     found = {"area": int(coco_mask.area(rle)), "bbox": coco_mask.toBbox(rle).tolist(), "iscrowd": int(crowd)}
     return {"category_id": CATEGORIES[kind]["id"], "segmentation": segmentation, **found}
 
@@ -167,16 +182,18 @@ def _trace_polygons(mask: np.ndarray) -> list[list[float]]:
     return [loop[:: 1 + len(loop) // 60].copy().view(float).tolist() for loop in parts]
 
 
-def _paint(rng: Generator, width: int, height: int, objects: int, crowd: bool) -> tuple[Any, np.ndarray, list[int]]:
+def _paint(
+    rng: Generator, width: int, height: int, objects: int, crowd: bool, allowed: Sequence[int], scale: int = 1
+) -> tuple[Image.Image, np.ndarray, list[int]]:
     """Paint a picture back to front; with ``crowd`` its first object is 24 small ones of a kind.
 
     Returns:
-        The picture; what each of its pixels shows, int32 [H, W]: 1 for the ground, `_FIRST` and up for objects; the
-        kind of each number. An object for which there is no room is left out.
+        The picture, ``scale`` times as large; what each pixel shows, int32 [height, width]: 1 for the ground, `_FIRST`
+        and up for objects; the kind of each number. An object for which there is no room is left out.
     """
     side, light, spot = (width * height) ** 0.5, np.exp(6.28j * rng.random()), rng.random(2)  # the way light falls
     picture, ids = _paint_ground(rng, width, height), Image.new("I", (width, height), 1)
-    kinds = rng.integers(len(_SHAPES), size=_FIRST + crowd + objects).tolist()
+    kinds = [allowed[k] for k in rng.integers(len(allowed), size=_FIRST + crowd + objects)]
     pixels = np.zeros((2, len(kinds)), np.int64)  # of each object: painted, and visible now
     for number in [_FIRST] * (24 * crowd) + [*range(_FIRST + crowd, len(kinds))]:
         single = number >= _FIRST + crowd  # 8 to 35 % of the picture's side, less if there are more than ten
@@ -202,8 +219,10 @@ def _paint(rng: Generator, width: int, height: int, objects: int, crowd: bool) -
                 picture.paste(surface, (left, top), stencil.filter(ImageFilter.BoxBlur(0.5)))
                 break
     # a small picture is noisy at every pixel; a large one has been smoothed by its camera
-    most = max(2, round(rng.uniform(9, 17) * min(1.0, 1e6 / (width * height)) ** 0.25))
-    grain = rng.integers(-most, most, (2, height, width, 1), np.int8, endpoint=True).sum(0, dtype=np.int16)
+    picture = picture.resize((scale * width, scale * height))
+    most = max(2, round(rng.uniform(9, 17) * min(1.0, 1e6 / (scale**2 * width * height)) ** 0.25))
+    shape = (2, scale * height, scale * width, 1)
+    grain = rng.integers(-most, most, shape, np.int8, endpoint=True).sum(0, dtype=np.int16)
     return _to_image((np.asarray(picture) + grain) / np.float32(255)), np.asarray(ids), kinds
 
 

@@ -224,7 +224,7 @@ def badges():
 
 def test_badges_and_install_lines_name_one_repository(badges):
     slugs = {path.name: badges.find_slugs(path.read_text(encoding="utf-8")) for path in badges.list_files(ROOT)}
-    for name in ("README.md", *(f"{stem}.ipynb" for stem in NOTEBOOKS)):
+    for name in ("README.md", "setup_cell.txt", *(f"{stem}.ipynb" for stem in NOTEBOOKS)):
         assert len(slugs[name]) == 1, f"{name} names {slugs[name] or 'no repository'}"
     assert len(set().union(*slugs.values())) == 1, slugs
 
@@ -254,6 +254,34 @@ def test_set_badges_changes_ours_and_leaves_others(badges, tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["01_a.ipynb", "README.md", "notebooks"]
 
 
+def test_set_badges_points_badge_and_install_line_at_one_tag(badges, tmp_path):
+    (tmp_path / "tools").mkdir()
+    readme, setup = tmp_path / "README.md", tmp_path / "tools" / "setup_cell.txt"
+    readme.write_text(
+        "[open](https://colab.research.google.com/github/OWNER/REPO/blob/main/a.ipynb) "
+        "`git+https://github.com/OWNER/REPO` "
+        "https://github.com/googlecolab/colabtools/blob/main/a.ipynb"
+    )
+    setup.write_text('SOURCE = "git+https://github.com/OWNER/REPO.git"\nif "OWNER/REPO" in SOURCE:')
+    for slug, ref in (("me/fast.data", "v1.0"), ("you/next", "2.0-rc1"), ("you/next", "main")):
+        assert badges.set_badges(tmp_path, slug, ref) == [setup, readme]
+        assert setup.read_text() == f'SOURCE = "git+https://github.com/{slug}.git@{ref}"\nif "OWNER/REPO" in SOURCE:'
+        assert readme.read_text() == (
+            f"[open](https://colab.research.google.com/github/{slug}/blob/{ref}/a.ipynb) "
+            f"`git+https://github.com/{slug}@{ref}` "
+            "https://github.com/googlecolab/colabtools/blob/main/a.ipynb"
+        )
+        assert badges.set_badges(tmp_path, slug, ref) == []
+    badges.set_badges(tmp_path, "us/third")  # without a tag, the tag stays
+    assert setup.read_text().startswith('SOURCE = "git+https://github.com/us/third.git@main"')
+
+
+@pytest.mark.parametrize("ref", ["v1 0", "feature/x", "-v1", 'v1"', "@v1"])
+def test_a_tag_that_is_none_is_refused(badges, tmp_path, ref):
+    with pytest.raises(ValueError, match=r"expected REF=tag"):
+        badges.set_badges(tmp_path, "me/fast", ref)
+
+
 @pytest.mark.parametrize(
     "slug",
     [
@@ -281,6 +309,12 @@ def test_a_slug_that_is_none_is_refused(badges, tmp_path, slug):
         (["test"], "-m pytest"),
         (["setup", "-B"], "pip install -r requirements.txt -e '.[dev]'"),
         (["badges", "REPO=me/fast"], 'tools/set_badges.py "me/fast"'),
+        (["badges", "REPO=me/fast", "REF=v1.0"], 'tools/set_badges.py "me/fast" "v1.0"'),
+        (["setup-cells"], "tools/setup_cell.py"),
+        (["workshop"], "-m tools.workshop"),
+        (["slides"], "-m tools.slides"),
+        (["test-browser"], "-m pytest -m browser"),
+        (["test-colab"], "-m tools.run_as_colab"),
     ],
 )
 def test_make_runs_what_the_readme_says(arguments, command):

@@ -82,7 +82,7 @@ def test_one_image_shows_a_crowd_and_one_nothing(content):
 
 
 def paint(seed=0, width=320, height=240, objects=15, crowd=False):
-    return module._paint(np.random.default_rng(seed), width, height, objects, crowd)
+    return module._paint(np.random.default_rng(seed), width, height, objects, crowd, range(len(CATEGORIES)))
 
 
 def test_annotations_cover_the_visible_pixels():
@@ -228,6 +228,11 @@ def test_failure_leaves_nothing_behind(tmp_path, monkeypatch, error):
         {"height": 70_000},  # more than a JPEG holds
         {"objects": (5, 2)},  # reversed
         {"objects": (-1, 2)},
+        {"photos": 501},  # more than there are images
+        {"photos": -1},
+        {"categories": ()},
+        {"categories": ("ball", "cube")},  # an unknown one
+        {"categories": "ball"},  # its letters
     ],
 )
 def test_parameters_without_sense_are_refused(tmp_path, wrong):
@@ -252,3 +257,53 @@ def test_six_megapixels():
     file = BytesIO()
     paint(width=3000, height=2000, objects=2)[0].save(file, "JPEG", quality=90)
     assert 1e6 < file.tell() < 4e6
+
+
+def test_twelve_megapixel_photos_are_spread_evenly(tmp_path, capsys):
+    settings = {"n": 9, "width": 64, "height": 48, "objects": (2, 3)}
+    plain = make_dataset(tmp_path / "plain", **settings, workers=2)
+    made = make_dataset(tmp_path / "made", **settings, photos=4, workers=2)
+    content, before = (json.loads(each.annotations.read_text()) for each in (made, plain))
+    assert content["info"]["made_with"] == {**before["info"]["made_with"], "photos": 4}
+    sizes = [(image["width"], image["height"]) for image in content["images"]]
+    photos = [index for index, size in enumerate(sizes) if size == (4000, 3000)]
+    assert photos == [2, 4, 6, 8], "one of them has a crowd"
+    assert sizes.count((64, 48)) == 5
+    coco = COCO(made.annotations)
+    capsys.readouterr()
+    for index, image in enumerate(content["images"]):
+        path = made.images / image["file_name"]
+        if index not in photos:
+            assert path.read_bytes() == (plain.images / image["file_name"]).read_bytes()
+            continue
+        assert 1.5e6 < path.stat().st_size < 8e6
+        with Image.open(path) as picture:
+            assert picture.size == (4000, 3000)
+        annotations = coco.imgToAnns[image["id"]]
+        assert len(annotations) >= 2
+        for annotation in annotations:
+            mask = coco.annToMask(annotation)
+            assert mask.shape == (3000, 4000)
+            assert annotation["area"] == mask.sum() > 0.001 * mask.size, "objects are as large as in other pictures"
+            if annotation["iscrowd"]:
+                assert sum(annotation["segmentation"]["counts"]) == mask.size
+
+
+def test_masks_of_a_photo_are_those_of_its_pixels():
+    """The pixels of an object differ from those around it, up to a pixel of the painting: four of the photo."""
+    _, ids, kinds = paint(2, width=200, height=150, objects=4)
+    for number in np.unique(ids)[1:].tolist():
+        large = (ids == number).repeat(4, 0).repeat(4, 1)
+        drawn = draw_polygons(module._annotate(ids == number, kinds[number], False, 4)["segmentation"], 600, 800)
+        assert measure_iou(drawn, large) > 0.9
+    crowd = module._annotate(ids == 2, 0, True, 4)
+    mask = coco_mask.decode(coco_mask.frPyObjects(crowd["segmentation"], 600, 800)) > 0
+    assert np.array_equal(mask, (ids == 2).repeat(4, 0).repeat(4, 1))
+
+
+def test_categories_that_are_named_are_all_that_is_drawn(tmp_path):
+    made = make_dataset(tmp_path, n=8, width=96, height=64, categories=("heart", "ball"), workers=1)
+    content = json.loads(made.annotations.read_text())
+    ids = {category["name"]: category["id"] for category in CATEGORIES}
+    assert [category["name"] for category in content["categories"]] == ["ball", "heart"], "ids rise"
+    assert {one["category_id"] for one in content["annotations"]} == {ids["ball"], ids["heart"]}

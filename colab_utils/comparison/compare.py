@@ -19,7 +19,7 @@ from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, put_back, time_batches
-from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
+from colab_utils.drive import DriveProfile, get_profile
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
 
@@ -128,10 +128,11 @@ def compare(
     """Time every strategy on the same images with the same step, after checking that their samples are equal.
 
     Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if there is one; the way
-    of a batch to the device is part of the step, as in `train`. First each gives an epoch, which must hold every image once, and samples equal to the reference's. Then each runs cold,
-    with nothing of its files in the system's memory, and then warm. Further repeats run warm in turns, so that a
-    machine that slows down slows all of them. Figures are medians over the repeats. A strategy that fails gets a row
-    with the reason, and the others go on. Ctrl-C keeps the rows that are measured.
+    of a batch to the device is part of the step, as in `train`. First each gives an epoch, which must hold every image
+    once, and samples equal to the reference's. Then each runs cold, with nothing of its files in the system's memory,
+    and then warm. Further repeats run warm in turns, so that a machine that slows down slows all of them. Figures are
+    medians over the repeats. A strategy that fails gets a row with the reason, and the others go on. Ctrl-C keeps the
+    rows that are measured.
 
     Where ``drive_profile`` makes Drive slow, it is slow while a strategy is timed. Preparing data and checking samples
     read at full speed, also below a slowed folder; what they would take at Drive's speed is added to the costs.
@@ -169,7 +170,7 @@ def compare(
         found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
         raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}")
     profile = get_profile(drive_profile)
-    with put_back(None, restore), read_at_full_speed():
+    with put_back(None, restore):
         prepared = PreparedData(
             images, annotations, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
         )

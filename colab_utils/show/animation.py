@@ -18,7 +18,7 @@ __all__ = ["animate_simulation", "explore_simulation"]
 
 _CHART_STEPS, _MAX_STEPS, _MAX_BOXES = 25, 1500, 16  # more would be too small to see, and heavy
 
-_PRESETS = {  # of the sliders, from the first to the last
+_PRESETS = {  # of the sliders, from the first to the last; seed 4 gives so many
     "98 batches": (7, 2.0, 0.0, 0.1, 2), "275 batches": (7, 0.7, 0.22, 0.1, 2), "295 batches": (7, 0.35, 0.0, 0.1, 2),
     "T4, bad day": (2, 2.45, 0.45, 0.7, 2),
 }  # fmt: skip
@@ -172,7 +172,7 @@ def explore_simulation(
 
     Example:
         >>> *sliders, buttons, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
-        >>> "the step worked 50% of the time and waited 50%" in view.value
+        >>> "the step worked 49% of the time and waited 51%" in view.value
         True
     """
     import ipywidgets
@@ -216,7 +216,7 @@ def explore_simulation(
 def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:
     """The sentence, about 30 s or 100 batches, and the chart of the first steps."""
     seconds = math.ceil(max(30, 100 * step_s, 100 * load_s / max(1, workers)))
-    simulation = simulate(workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, **settings)
+    simulation = simulate(workers=workers, load_s=load_s, step_s=step_s, seconds=seconds, seed=4, **settings)
     names, traces = [f"worker {n}" for n in range(workers)] or ["loading"], [*simulation.loads, simulation.steps]
     rows = {name: np.stack(trace[1:], 1).tolist() for name, trace in zip([*names, "step"], traces, strict=True)}
     shown_s = simulation.steps.start_s[: _CHART_STEPS + 1].tolist()[-1]

@@ -50,13 +50,13 @@ def plot_first_seconds(
         worked_s = sum(max(0.0, min(end_s, shown_s) - begin_s) for begin_s, end_s in spans)
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
     first, last = next(iter(waits)), next(reversed(waits))
-    against = f" with {first}, {waits[last]} with {last}" if len(waits) > 1 else ""
-    title = title or f"The step waits {waits[first]} of the time{against}"
+    against = f"with {first}, {waits[last]} with {last}" if len(waits) > 1 else "of the time"
+    title = title or f"The step waits {waits[first]} {against}"
     figure, axis = _make_rows(title, rows, unit="seconds", height=1.35 + 0.62 * len(rows))
     for row, (name, spans) in enumerate(rows.items()):
         if name in steps:  # white in this frame is waiting
             axis.barh(row, ends_s[name], height=0.7, color="white", edgecolor=_GREY)
-            done = sum(end_s <= shown_s for _, end_s in spans)
+            done = sum(1 for _, end_s in spans if end_s <= shown_s)
             _write(axis, f"waits {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
         colour = _ORANGE if name in steps else _BLUE
@@ -160,9 +160,8 @@ def plot_stages(diagnosis: Diagnosis) -> Figure:
     figure = plot_bars(
         bars if step_ms is None else {**bars, "step": step_ms},
         title=title,
-        unit="mean milliseconds per image (thin line: to the 95th percentile)",
+        unit="mean milliseconds per image",
         notes={"step": f"({diagnosis.step})" if diagnosis.step.startswith("emulated") else ""},
-        spread={stage.name: (mean_ms[stage.name], stage.p95_ms) for stage in diagnosis.stages if stage.name in mean_ms},
         highlight=[*bars][-1],
     )
     if step_ms is not None:
@@ -204,7 +203,7 @@ def plot_training(
     figure = make_figure(title + (f", {note}" if note else ""), width=12, height=5.2)
     axis = figure.add_subplot()
     axis.plot(steps, losses, color=_GREY, linewidth=1.5, marker="o" if len(losses) < 40 else "", markersize=4)
-    axis.plot(steps[width - 1 :], mean, color=_BLUE, linewidth=3.5)
+    axis.plot(steps[width // 2 :][: len(mean)], mean, color=_BLUE, linewidth=3.5)
     axis.margins(x=0.01)
     _write(axis, f"mean of\n{width} steps", steps[-1], mean[-1], color=_BLUE)
     for step, words in (marks or {}).items():

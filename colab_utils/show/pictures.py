@@ -129,7 +129,7 @@ def make_figure(title: str, *, width: float, height: float) -> Figure:
 
     import matplotlib.pyplot as plt
 
-    title = textwrap.fill(title, int(width * 5.6))
+    title = textwrap.fill(title, int(width * 5.8))
     size = (width, height + 0.35 * title.count("\n"))
     figure = plt.figure(figsize=size, layout="constrained", facecolor="white")
     plt.close(figure)  # pyplot would show it a second time at the end of the cell

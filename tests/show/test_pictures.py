@@ -65,7 +65,7 @@ def test_the_title_counts_what_is_drawn():
 )
 def test_odd_samples_are_drawn(sample):
     figure = draw_samples(Samples([sample]))
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     assert len(list_boxes(figure.axes[0])) == len(sample[1]["boxes"])
 
 
@@ -89,7 +89,7 @@ def test_only_the_largest_are_named_and_no_name_is_cut():
     (axis,) = figure.axes
     assert len(list_boxes(axis)) == 6
     assert len(list_names(axis)) == 5
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     for text in axis.texts:
         assert text.get_window_extent().x1 <= axis.get_window_extent().x1 + 1
 

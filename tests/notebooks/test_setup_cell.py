@@ -1,0 +1,168 @@
+"""The cell that starts every notebook: what it installs, and the one sentence with which it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tools.setup_cell import ROOT, read_setup_cell, write_setup_cells
+from tools.workshop import MOST_BYTES, build_wheel, carry_wheel, write_workshop
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+RUN = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance(colors="NoColor")
+sys.modules.update(dict.fromkeys(sys.argv[2:]))  # None: cannot be imported
+done = shell.run_cell(open(sys.argv[1], encoding="utf-8").read())
+if done.success:
+    print(sys.modules["colab_utils"].__file__, sys.modules["colab_utils"].ShardDataset.__name__)
+sys.exit(not done.success)
+"""
+
+
+def set_source(address):
+    """The setup cell that installs from another address."""
+    return re.sub(r"^SOURCE = .*$", f'SOURCE = "{address}"', read_setup_cell(), flags=re.MULTILINE)
+
+
+def read_cells(path):
+    return {cell["id"]: "".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]}
+
+
+@pytest.fixture
+def bare_python(tmp_path):
+    """An environment in which all is installed that Colab has, and colab_utils is not."""
+    folder = tmp_path / "env"
+    venv.create(folder, with_pip=False)
+    own = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    # links to packages under development, which lie there too, are followed in the environment's own folder alone
+    Path(own, "shared.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def run_cell(bare_python, tmp_path):
+    """Runs a cell in an empty folder; answers the exit status and what is printed."""
+
+    def run(source, *, folder=None, missing=()):
+        folder = folder or tmp_path / "empty"
+        folder.mkdir(exist_ok=True)
+        cell = tmp_path / "cell.py"
+        cell.write_text(source, encoding="utf-8")
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment |= {"IPYTHONDIR": str(tmp_path / "ipython"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        done = subprocess.run(
+            [bare_python, "-c", RUN, cell, *missing], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        assert done.stderr == ""
+        return done.returncode, done.stdout.strip()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_notebook_has_this_setup_cell(path):
+    assert read_cells(path)["setup"] == read_setup_cell(), "run make setup-cells"
+
+
+def test_setup_cells_are_written_where_they_differ(tmp_path):
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    write_setup_cells(tmp_path)
+    assert write_setup_cells(tmp_path) == []
+    path = tmp_path / "notebooks" / NOTEBOOKS[1].name
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("import subprocess", "import os"), encoding="utf-8")
+    assert write_setup_cells(tmp_path) == [path]
+    assert path.read_text(encoding="utf-8") == text
+    assert sorted(found.name for found in path.parent.iterdir()) == [found.name for found in NOTEBOOKS]
+
+
+def test_a_checkout_around_the_notebook_is_used(run_cell):
+    status, printed = run_cell(read_setup_cell(), folder=ROOT / "notebooks")
+    assert (status, printed) == (0, f"{ROOT}/colab_utils/__init__.py ShardDataset")
+
+
+def test_the_placeholder_is_said_in_words(run_cell):
+    status, printed = run_cell(set_source("git+https://github.com/OWNER/REPO"))
+    assert status == 1
+    assert printed.count("\n") == 0, printed
+    assert "placeholder OWNER/REPO: put your own in its place" in printed
+    assert "make workshop" in printed
+
+
+def test_a_repository_that_cannot_be_reached_is_one_sentence(run_cell, tmp_path):
+    status, printed = run_cell(set_source(f"git+file://{tmp_path}/no-such-repository"))
+    assert status == 1
+    assert printed.count("\n") == 0, printed
+    assert "found: fatal: '" in printed
+    assert "does not appear to be a git repository" in printed
+
+
+def test_a_failed_install_is_one_sentence(run_cell, tmp_path):
+    missing = tmp_path / "no-such-0.1-py3-none-any.whl"
+    status, printed = run_cell(set_source(missing))
+    assert status == 1
+    assert printed.count("\n") == 0, printed
+    assert printed.startswith(f"expected pip to install {missing}, found: ERROR: ")
+    assert "run this cell again" in printed
+
+
+@pytest.mark.parametrize("name", ["pycocotools", "torch"])
+def test_a_missing_package_is_one_sentence(run_cell, wheel, name):
+    status, printed = run_cell(carry_wheel(read_setup_cell(), wheel), missing=[name])
+    assert status == 1
+    assert printed.count("\n") == 0, printed
+    assert printed.startswith(f"expected to import {name}, found ModuleNotFoundError: ")
+    assert "CPU or T4 GPU" in printed
+
+
+def test_the_notebooks_of_a_workshop_carry_the_package(run_cell, bare_python, tmp_path):
+    handed_out = write_workshop(tmp_path / "workshop")
+    assert [path.name for path in handed_out] == [path.name for path in NOTEBOOKS]
+    assert max(path.stat().st_size for path in handed_out) < MOST_BYTES
+    for mine, theirs in zip(NOTEBOOKS, handed_out, strict=True):
+        cells = read_cells(theirs)
+        first = next(iter(cells))
+        assert "github" not in cells[first]
+        assert "https://github.com/" not in cells["setup"]
+        for name, source in read_cells(mine).items():
+            assert name in (first, "setup") or cells[name] == source
+    folder = tmp_path / "MyDrive"
+    (folder / "colab_utils" / "shards").mkdir(parents=True)  # a plain folder of that name is no package
+    status, printed = run_cell(read_cells(handed_out[0])["setup"], folder=folder)
+    assert (status, printed.split()[1]) == (0, "ShardDataset")
+    assert Path(printed.split()[0]).is_relative_to(bare_python.parents[1])  # installed, and not the checkout's
+
+
+def test_the_checkout_stays_clean(wheel):
+    assert wheel.name.startswith("colab_utils-")
+    assert not (ROOT / "build").exists()
+
+
+def test_a_cell_without_a_place_for_the_wheel_is_refused(wheel):
+    with pytest.raises(Exception, match=r"one line SOURCE = \.\.\. in the setup cell, found 0"):
+        carry_wheel("import sys", wheel)
+
+
+def test_make_workshop_says_what_it_wrote(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.workshop", "--output", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(f"{path.name} (" in done.stdout for path in NOTEBOOKS)
+    assert "Upload notebook" in done.stdout

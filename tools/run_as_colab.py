@@ -1,0 +1,266 @@
+"""The five notebooks in Colab's own versions, with a stand-in for ``google.colab`` that keeps its rules.
+
+Each notebook starts on a machine of its own, as on Colab: an empty /content, and no colab_utils until the setup cell
+installs it. /content needs root; without it, plain folders take its place, and Google Drive is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from colab_utils.errors import ColabUtilsError
+from tools.run_notebooks import _list_settings, inject_parameters
+from tools.setup_cell import ROOT
+from tools.workshop import write_workshop
+
+__all__ = ["Run", "Scenario", "build_environment", "main", "read_small_settings", "run_notebook"]
+
+COLAB = ROOT / "tests" / "colab"
+_CONTENT, _HOST = Path("/content"), Path("/var/colab")
+_START = 'mount --bind "$1" /content && mount --bind "$2" /var/colab && cd /content && shift 2 && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way in which people come to the notebooks."""
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Values of the parameters cell, of those names that the notebook has."""
+    answer: str = "declined"
+    """What the person says who is asked for Google Drive."""
+    asks: bool = False
+    """Whether anybody may be asked at all."""
+    notebooks: str = "01 02 03 04 05"
+    lasts: bool = False
+    """Whether Google Drive lasts from one notebook to the next."""
+    before: str = ""
+    """Code that runs before the first cell."""
+    stops: str = ""
+    """What the one sentence says with which the setup cell stops; empty: all cells run."""
+
+
+_MOUNTED = {"SCENE": "my Drive, my GPU", "USE_GOOGLE_DRIVE": True}
+SCENARIOS = (
+    Scenario("bad day", {"SCENE": "bad day", "USE_GOOGLE_DRIVE": False}),
+    Scenario("my Drive", _MOUNTED, answer="granted", asks=True, notebooks="01 02 03 04 04 05", lasts=True),
+    Scenario("declined", _MOUNTED, asks=True, notebooks="02"),
+    Scenario("timeout", _MOUNTED, answer="timeout", asks=True, notebooks="02"),
+    Scenario("TPU", notebooks="01", before="import sys; sys.modules['pycocotools'] = None", stops="pycocotools"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A notebook that ran, or did not: what went wrong is in ``faults``, one line each."""
+
+    notebook: Path
+    seconds: float
+    faults: tuple[str, ...]
+
+
+def find_python() -> str:
+    """Python 3.13, as Colab has it, where there is one, else the Python that runs this."""
+    versions = sorted(Path.home().glob(".pyenv/versions/3.13*/bin/python3.13"))
+    for path in (shutil.which("python3.13"), *map(str, versions)):
+        if path and subprocess.run([path, "-c", "import venv"], capture_output=True).returncode == 0:
+            return path
+    return sys.executable
+
+
+def build_environment(folder: Path) -> Path:
+    """An environment with Colab's versions, made once; answers its Python.
+
+    Args:
+        folder: where it lies; made again when ``tests/colab/requirements.txt`` changes.
+
+    Raises:
+        ColabUtilsError: a package cannot be had.
+    """
+    requirements = COLAB / "requirements.txt"
+    source = find_python()
+    key = hashlib.sha256(source.encode() + requirements.read_bytes()).hexdigest()
+    python, done = folder / "bin" / "python", folder / "installed.txt"
+    if not (done.is_file() and done.read_text() == key):
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([source, "-m", "venv", "--without-pip", str(folder)], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check"]
+        if subprocess.run([*pip, "-r", str(requirements)]).returncode:
+            raise ColabUtilsError(f"expected to install {requirements}, found that pip failed: see its lines above")
+        done.write_text(key)
+    return python
+
+
+def read_small_settings() -> dict[str, Any]:
+    """The values with which the tests run the notebooks in little time: ``TINY`` of test_run_notebooks.py."""
+    tree = ast.parse((ROOT / "tests" / "notebooks" / "test_run_notebooks.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TINY":
+            return dict(ast.literal_eval(node.value))
+    raise ColabUtilsError("expected TINY = {...} in tests/notebooks/test_run_notebooks.py, found none")
+
+
+@contextmanager
+def make_content() -> Iterator[bool]:
+    """Whether a notebook can have a /content of its own, for as long as the block lasts; nothing of it is left."""
+    made = []
+    try:
+        with suppress(PermissionError):
+            for folder in (_CONTENT, _HOST):
+                if not folder.exists():
+                    folder.mkdir()
+                    made.append(folder)
+        mounts = _CONTENT.is_dir() and _HOST.is_dir() and os.geteuid() == 0 and bool(shutil.which("unshare"))
+        yield mounts and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+    finally:
+        for folder in made:
+            folder.rmdir()
+
+
+def run_notebook(source: Path, target: Path, scenario: Scenario, python: Path, *, drive: Path, content: bool) -> Run:
+    """Run one notebook on a machine of its own.
+
+    Args:
+        source: the notebook, with the wheel in its setup cell.
+        target: where its executed copy is put.
+        scenario: what is asked and answered.
+        python: the Python of `build_environment`.
+        drive: the folder that stands for Google Drive.
+        content: whether /content can be had.
+    """
+    import nbformat
+
+    with tempfile.TemporaryDirectory(prefix="colab-") as machine:
+        home = Path(machine)
+        for name in ("content", "host", "profile_default/startup"):
+            (home / name).mkdir(parents=True)
+        (home / "host" / "hostname").write_text("colab\n")
+        # Colab's kernel has imported both before the first cell
+        (home / "profile_default" / "startup" / "00-colab.py").write_text(
+            f"import google.colab, numpy\n{scenario.before}\n"
+        )
+        notebook = nbformat.read(source, as_version=4)
+        settings = read_small_settings() | scenario.settings
+        if not content:
+            settings |= {"DRIVE_FOLDER": str(home / "content" / "drive"), "SSD_FOLDER": str(home / "content" / "ssd")}
+        known = _list_settings(notebook)
+        inject_parameters(notebook, {name: value for name, value in settings.items() if name in known})
+        target.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, target)
+        own = _make_machine(home / "python", python)
+        command = [str(own), str(COLAB / "execute.py"), str(target.resolve())]
+        if content:
+            command = ["unshare", "-m", "sh", "-c", _START, "sh", str(home / "content"), str(home / "host"), *command]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "JUPYTER"))}
+        environment |= {
+            "PYTHONPATH": str(COLAB), "IPYTHONDIR": str(home), "MPLCONFIGDIR": str(target.parent.parent / "fonts"),
+            "COLAB_ASKED": str(home / "asked.txt"), "COLAB_ANSWER": scenario.answer, "COLAB_DRIVE": str(drive),
+        }  # fmt: skip
+        started = perf_counter()
+        done = subprocess.run(command, cwd=home / "content", env=environment, capture_output=True, text=True)
+        seconds = perf_counter() - started
+        asked = (home / "asked.txt").read_text().split() if (home / "asked.txt").exists() else []
+    return Run(target, seconds, tuple(_find_faults(target, scenario, done, asked)))
+
+
+def _make_machine(folder: Path, python: Path) -> Path:
+    """A Python of its own, into which the setup cell installs, on top of the shared environment."""
+    subprocess.run([str(python), "-m", "venv", "--without-pip", str(folder)], check=True)
+    find = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own, shared = (
+        subprocess.run([str(path), "-c", find], check=True, capture_output=True, text=True).stdout.strip()
+        for path in (folder / "bin" / "python", python)
+    )
+    Path(own, "shared.pth").write_text(shared)
+    return folder / "bin" / "python"
+
+
+def _find_faults(
+    path: Path, scenario: Scenario, done: subprocess.CompletedProcess[str], asked: Sequence[str]
+) -> Iterator[str]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    outputs = [(cell["id"], output) for cell in cells for output in cell.get("outputs", ())]
+    errors = [(name, output) for name, output in outputs if output["output_type"] == "error"]
+    if asked and not scenario.asks:
+        yield f"asked for {', '.join(asked)}"
+    if scenario.asks and asked != ["request_auth"]:
+        yield f"expected one question for Google Drive, found {len(asked)}"
+    if scenario.stops:
+        lines = [line for _, output in errors for line in "\n".join(output["traceback"]).splitlines()]
+        if [name for name, _ in errors] != ["setup"] or len(lines) != 1 or scenario.stops not in lines[0]:
+            yield f"expected one sentence on {scenario.stops} from the setup cell, found {lines}"
+        return
+    if done.returncode:
+        place = f"cell '{errors[0][0]}'" if errors else "no cell"
+        said = (done.stdout.strip() or done.stderr.strip()).splitlines()
+        yield f"{place}: {said[-1] if said else 'ended'}"
+    for name, output in outputs:
+        text = "".join(output.get("text", ()))
+        if output.get("name") == "stderr" and ("Warning:" in text or "Traceback" in text):
+            lines = [line for line in text.splitlines() if "Warning:" in line or "Error" in line]
+            if not (scenario.asks and scenario.answer != "granted" and "Google Drive" in text):  # it must be said
+                yield f"cell '{name}' warns: {(lines or text.splitlines())[-1][:200]}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all scenarios from a terminal; returns 0 where nothing went wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tools.run_as_colab", description=__doc__)
+    parser.add_argument("--work", metavar="DIR", type=Path, default=ROOT / "runs" / "colab", help="runs/colab")
+    parser.add_argument("--scenarios", metavar="NAME,...", default="", help="some of them, separated by commas")
+    options = parser.parse_args(arguments)
+    work = options.work.absolute()
+    try:
+        python = build_environment(work / "env")
+        wanted = [
+            one for one in SCENARIOS if one.name in (options.scenarios.split(",") if options.scenarios else one.name)
+        ]
+        notebooks = write_workshop(work / "notebooks")
+    except ColabUtilsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    version = subprocess.run([str(python), "--version"], check=True, capture_output=True, text=True).stdout.strip()
+    print(version, "" if "3.13" in version else "(Colab has 3.13: there is none here)")
+    failed = count = 0
+    with make_content() as content:
+        if not content:
+            print("note: no /content without root: folders take its place, Google Drive is left out")
+        for scenario in wanted:
+            if scenario.asks and not content:
+                continue
+            for number in scenario.notebooks.split():
+                source = next(path for path in notebooks if path.name.startswith(number))
+                count += 1
+                folder = work / scenario.name.replace(" ", "_")
+                drive = work / "drive" if scenario.lasts else Path(tempfile.mkdtemp(prefix="colab-drive-"))
+                if scenario.lasts and number == "01":
+                    shutil.rmtree(drive, ignore_errors=True)
+                drive.mkdir(parents=True, exist_ok=True)
+                target = folder / f"{count:02d}-{source.name}"
+                run = run_notebook(source, target, scenario, python, drive=drive, content=content)
+                failed += bool(run.faults)
+                print(
+                    f"{'FAILED' if run.faults else 'passed'}  {scenario.name}: {source.stem} ({run.seconds:.0f} s)",
+                    flush=True,
+                )
+                for fault in run.faults:
+                    print(f"        {fault}")
+    print(f"{count - failed} passed, {failed} failed; the executed notebooks are in {work}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
