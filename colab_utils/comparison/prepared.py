@@ -20,9 +20,8 @@ from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.drive import DriveProfile, is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.runtime import show_progress, write_file
+from colab_utils.runtime import require_space, show_progress, write_file
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.format import require_space
 from colab_utils.shards.write import write_shards
 
 __all__ = ["PreparedData", "PreparedFiles"]
