@@ -19,7 +19,7 @@ from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, put_back, time_batches
-from colab_utils.drive import DriveProfile, get_profile
+from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
 
@@ -170,7 +170,7 @@ def compare(
         found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
         raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}")
     profile = get_profile(drive_profile)
-    with put_back(None, restore):
+    with put_back(None, restore), read_at_full_speed():
         prepared = PreparedData(
             images, annotations, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
         )

@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import Machine, format_bytes, write_file
-from colab_utils.shards.format import explain_write
 from colab_utils.show import comparison_charts
 from colab_utils.show.html import WIDE, build_page, embed_figure
 from colab_utils.show.table import Table, make_table

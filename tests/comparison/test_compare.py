@@ -24,7 +24,7 @@ from colab_utils.comparison.equality import describe_difference, find_difference
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, Setting, Strategy, deliver
 from colab_utils.diagnosis.timing import BatchTimes
-from colab_utils.drive import DriveProfile
+from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import CocoFolder
 
@@ -311,6 +311,20 @@ def test_a_strategy_that_fails_leaves_a_note(race):
     json.dumps(dataclasses.asdict(found))
     with pytest.raises(ColabUtilsError, match="none could: ImportError: no module named fastloader"):
         race(fake("failing", fail))
+
+
+def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset, monkeypatch):
+    """Preparing and checking 12 images at half a second each would take a minute."""
+    waits = []
+    monkeypatch.setattr("colab_utils.drive.sleep", lambda seconds: waits.append(seconds))
+    slow_down(tiny_dataset.images, DriveProfile("endless", open_s=500.0, bytes_per_s=50e6, source="made up"))
+    try:
+        rows, _ = race("sequential", "dataloader_on_ssd", drive_profile=SLOW)
+    finally:
+        slow_down(tiny_dataset.images, None)
+    assert not any(row.note for row in rows.values())
+    assert waits
+    assert max(waits) < 1  # what is timed is as slow as it was asked for
 
 
 def test_the_comparison_so_far_is_given_after_each_run(race):
