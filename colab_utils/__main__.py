@@ -180,7 +180,13 @@ def _compare(
     from colab_utils.show.report import check_receipt_folder, write_receipt
 
     if against:
-        return _chart_receipts(against, Path(report))
+        from colab_utils.show.comparison_charts import plot_receipts, read_receipts
+        from colab_utils.show.table import make_table
+
+        figure = plot_receipts(against)
+        Path(report).mkdir(parents=True, exist_ok=True)
+        figure.savefig(Path(report, "receipts.png"))
+        return make_table(read_receipts(against))
     if not {"images", "annotations"} <= set(options):
         raise ColabUtilsError("expected --images and --annotations, or --against with receipts. See --help.")
     check_receipt_folder(report)
@@ -188,17 +194,6 @@ def _compare(
     found = colab_utils.compare(**options, folder=Path(report) / "work", strategies=names, timeline_s=seconds)
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
     return found
-
-
-def _chart_receipts(receipts: Sequence[str], folder: Path) -> Any:
-    from colab_utils.show.comparison_charts import plot_receipts, read_receipts
-    from colab_utils.show.table import make_table
-
-    figure, target = plot_receipts(receipts), folder / "receipts.png"
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target)
-    print(f"chart: {target}", file=sys.stderr)
-    return make_table(read_receipts(receipts))
 
 
 class _Parser(argparse.ArgumentParser):

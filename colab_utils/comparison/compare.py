@@ -313,7 +313,7 @@ def _summarise(row: _Row, setting: Setting) -> StrategyTiming:
     return replace(
         timing, **figures, ssd_bytes=files.ssd_bytes,
         first_batch_s=cold.first_batch_s + row.opened_s,
-        once_ms_per_image=1000 * (files.once_s - files.once_start_s) / count,
+        once_ms_per_image=1000 * files.once_s / count,
         session_ms_per_image=1000 * files.session_s / count,
         cold_ms_per_image=1000 * cold_s,
         timeline=tuple(map(tuple, times.round(4).tolist())),
