@@ -107,8 +107,8 @@ def test_the_rows_of_the_first_seconds_are_those_of_the_course(course, make_timi
     assert rows["plain loop"][:2] == [(pytest.approx(2.4), 2.5), (pytest.approx(4.9), 5.0)]
     more = make_comparison(*course, make_timing("saved_tensors"))
     assert list(list_steps(more)) == ["plain loop", "2 workers", "shards on Drive", "shards on SSD", "make_loader"]
-    title = read_title(plot_cold_start(make_comparison(*course), seconds=5))
-    assert title == "Batches in the first 5 seconds: 2 with plain loop, 47 with make_loader"
+    title = read_title(plot_cold_start(make_comparison(*course), seconds=5.02))
+    assert title == "Batches in the first 5 seconds: 2 with plain loop, 48 with make_loader"
     with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
         list_steps(make_comparison(lose(course[0])))
 
