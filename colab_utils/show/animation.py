@@ -61,7 +61,7 @@ _SCRIPT = """(() => {
         fill(box, "#0072B2", ready ? 1 : 0, ready ? batch : "");
       });
       past.style.clipPath = `inset(0 ${100 - 100 * t / seconds}% 0 0)`;
-      count.textContent = `${done} batches in ${t.toFixed(2)} s`;
+      count.textContent = `${done} batches in ${t.toFixed(1)} s`;
       slider.value = t / seconds;
     };
     const advance = now => {
