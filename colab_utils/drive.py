@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import errno
 import io
+import json
+import math
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import NormalDist
+from tempfile import gettempdir
 from time import perf_counter, sleep
 from typing import Any, TypeVar
+
+import xxhash
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
 
 __all__ = [
-    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "find_mount", "get_profile",
-    "guard_drive", "is_on_drive", "read_file",
+    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "explain_write", "find_mount",
+    "get_profile", "guard_drive", "is_on_drive", "read_at_full_speed", "read_file", "slow_down",
 ]  # fmt: skip
 
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
 _Result = TypeVar("_Result")
+
+_SLOWED = "COLAB_UTILS_SLOWED"  # the slowed folders as JSON, where child processes find them
+# when the link to Drive is free again, in a file: all that this user runs on this machine shares one link
+_LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else gettempdir()}/colab_utils-link-{getattr(os, 'getuid', int)()}"
 
 
 class DriveLostError(ColabUtilsError):
@@ -36,11 +47,25 @@ class DriveProfile:
     name: str
     """One word, shown in reports."""
     open_s: float
-    """Seconds to reach a place in a file."""
+    """Mean seconds to reach a place in a file."""
     bytes_per_s: float
-    """Bytes a second from there on."""
+    """Bytes a second from there on, of all streams together."""
     source: str
     """Where the two figures come from."""
+    tail: float = 0.0
+    """How much openings differ: the sigma of their log-normal distribution; 0.8 makes one of 20 take 2.7 means."""
+
+    def draw_open_s(self, path: str | Path, offset: int = 0) -> float:
+        """Seconds to reach this place in a file: always the same for a folder's name, a file's name and an offset.
+
+        Example:
+            >>> slow = DRIVE_PROFILES["bad"]
+            >>> slow.draw_open_s("images/1.jpg") == slow.draw_open_s("elsewhere/images/1.jpg")
+            True
+        """
+        place = "/".join(Path(path).parts[-2:])
+        share = (xxhash.xxh32_intdigest(os.fsencode(f"{place} {offset}")) + 0.5) / 2**32
+        return self.open_s * math.exp(self.tail * NormalDist().inv_cdf(share) - self.tail**2 / 2)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
@@ -51,13 +76,51 @@ _IMAGES = "GrinkoL/skillbox_thesis_project, data_strategy.ipynb"
 _PROFILES = (
     DriveProfile("fast", 0.015, 130e6, f"130 MB/s: the best reported ({_COPIES}). 15 ms per file: assumed"),
     DriveProfile("typical", 0.059, 65e6, f"59 ms per file: cold ones ({_IMAGES}). 65 MB/s: at most ({_COPIES})"),
-    DriveProfile("bad", 0.606, 65e6, "1.65 images/s (googlecolab/colabtools#3651). 65 MB/s: as in 'typical'"),
+    DriveProfile(
+        "bad", 0.606, 65e6, "1.65 images/s (googlecolab/colabtools#3651), tail assumed. 65 MB/s: as above", 0.8
+    ),
 )
 DRIVE_PROFILES = {profile.name: profile for profile in _PROFILES}
 
 
-def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
+def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
+    """Read all that lies below ``folder`` at the speed of a profile from now on; ``None`` reads it at full speed.
+
+    This holds for this process and for those that it starts from now on. Of a folder in another the inner one counts.
+
+    Example:
+        >>> slow_down("no/such/folder", "typical")
+        >>> print(get_profile(None, "no/such/folder/images/1.jpg"))
+        typical: 59 ms per file, 65 MB/s
+        >>> slow_down("no/such/folder", None)
+    """
+    speed, table = get_profile(profile), json.loads(os.environ.get(_SLOWED, "{}"))
+    if speed or table:
+        table[os.path.realpath(folder)] = speed and asdict(speed)
+        os.environ[_SLOWED] = json.dumps(table)
+
+
+@contextmanager
+def read_at_full_speed() -> Iterator[None]:
+    """While the block runs, no folder is slowed: for what the real Drive's cache would answer.
+
+    Example:
+        >>> with read_at_full_speed():
+        ...     get_profile(None, "anywhere") is None
+        True
+    """
+    table = os.environ.pop(_SLOWED, None)
+    try:
+        yield
+    finally:
+        if table is not None:
+            os.environ[_SLOWED] = table
+
+
+def get_profile(name: str | DriveProfile | None, path: str | Path | None = None) -> DriveProfile | None:
     """The profile of that name; ``None`` or ``"none"`` mean full speed, your own profile is passed through.
+
+    Where no name is given, the profile of the slowed folder that ``path`` lies in: see `slow_down`.
 
     Raises:
         ColabUtilsError: no profile has that name; the message lists the names.
@@ -66,6 +129,10 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
         >>> print(get_profile("typical"))
         typical: 59 ms per file, 65 MB/s
     """
+    if name is None and path is not None and (text := os.environ.get(_SLOWED)):
+        table, place = json.loads(text), Path(os.path.realpath(path))
+        speed = next((table[str(folder)] for folder in (place, *place.parents) if str(folder) in table), None)
+        return DriveProfile(**speed) if speed else None
     if name is None or isinstance(name, DriveProfile):
         return name
     if name not in DRIVE_PROFILES and name != "none":
@@ -134,6 +201,27 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def explain_write(folder: Path) -> Iterator[None]:
+    """Turn an error of writing into ``folder`` into one line with its cure.
+
+    Example:
+        >>> import errno
+        >>> with explain_write(Path("shards")):
+        ...     raise OSError(errno.ENOSPC, "No space left on device")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device. ...
+    """
+    try:
+        with guard_drive(folder):
+            yield
+    except OSError as error:
+        raise ColabUtilsError(
+            f"expected to write into {folder}, found: {error.strerror}. What is finished is safe: free some space, or "
+            "make the folder one that you may write to, and run the same command: it continues there."
+        ) from None
+
+
 class Retries:
     """Calls again what failed on Drive: four times for each call, after 1, 4, 16 and 60 seconds. Threads may share it.
 
@@ -180,7 +268,7 @@ class Retries:
 
 
 def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> bytes:
-    """Read a file, no faster than ``profile`` allows; ``None`` reads at full speed.
+    """Read a file, no faster than ``profile``, or else the slowed folder that it lies in, allows.
 
     Where Drive fails it is tried again by ``retries``; without them the first error is raised.
 
@@ -199,12 +287,12 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
             return file.read()
 
     content = retries.run(read) if retries else read()
-    _wait(profile, True, len(content), started)
+    _wait(get_profile(profile, path), path, 0, len(content), started)
     return content
 
 
 class DriveFile(io.IOBase):
-    """A file read in pieces, no faster than ``profile`` allows; Linux only.
+    """A file read in pieces, no faster than ``profile``, or else its slowed folder, allows; Linux only.
 
     Opening waits ``open_s``, which covers the first read; each later read that does not start where the last one ended
     waits it again. Close it when you are done, or use it as a context manager. Raises what `read_file` raises; where
@@ -219,12 +307,12 @@ class DriveFile(io.IOBase):
     def __init__(self, path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> None:
         self._descriptors: list[int] = []  # the last one is read, the others belong to a mount that was lost
         require_linux("read files in pieces")
-        self.path, self.profile, self.retries = Path(path), profile, retries
+        self.path, self.profile, self.retries = Path(path), get_profile(profile, path), retries
         started = perf_counter()
         retries.run(self._open) if retries else self._open()
         self.size = os.fstat(self._descriptors[-1]).st_size
         self._next: int | None = None  # where a contiguous read would start
-        _wait(profile, True, 0, started)
+        _wait(self.profile, path, 0, 0, started)
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -249,7 +337,7 @@ class DriveFile(io.IOBase):
                     got += count
 
         self.retries.run(fill) if self.retries else fill()
-        _wait(self.profile, self._next not in (None, offset), got, started)
+        _wait(self.profile, self.path, None if self._next in (None, offset) else offset, got, started)
         self._next = offset + got
         return got
 
@@ -265,9 +353,30 @@ class DriveFile(io.IOBase):
             self._descriptors.append(os.open(self.path, os.O_RDONLY))
 
 
-def _wait(profile: DriveProfile | None, opens: bool, count: int, started: float) -> None:
-    """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``."""
-    if profile is not None:
-        rest_s = opens * profile.open_s + count / profile.bytes_per_s - (perf_counter() - started)
-        if rest_s > 0:
-            sleep(rest_s)
+def _wait(profile: DriveProfile | None, path: str | Path, place: int | None, count: int, started: float) -> None:
+    """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``.
+
+    ``place``: where in the file it had to begin; None goes on where it was.
+    """
+    if profile is None:
+        return
+    sends_s = count / profile.bytes_per_s
+    ends = started + sends_s + (0.0 if place is None else profile.draw_open_s(path, place))
+    rest_s = max(ends, _take_link(started, sends_s) if count else 0.0) - perf_counter()
+    if rest_s > 0:
+        sleep(rest_s)
+
+
+def _take_link(started: float, sends_s: float) -> float:
+    """Send for so many seconds over the one link that all share; returns when it is free again."""
+    import fcntl
+
+    link = os.open(_LINK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(link, fcntl.LOCK_EX)  # until it is closed
+        (free,) = struct.unpack("d", os.pread(link, 8, 0) or bytes(8))
+        free = max(free, started) + sends_s  # every process has the same clock
+        os.pwrite(link, struct.pack("d", free), 0)
+    finally:
+        os.close(link)
+    return free

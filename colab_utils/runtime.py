@@ -28,8 +28,8 @@ from colab_utils.errors import ColabUtilsError
 
 __all__ = [
     "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
-    "fork_pool", "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched", "quiet_fork",
-    "require_linux", "show_progress", "write_file",
+    "find_free_space", "fork_pool", "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched",
+    "quiet_fork", "require_linux", "require_space", "show_progress", "write_file",
 ]  # fmt: skip
 
 COLAB_ROOT = Path("/content")
@@ -245,6 +245,20 @@ def drop_cached(path: Path) -> None:
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def find_free_space(folder: Path) -> int:
+    """Free bytes of the disk that a folder lies on, or will lie on once it is made."""
+    path = folder.absolute()
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+
+
+def require_space(folder: Path, needed: float, cure: str) -> None:
+    """Refuse what the disk of a folder cannot hold, before its first byte; ``cure``: what helps beside freeing some."""
+    free = find_free_space(folder)
+    if needed > free:
+        found = f"found {format_bytes(free)}: free some, {cure}"
+        raise ColabUtilsError(f"expected {format_bytes(needed)} of free disk for {folder}, {found}")
 
 
 def format_bytes(count: float) -> str:

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from colab_utils.data.coco import read_coco
-from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive
+import xxhash
+
+from colab_utils.data.archive import is_archive, unpack_dataset
+from colab_utils.data.coco import read_bytes, read_coco, write_subset
+from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
-from colab_utils.sample_data import CATEGORIES, make_dataset
+from colab_utils.sample_data import make_dataset
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
-from colab_utils.shards.write import write_shards
+from colab_utils.shards.write import find_recipe, write_shards
 
 __all__ = [
-    "EnsuredDataset", "EnsuredShards", "Workspace", "ensure_dataset", "ensure_shards", "ensure_validation_shards",
-    "publish_results",
+    "SCENES", "EnsuredDataset", "EnsuredShards", "Workspace", "ensure_dataset", "ensure_shards",
+    "ensure_validation_shards", "publish_results",
 ]  # fmt: skip
+
+SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
+"""What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive, as it is."""
+
+BUILT_IN = "built-in"
+"""The name of the dataset that `make_dataset` makes."""
 
 
 @dataclass(frozen=True)
@@ -37,48 +49,64 @@ class Workspace:
 
     @classmethod
     def open(
-        cls,
-        drive: str | Path | None = None,
-        *,
-        ssd: str | Path | None = None,
-        profile: str | DriveProfile | None = "typical",
-        use_google_drive: bool = True,
-    ) -> Workspace:
-        """Make the two folders; on Colab, mount Google Drive first (it asks you to sign in).
+        cls, drive: str | Path | None = None, *, ssd: str | Path | None = None, scene: str = "bad day",
+        profile: str | DriveProfile | None = None, use_google_drive: bool | None = None,
+    ) -> Workspace:  # fmt: skip
+        """Make the two folders, and slow the first one down as the scene says, in child processes too.
 
-        When the sign-in is declined, times out after two minutes or fails, a slowed folder on this machine takes the
-        place of Drive; ``note`` and a `ColabUtilsWarning` tell you. Outside Colab a slowed folder is used at once.
+        "bad day" and "good day" ask for nothing: a slowed folder on this machine stands for Google Drive, and
+        `emulated` for a GPU. "my Drive, my GPU" mounts Google Drive on Colab, which asks you to sign in; outside Colab
+        it reads the folder as fast as it goes.
 
         Args:
-            drive: the slow folder, used as given; Google Drive is mounted for a folder in it. Default: ``colab_utils``
-                in your Google Drive, else ``/content/slow_drive``; outside Colab ``./runs/drive``.
+            drive: the slow folder, used as given. Default: ``/content/slow_drive``, or ``colab_utils`` in your Google
+                Drive where the scene mounts it; outside Colab ``./runs/drive``.
             ssd: the fast folder. Default: ``/content/colab_utils``; outside Colab ``./runs/ssd``.
-            profile: how slow the slowed folder is: a name in `DRIVE_PROFILES`, a profile, or ``"none"``.
-                A mounted Google Drive has its own speed and ignores this.
-            use_google_drive: ``False`` does not mount, and takes the slowed folder also on Colab.
+            scene: a name in `SCENES`; the next two arguments, for scripts, take its place.
+            profile: how slow the slowed folder is: a name in `DRIVE_PROFILES`, a profile, or ``"none"`` ("typical").
+            use_google_drive: mount Google Drive on Colab (True); where that fails, a slowed folder takes its place,
+                and ``note`` and a `ColabUtilsWarning` tell it.
 
         Raises:
-            ColabUtilsError: a folder cannot be made, the profile has no such name, or ``drive`` lies in a
-                Google Drive that cannot be mounted.
+            ColabUtilsError: a folder cannot be made, there is no such scene or profile, or Google Drive, which the
+                scene or ``drive`` asks for, cannot be mounted.
 
         Example:
             >>> import tempfile
             >>> folder = Path(tempfile.mkdtemp())
-            >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", profile="none")
-            >>> workspace.shards_on_ssd == folder / "ssd" / "shards"
-            True
+            >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", scene="good day")
+            >>> workspace.profile.name, workspace.emulated
+            ('typical', True)
         """
-        slow, note = _choose_drive(drive, use_google_drive)
+        if scene not in SCENES:
+            raise ColabUtilsError(f"expected SCENE as one of {', '.join(SCENES)}; found {scene!r}: choose one of them")
+        if profile is None and use_google_drive is None:
+            profile = SCENES[scene]
+            slow, note = _choose_drive(drive, scene, mounts=profile is None)
+        else:
+            slow, note = _choose_drive(drive, "", mounts=use_google_drive is not False)
+            profile = profile or "typical"
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
             raise ColabUtilsError(f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one")
+        speed = None if is_on_drive(slow) else get_profile(profile)
         for folder, named in ((slow, drive), (fast, ssd)):
             try:
                 with guard_drive(folder):
                     folder.mkdir(parents=not named, exist_ok=True)  # a typing error in a name is noticed
             except OSError as error:
-                raise ColabUtilsError(f"expected to make {folder}, found {error.strerror}: name another one") from error
-        return cls(slow, fast, None if is_on_drive(slow) else get_profile(profile), note)
+                cure = f"name another {'DRIVE_FOLDER' if folder == slow else 'SSD_FOLDER'}"
+                raise ColabUtilsError(f"expected to make {folder}, found {error.strerror}: {cure}") from error
+        slow_down(slow, speed)
+        slow_down(fast, None)
+        return cls(slow, fast, speed, note)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the training step is to be emulated: where Drive is slowed, and where there is no GPU."""
+        import torch
+
+        return self.profile is not None or not torch.cuda.is_available()
 
     @property
     def shards_on_drive(self) -> Path:
@@ -95,24 +123,46 @@ class Workspace:
         """Checkpoints and reports; on Drive, because they must outlast the machine."""
         return self.drive / "runs"
 
+    def publish(self, notebook: str, /, **numbers: Any) -> Path:
+        """Write a notebook's numbers to ``results/NOTEBOOK.json`` on Drive, for the other notebooks and the demo.
+
+        Example:
+            >>> import tempfile
+            >>> folder = Path(tempfile.mkdtemp())
+            >>> Workspace.open(folder / "drive", ssd=folder / "ssd").publish("03", shards=2).read_text()
+            '{"shards": 2}'
+        """
+        path = self.drive / "results" / f"{notebook}.json"
+        with guard_drive(path):
+            path.parent.mkdir(exist_ok=True)
+            write_file(path, json.dumps(numbers).encode())
+        return path
+
     def __str__(self) -> str:
         real = "Google Drive" if is_on_drive(self.drive) else "full speed"
         return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}\nNote: {self.note}"
 
 
-def _choose_drive(drive: str | Path | None, use_google_drive: bool) -> tuple[Path, str]:
-    """The slow folder, and one line on why it was chosen."""
+def _choose_drive(drive: str | Path | None, scene: str, *, mounts: bool) -> tuple[Path, str]:
+    """The slow folder, and one line on why it was chosen; without a scene, it is chosen for a script."""
     mount, slowed = COLAB_ROOT / "drive", COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive")
     chosen = _to_path(drive) if drive else None
-    if not (is_colab() and (chosen.is_relative_to(mount) if chosen else use_google_drive)):
+    if chosen and scene and not mounts and is_on_drive(chosen):
+        cure = "leave it empty, or choose the SCENE that mounts Drive"
+        raise ColabUtilsError(f"expected a DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: {cure}")
+    if not (is_colab() and (chosen.is_relative_to(mount) if chosen else mounts)):
         folder = chosen or slowed
         return folder, f"{folder} {'lies on' if is_on_drive(folder) else 'takes the place of'} Google Drive"
     failure = _mount_google_drive(mount)
     if not failure:
-        return chosen or mount / "MyDrive" / "colab_utils", "Google Drive is mounted: what you put there lasts"
-    if chosen:
-        found = f"found Drive not mounted ({failure}): sign in, or name a folder outside {mount}"
-        raise ColabUtilsError(f"expected {chosen} in Google Drive, {found}")
+        return chosen or mount / "MyDrive" / "colab_utils", (
+            "Google Drive is mounted: what you put there lasts; at the end, drive.flush_and_unmount() uploads it"
+        )
+    if chosen or scene:
+        cure = f"sign in when it asks, choose another SCENE, or name a DRIVE_FOLDER outside {mount}"
+        raise ColabUtilsError(
+            f"expected {chosen or 'files'} in Google Drive, found Drive not mounted ({failure}): {cure}"
+        )
     note = f"Google Drive is not mounted ({failure}): {slowed} takes its place, and is lost with this machine"
     warnings.warn(note, ColabUtilsWarning, stacklevel=3)
     return slowed, note
@@ -138,12 +188,17 @@ def _to_path(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class EnsuredDataset:
-    """A dataset that is there."""
+    """A dataset that is there, and the folders that bear its name."""
 
+    name: str
+    """Made of the names of image folder and JSON; of a zip's, its address is a part."""
     images: Path
     annotations: Path
     note: str
     """Where it comes from."""
+    shards_on_drive: Path
+    shards_on_ssd: Path
+    runs: Path
 
     def __str__(self) -> str:
         return f"{self.note}\nimages: {self.images}\nannotations: {self.annotations}"
@@ -151,32 +206,43 @@ class EnsuredDataset:
 
 @dataclass(frozen=True)
 class EnsuredShards:
-    """Shards that are there."""
+    """Shards that are there, and the folders that bear their dataset's name."""
 
+    name: str
+    """The dataset's name."""
     folder: Path
+    """Where they lie, on Drive."""
+    local: Path
+    """Where their copy belongs, on the SSD."""
+    runs: Path
     index: ShardIndex
     note: str
     """Where they come from."""
 
     def __str__(self) -> str:
-        index, size = self.index, format_bytes(self.index.bytes)
-        return f"{len(index.shards)} shards, {index.images:,} images, {size} in {self.folder}\n{self.note}"
+        count, size = len(self.index.shards), format_bytes(self.index.bytes)
+        return f"{count} shard{'s' * (count != 1)}, {self.index.images:,} images, {size} in {self.folder}\n{self.note}"
 
 
 def ensure_dataset(
     workspace: Workspace, *, images: str = "", annotations: str = "", n: int = 160, part: str = "train"
 ) -> EnsuredDataset:
-    """Your dataset where you name one, else the built-in one on Drive, made now if it is not there yet.
+    """Your dataset where you name one, now or earlier, else the built-in one on Drive, made now if it is not there yet.
+
+    What you name, ``settings.json`` on Drive remembers. In a scene that slows Drive, your images are slowed, too.
 
     Args:
         workspace: where Drive is.
-        images: your image folder; empty takes the built-in dataset.
-        annotations: your COCO instance JSON; empty takes the built-in dataset.
+        images: your image folder, a zip of a COCO export, or its URL, which are unpacked to the SSD; "built-in" is the
+            built-in dataset again. Empty takes what you named last, else the built-in dataset.
+        annotations: your COCO instance JSON; its name in the zip, where that holds several.
         n: images of a built-in dataset that is made now; one that is there is taken as it is.
-        part: ``"val"`` is another built-in dataset, with other pictures.
+        part: ``"val"`` is another dataset, to evaluate with. Where you named only one to train on, its first ``n``
+            images: the model has seen them, and ``note`` says so.
 
     Raises:
-        ColabUtilsError: only one of ``images`` and ``annotations`` is given.
+        ColabUtilsError: only one of ``images`` and ``annotations`` is given, or they are not there; or what
+            `unpack_dataset` raises.
 
     Example:
         >>> import tempfile
@@ -185,90 +251,109 @@ def ensure_dataset(
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    if bool(images) != bool(annotations):
-        raise ColabUtilsError("expected images and annotations, found only one of them: name both or neither")
+    name, paths, seen = _choose_source(workspace, images, annotations, part)
+    folder, note = workspace.drive / ("dataset" if part == "train" else "dataset_val"), "Your own dataset."
+    found = [Path(path) for path in paths] or [folder / "images", folder / "annotations.json"]
+    if paths and is_archive(paths[0]):
+        found = [*unpack_dataset(paths[0], workspace.ssd / "datasets", paths[1])]
+    with guard_drive(found[0]):
+        if not paths:
+            note = f"The built-in dataset, {'found on Drive' if found[1].is_file() else 'made now'}."
+            if not found[1].is_file():
+                make_dataset(folder, n=n, seed=0 if part == "train" else 1)
+        elif not (found[0].is_dir() and found[1].is_file()):
+            cure = f"check IMAGES and ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}"
+            raise ColabUtilsError(f"expected your own dataset in {' and '.join(paths)}, found none: {cure}")
+        elif workspace.profile:
+            note += f" The scene slows down what is read of its images: {workspace.profile}."
+    slow_down(found[0], workspace.profile)
+    if seen:
+        coco, note = (
+            read_coco(found[1]),
+            "Images of your training data: the model has seen them, so its AP is too high.",
+        )
+        found[1] = write_subset(coco, range(min(n, len(coco))), workspace.ssd / f"{name}.json")
     if images:
-        return EnsuredDataset(Path(images), Path(annotations), "Your own dataset.")
-    folder = workspace.drive / ("dataset" if part == "train" else "dataset_val")
-    with guard_drive(folder):
-        found = (folder / "annotations.json").is_file()
-        if not found:
-            make_dataset(folder, n=n, seed=0 if part == "train" else 1)
-    note = f"The built-in dataset, {'found on Drive' if found else 'made now'}."
-    return EnsuredDataset(folder / "images", folder / "annotations.json", note)
+        settings = {**_read_settings(workspace), part: paths}
+        with guard_drive(workspace.drive):
+            write_file(workspace.drive / "settings.json", json.dumps(settings).encode())
+    folders = (folder / name for folder in (workspace.shards_on_drive, workspace.shards_on_ssd, workspace.runs))
+    return EnsuredDataset(name, found[0], found[1], note, *folders)
 
 
 def ensure_shards(
     workspace: Workspace, *, images: str = "", annotations: str = "", n: int = 160, part: str = "train"
 ) -> EnsuredShards:
-    """The shards on Drive: those that are there, else made now from `ensure_dataset`'s dataset.
+    """The dataset's shards on Drive: those that are there, else made now or completed, from `ensure_dataset`'s dataset.
+
+    They are made at full speed in every scene: to see what that takes on Drive, call `write_shards`.
 
     Args:
         workspace: where Drive is.
-        images: as for `ensure_dataset`; empty also takes shards of your own data that you made earlier.
+        images: as for `ensure_dataset`; where it is empty, shards that are there need no dataset.
         annotations: as for `ensure_dataset`.
         n: as for `ensure_dataset`.
-        part: ``"val"`` are the shards of the second dataset, in a folder of their own.
+        part: as for `ensure_dataset`.
 
     Raises:
-        ColabUtilsError: the shards on Drive are of another dataset than the one you name.
+        ColabUtilsError: as `ensure_dataset` and `write_shards` do; the shards there are of another dataset.
     """
-    folder = workspace.shards_on_drive if part == "train" else workspace.drive / "shards_val"
-    with guard_drive(folder):
-        is_there = (folder / INDEX_NAME).is_file()
-        if not is_there or images or annotations:
-            data = ensure_dataset(workspace, images=images, annotations=annotations, n=n, part=part)
-            if not is_there:
-                write_shards(data.images, data.annotations, shards=folder, shard_mb=8)
-            elif read_index(folder).fingerprint != read_coco(data.annotations).fingerprint:
-                found = f"found shards of another dataset in {folder}: move them away, or name another Drive folder"
-                raise ColabUtilsError(f"expected shards of {data.annotations}, {found}")
-        return EnsuredShards(folder, read_index(folder), "Found on Drive." if is_there else "Made now.")
+    name, paths, seen = _choose_source(workspace, images, annotations, part)
+    folder = workspace.shards_on_drive / name
+    with guard_drive(folder), read_at_full_speed():
+        is_there, text, changed = (folder / INDEX_NAME).is_file(), Path(*paths[1:]), False
+        if is_there and text.is_file() and not seen:  # your own annotations, which have changed since, perhaps
+            changed = xxhash.xxh3_128_hexdigest(read_bytes(text)) != read_index(folder).fingerprint
+    if images or changed or not is_there:
+        data = ensure_dataset(workspace, images=images, annotations=annotations, n=n, part=part)
+        with read_at_full_speed():
+            begun = find_recipe(folder) or {"shard_mb": 8}  # another notebook's settings, which stopped half-way
+            settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
+            write_shards(data.images, data.annotations, shards=folder, **settings)
+    note = "Found on Drive." if is_there else "Made now."
+    return EnsuredShards(name, folder, workspace.shards_on_ssd / name, workspace.runs / name, read_index(folder), note)
+
+
+def _read_settings(workspace: Workspace) -> dict[str, list[str]]:
+    """What is remembered on Drive: of each part of the data, images and annotations."""
+    with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
+        return dict(json.loads((workspace.drive / "settings.json").read_bytes()))
+    return {}
+
+
+def _choose_source(workspace: Workspace, images: str, annotations: str, part: str) -> tuple[str, list[str], bool]:
+    """The dataset's name; if it is your own, where its images and annotations are, as you name or named them; and
+    whether training data takes the place of missing validation data.
+    """
+    if bool(images) != bool(annotations) and not is_archive(images) and images != BUILT_IN:
+        raise ColabUtilsError("expected IMAGES and ANNOTATIONS, found only one of them: name both or neither")
+    settings = _read_settings(workspace)
+    seen = not images and part not in settings and part != "train" and bool(settings.get("train"))
+    paths = settings.get("train" if seen else part, [])
+    if images:
+        inside = is_archive(images)  # of the zip is the name of the annotations
+        paths = [
+            images if "://" in images else str(_to_path(images)),
+            annotations if inside else str(_to_path(annotations)),
+        ]
+    if not paths or images == BUILT_IN:
+        return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}", [], False
+    stem = Path(paths[0]).name
+    if is_archive(paths[0]):  # many exports have the same name
+        stem = f"{Path(urlsplit(paths[0]).path).stem}-{xxhash.xxh32_hexdigest(paths[0].encode())}"
+    name = re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")
+    return f"{name}-seen" if seen else name, paths, seen
 
 
 def ensure_validation_shards(
     workspace: Workspace, train: EnsuredShards, *, images: str = "", annotations: str = "", n: int = 24
 ) -> EnsuredShards:
-    """Shards on the SSD to evaluate a model with: yours where you name the data, else what fits the training shards.
-
-    For the built-in dataset that is a second one with other pictures. For data of your own it is a copy of the first
-    training shard: the model has seen its images, and ``note`` says so.
-
-    Args:
-        workspace: where Drive and SSD are.
-        train: the training shards, from `ensure_shards`.
-        images: your validation images.
-        annotations: their COCO instance JSON.
-        n: images of the built-in dataset where it is made now.
-
-    Raises:
-        ColabUtilsError: as `ensure_shards` and `copy_shards` do.
-    """
-    index, limit_gb, source = train.index, None, train
-    built_in = {category["name"] for category in index.categories} == {category["name"] for category in CATEGORIES}
-    if images or annotations or built_in:
-        source = ensure_shards(workspace, images=images, annotations=annotations, n=n, part="val")
-        target, note = workspace.ssd / "shards_val", source.note
-    else:
-        limit_gb = (index.shards[0].bytes + index.shards[0].arrays_bytes) / 1e9
-        target = workspace.ssd / "shards_seen"
-        note = "A copy of the first training shard: the model has seen these images, so its AP is too high."
-    copy_shards(source.folder, target, profile=workspace.profile, limit_gb=limit_gb)
-    return EnsuredShards(target, read_index(target), note)
+    """The shards of the part "val", copied to the SSD."""
+    val = ensure_shards(workspace, images=images, annotations=annotations, n=n, part="val")
+    copy_shards(val.folder, val.local)
+    return replace(val, folder=val.local)
 
 
 def publish_results(workspace: Workspace, number: str, **results: Any) -> Path:
-    """Write a notebook's numbers to ``results/NUMBER.json`` on Drive, for the other notebooks and the demo.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", profile="none")
-        >>> publish_results(workspace, "03", shards=2).read_text()
-        '{"shards": 2}'
-    """
-    path = workspace.drive / "results" / f"{number}.json"
-    with guard_drive(path):
-        path.parent.mkdir(exist_ok=True)
-        write_file(path, json.dumps(results).encode())
-    return path
+    """As `Workspace.publish`."""
+    return workspace.publish(number, **results)

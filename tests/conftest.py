@@ -49,6 +49,19 @@ def short_waits() -> None:
     drive.RETRY_WAITS_S = (0.01, 0.01, 0.01, 0.01)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_link(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests in other processes do not take the link to the slowed Drive."""
+    drive._LINK = str(tmp_path_factory.mktemp("link") / "link")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_slow() -> Iterator[None]:
+    """No test slows down the folders of the next one."""
+    yield
+    os.environ.pop(drive._SLOWED, None)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Small models train faster so, and the same on every machine."""

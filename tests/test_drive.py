@@ -5,8 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from time import perf_counter
 
+import numpy as np
 import pytest
 
 from colab_utils import drive
@@ -19,7 +25,9 @@ from colab_utils.drive import (
     Retries,
     get_profile,
     is_on_drive,
+    read_at_full_speed,
     read_file,
+    slow_down,
 )
 from colab_utils.errors import ColabUtilsError
 from tests.drive_mount import mount_or_skip
@@ -28,7 +36,7 @@ SLOW = DriveProfile("slow", open_s=10.0, bytes_per_s=100.0, source="a test")
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(monkeypatch, tmp_path):
     """A clock that only sleeping and the real reads move; ``clock.slept`` lists the waits in seconds."""
 
     class Clock:
@@ -42,6 +50,7 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(drive, "sleep", clock.sleep)
     monkeypatch.setattr(drive, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(drive, "_LINK", str(tmp_path / "link"))  # it holds times of this clock
     return clock
 
 
@@ -84,6 +93,68 @@ def test_contiguous_reads_pay_the_opening_once_and_jumps_pay_it_again(photo, clo
         for offset in (300, 400, 500, 200, 300):  # one jump: back to 200
             file.pread(100, offset)
     assert clock.slept == pytest.approx([10, 1, 1, 1, 11, 1])
+
+
+class TestSlowDown:
+    def test_what_lies_below_waits_without_an_argument(self, photo, clock, tmp_path):
+        slow_down(tmp_path, SLOW)
+        read_file(photo)
+        with DriveFile(photo) as file:
+            file.pread(1000, 0)
+        assert clock.slept == [20, 10, 10]
+        (tmp_path.parent / "other.jpg").write_bytes(b"x")
+        read_file(tmp_path.parent / "other.jpg")
+        slow_down(tmp_path, None)
+        read_file(photo)
+        assert len(clock.slept) == 3
+
+    def test_the_inner_folder_counts_and_links_are_followed(self, tmp_path):
+        slow_down(tmp_path, "bad")
+        slow_down(tmp_path / "ssd", None)
+        slow_down(tmp_path / "ssd" / "unpacked", SLOW)
+        (tmp_path.parent / "link").symlink_to(tmp_path)
+        found = [get_profile(None, tmp_path / name) for name in ("a", "ssd/a", "ssd/unpacked/b/c")]
+        assert found == [DRIVE_PROFILES["bad"], None, SLOW]
+        assert get_profile(None, tmp_path.parent / "link" / "a") == DRIVE_PROFILES["bad"]
+        assert get_profile("typical", tmp_path / "a") is DRIVE_PROFILES["typical"]  # a name counts more
+        with read_at_full_speed():
+            assert get_profile(None, tmp_path / "a") is None
+        assert get_profile(None, tmp_path / "a") == DRIVE_PROFILES["bad"]
+        with pytest.raises(ColabUtilsError, match="slowish"):
+            slow_down(tmp_path, "slowish")
+
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_worker_processes_are_slowed_too(self, tmp_path, method):
+        slow_down(tmp_path, SLOW)
+        with ProcessPoolExecutor(1, get_context(method)) as pool:
+            assert pool.submit(get_profile, None, tmp_path / "a").result() == SLOW
+
+    def test_a_command_is_slowed_too(self, tmp_path):
+        slow_down(tmp_path, SLOW)
+        code = "import sys; from colab_utils.drive import get_profile; print(get_profile(None, sys.argv[1]).open_s)"
+        run = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True)
+        assert float(run.stdout) == SLOW.open_s
+
+
+@pytest.mark.parametrize("pool", ["threads", "processes"])
+def test_all_streams_together_have_one_link(photo, pool):
+    """Each would take 0.1 s alone; no slower limit is asserted, because the machine may be busy."""
+    profile, started = DriveProfile("narrow", 0.0, 10_000, "a test"), perf_counter()
+    with ThreadPoolExecutor(4) if pool == "threads" else ProcessPoolExecutor(4, get_context("fork")) as workers:
+        for content in workers.map(read_file, [photo] * 4, [profile] * 4):
+            assert content == photo.read_bytes()
+    assert perf_counter() - started >= 0.4
+
+
+def test_a_bad_day_has_a_heavy_tail_that_is_the_same_for_everybody():
+    bad, typical = DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"]
+    drawn = np.array([bad.draw_open_s(f"images/{number:012d}.jpg") for number in range(20_000)])
+    assert drawn.mean() == pytest.approx(bad.open_s, rel=0.05)
+    assert 2.2 < np.percentile(drawn, 95) / drawn.mean() < 3.0
+    assert 0.1 < np.percentile(drawn, 5) / drawn.mean() < 0.3
+    assert bad.draw_open_s("images/1.jpg") == bad.draw_open_s("/another/place/images/1.jpg")
+    assert bad.draw_open_s("images/1.jpg") != bad.draw_open_s("images/1.jpg", 512)
+    assert {typical.draw_open_s(f"{number}.jpg") for number in range(9)} == {typical.open_s}
 
 
 def test_pread_gives_the_bytes_and_stops_at_the_end(photo):

@@ -11,25 +11,27 @@ import subprocess
 import sys
 import types
 import warnings
-from dataclasses import FrozenInstanceError
+from contextlib import closing
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
 
 from colab_utils import drive
 from colab_utils import workspace as module
-from colab_utils.drive import DRIVE_PROFILES
+from colab_utils.__main__ import main
+from colab_utils.data.checks import check_dataset
+from colab_utils.drive import DRIVE_PROFILES, get_profile, read_file, slow_down
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import ShardDataset
-from colab_utils.shards.format import read_index
+from colab_utils.loading.loader import make_loader
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
-from colab_utils.workspace import (
-    Workspace,
-    ensure_dataset,
-    ensure_shards,
-    ensure_validation_shards,
-    publish_results,
-)
+from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
+from tests.data.test_archive import write_zip
+
+REAL = "my Drive, my GPU"
 
 
 class MessageError(Exception):
@@ -87,7 +89,7 @@ def test_outside_colab_two_folders_are_made_under_runs(tmp_path, monkeypatch):
     assert workspace.ssd == tmp_path / "runs" / "ssd"
     assert workspace.drive.is_dir()
     assert workspace.ssd.is_dir()
-    assert workspace.profile is DRIVE_PROFILES["typical"]
+    assert workspace.profile is DRIVE_PROFILES["bad"]
     assert Workspace.open() == workspace
 
 
@@ -120,18 +122,79 @@ def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
     assert f"Drive: {tmp_path / 'd'} (bad: 606 ms per file" in text
     assert f"SSD: {tmp_path / 's'}" in text
     assert "full speed" in str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", profile="none"))
-    assert "(Google Drive)" in str(Workspace.open(ssd=tmp_path / "s"))
+    assert "(Google Drive)" in str(Workspace.open(ssd=tmp_path / "s", scene=REAL))
+
+
+@pytest.mark.parametrize(
+    ("scene", "profile"),
+    [
+        ("bad day", "bad"),  # the default
+        ("good day", "typical"),
+    ],
+)
+def test_a_scene_asks_for_nothing_and_slows_drive_down(colab, scene, profile):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        workspace = Workspace.open(scene=scene)
+    assert workspace == Workspace.open(scene=scene)  # a second Run all
+    assert colab.calls == []
+    assert workspace.drive == colab.content / "slow_drive"
+    assert workspace.profile is DRIVE_PROFILES[profile]
+    assert workspace.emulated  # also where there is a GPU
+    assert get_profile(None, workspace.shards_on_drive / "shard-000000.tar") == DRIVE_PROFILES[profile]
+    assert get_profile(None, workspace.ssd / "shards" / "shard-000000.tar") is None
+    assert list(SCENES) == ["bad day", "good day", REAL]
+
+
+def test_another_scene_in_the_same_session_changes_the_speed(tmp_path):
+    folders = {"drive": tmp_path / "d", "ssd": tmp_path / "d" / "ssd"}
+    found = []
+    for scene in (*SCENES, "bad day"):
+        workspace = Workspace.open(**folders, scene=scene)
+        found.append(get_profile(None, workspace.drive / "a"))
+        assert get_profile(None, workspace.ssd / "a") is None  # an SSD folder on the slowed one stays fast
+        assert workspace.profile == found[-1]
+    assert found == [DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"], None, DRIVE_PROFILES["bad"]]
+
+
+def test_my_gpu_is_real_where_there_is_one(tmp_path, monkeypatch):
+    workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=REAL)
+    for there, emulated in ((True, False), (False, True)):
+        monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
+        assert workspace.emulated is emulated
+    assert "full speed" in str(workspace)
+
+
+@pytest.mark.parametrize("scene", ["bad day", "good day"])
+def test_a_folder_on_drive_in_a_scene_that_mounts_none_is_told(colab, scene):
+    with pytest.raises(ColabUtilsError, match=rf"DRIVE_FOLDER on this machine for SCENE '{scene}', .*mine: leave"):
+        Workspace.open(colab.content / "drive" / "MyDrive" / "mine", scene=scene)
+    assert colab.calls == []
+    with pytest.raises(ColabUtilsError, match=r"SCENE as one of bad day, good day, my Drive, my GPU; found 'fog'"):
+        Workspace.open(scene="fog")
+
+
+def test_a_declined_drive_is_told_and_nothing_else_is_measured_in_its_place(colab):
+    colab.failure = MessageError("Error: credential propagation was unsuccessful")
+    with pytest.raises(ColabUtilsError, match=r"credential propagation.*sign in.*another SCENE"):
+        Workspace.open(scene=REAL)
+    assert not (colab.content / "slow_drive").exists()
+    assert not Workspace.open().note.startswith("Google Drive is mounted")  # the next Run all, with another scene
+    colab.failure = None
+    assert Workspace.open(scene=REAL).drive == colab.content / "drive" / "MyDrive" / "colab_utils"
 
 
 def test_on_colab_google_drive_is_mounted(colab):
-    workspace = Workspace.open()
+    workspace = Workspace.open(scene=REAL)
     assert workspace.drive == colab.content / "drive" / "MyDrive" / "colab_utils"
     assert workspace.ssd == colab.content / "colab_utils"
     assert workspace.drive.is_dir()
     assert workspace.ssd.is_dir()
     assert workspace.profile is None
     assert colab.calls == [{"force_remount": True, "timeout_ms": 120000}]
-    assert Workspace.open() == workspace  # mounted already: nobody is asked again
+    assert Workspace.open(scene=REAL) == workspace  # mounted already: nobody is asked again
+    assert Workspace.open(use_google_drive=True).drive == workspace.drive  # as a script asks
+    assert "drive.flush_and_unmount()" in workspace.note
     assert len(colab.calls) == 1
 
 
@@ -174,7 +237,7 @@ def test_a_mount_point_that_cannot_be_used_is_told(colab, tmp_path, cause):
     else:  # mount came back, but the folder stayed empty
         colab.empty = True
     with pytest.warns(ColabUtilsWarning, match=r"must not already contain|must not be a symlink|no MyDrive appeared"):
-        assert Workspace.open().drive == colab.content / "slow_drive"
+        assert Workspace.open(use_google_drive=True).drive == colab.content / "slow_drive"
 
 
 def test_without_google_drive_nobody_is_asked_and_nothing_warns(colab):
@@ -184,12 +247,12 @@ def test_without_google_drive_nobody_is_asked_and_nothing_warns(colab):
     assert colab.calls == []
     assert workspace.drive == colab.content / "slow_drive"
     assert workspace.profile is DRIVE_PROFILES["typical"]
-    Workspace.open()  # a Drive that is mounted already is left alone as well
+    Workspace.open(scene=REAL)  # a Drive that is mounted already is left alone as well
     assert Workspace.open(use_google_drive=False) == workspace
 
 
 def test_a_folder_named_in_google_drive_mounts_it(colab):
-    workspace = Workspace.open(colab.content / "drive" / "MyDrive" / "mine")
+    workspace = Workspace.open(colab.content / "drive" / "MyDrive" / "mine", scene=REAL)
     assert workspace.drive == colab.content / "drive" / "MyDrive" / "mine"
     assert workspace.profile is None
     assert len(colab.calls) == 1
@@ -199,7 +262,7 @@ def test_a_folder_named_in_google_drive_is_never_replaced(colab):
     colab.failure = ValueError("mount failed")
     wanted = colab.content / "drive" / "MyDrive" / "mine"
     with pytest.raises(ColabUtilsError, match=r"Drive not mounted \(ValueError: mount failed\).*sign in"):
-        Workspace.open(wanted)
+        Workspace.open(wanted, scene=REAL)
     assert not (colab.content / "drive").exists()
     assert not (colab.content / "slow_drive").exists()
 
@@ -217,7 +280,7 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
     (tmp_path / "gdrive" / "MyDrive").mkdir(parents=True)
     with pytest.raises(ColabUtilsError, match=r"own disk.*on Drive"):
         Workspace.open(tmp_path / "d", ssd=tmp_path / "gdrive" / "MyDrive" / "ssd")
-    workspace = Workspace.open(tmp_path / "gdrive" / "MyDrive" / "mine", ssd=tmp_path / "s")
+    workspace = Workspace.open(tmp_path / "gdrive" / "MyDrive" / "mine", ssd=tmp_path / "s", scene=REAL)
     assert workspace.drive.is_dir()
     assert workspace.profile is None
 
@@ -225,11 +288,11 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
 def test_mistakes_are_named(tmp_path, colab):
     (tmp_path / "file").touch()
     slow, ssd = tmp_path / "d", tmp_path / "s"
-    with pytest.raises(ColabUtilsError, match=r"nowhere.*No such file or directory.*name another one"):
+    with pytest.raises(ColabUtilsError, match=r"nowhere.*No such file or directory: name another DRIVE_FOLDER"):
         Workspace.open(tmp_path / "nowhere" / "d", ssd=ssd)
     with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
         Workspace.open(tmp_path / "file", ssd=ssd)
-    with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
+    with pytest.raises(ColabUtilsError, match=r"(File exists|Not a directory): name another SSD_FOLDER"):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
     with pytest.raises(ColabUtilsError, match="'slowly'"):
         Workspace.open(slow, ssd=ssd, profile="slowly")
@@ -251,6 +314,11 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
 @pytest.fixture
 def workspace(tmp_path):
     return Workspace.open(tmp_path / "drive", ssd=tmp_path / "ssd", profile="none")
+
+
+@pytest.fixture
+def own(tiny_dataset):
+    return {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
 
 
 def test_the_built_in_dataset_is_made_once_and_kept(workspace):
@@ -280,56 +348,233 @@ def test_half_of_a_dataset_is_refused(workspace, names):
         ensure_dataset(workspace, **names)
 
 
+def test_folders_bear_the_name_of_their_dataset(workspace, own):
+    builtin, mine = ensure_dataset(workspace, n=2), ensure_dataset(workspace, **own)
+    assert (builtin.name, mine.name) == ("built-in", "images-annotations")
+    for data in (builtin, mine):
+        assert data.shards_on_drive == workspace.drive / "shards" / data.name
+        assert data.shards_on_ssd == workspace.ssd / "shards" / data.name
+        assert data.runs == workspace.drive / "runs" / data.name
+    shards = ensure_shards(workspace)
+    assert (shards.name, shards.folder, shards.local, shards.runs) == (
+        mine.name, mine.shards_on_drive, mine.shards_on_ssd, mine.runs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("images", "annotations", "name"),
+    [
+        ("/a/val2017", "/b/instances_val2017.json", "val2017-instances_val2017"),
+        ("/a/my photos/", "/b/été (2).json", "my_photos-été_2_"),  # what a shell would stumble over
+        ("/content/export.zip", "", "export-6c5c05b7"),
+        (
+            "https://a.org/b/my%20data.v2.zip?key=3#x",
+            "train/_annotations.coco.json",
+            "my_20data.v2-404a5c2f-_annotations.coco",
+        ),
+    ],
+)
+def test_names_of_datasets(workspace, images, annotations, name):
+    assert module._choose_source(workspace, images, annotations, "train")[0] == name
+
+
+def test_your_own_data_is_remembered_on_drive(workspace, own, tmp_path):
+    named = ensure_dataset(workspace, **own)
+    again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", profile="none")
+    assert (ensure_dataset(again).images, ensure_dataset(again).name) == (named.images, named.name)
+    assert not (workspace.drive / "dataset").exists()
+    assert ensure_dataset(again, images="built-in", n=2).name == "built-in"
+    assert ensure_dataset(again).name == "built-in"  # that is remembered, too
+
+
+def test_relative_names_are_remembered_as_they_were_meant(workspace, own, monkeypatch):
+    monkeypatch.chdir(Path(own["images"]).parent)
+    ensure_dataset(workspace, images="images", annotations="annotations.json")
+    monkeypatch.chdir("/")
+    assert ensure_dataset(workspace).images == Path(own["images"])
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "3"])
+def test_damaged_settings_are_as_none(workspace, text):
+    (workspace.drive / "settings.json").write_text(text)
+    assert ensure_dataset(workspace, n=2).name == "built-in"
+
+
+def test_a_wrong_name_is_told_and_not_remembered(workspace, own, colab):
+    with pytest.raises(ColabUtilsError, match=r"your own dataset in /no/such and .*check IMAGES.*'built-in'"):
+        ensure_dataset(workspace, **own | {"images": "/no/such"})
+    with pytest.raises(ColabUtilsError, match="choose the SCENE that mounts Drive"):
+        ensure_dataset(workspace, **own | {"annotations": str(colab.content / "drive" / "MyDrive" / "a.json")})
+    assert ensure_dataset(workspace, n=2).name == "built-in"
+
+
+@pytest.mark.parametrize(("scene", "slowed"), [("bad day", True), (REAL, False)])
+def test_local_photos_are_slowed_only_where_the_scene_says_so(tmp_path, own, scene, slowed):
+    workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=scene)
+    data = ensure_dataset(workspace, **own)
+    assert (get_profile(None, data.images / "1.jpg") is not None) is slowed
+    assert ("slows down" in data.note) is slowed
+
+
+def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
+    source = write_zip(tmp_path / "export.zip", tiny_dataset)
+    data = ensure_dataset(workspace, images=source)
+    assert data.name.startswith("export-")
+    assert data.images.is_relative_to(workspace.ssd)
+    assert data.annotations.is_relative_to(workspace.ssd)
+    shards = ensure_shards(workspace, images=source)
+    assert (shards.index.images, shards.folder) == (12, workspace.drive / "shards" / data.name)
+    assert not list(workspace.drive.rglob("*.jpg"))
+    os.remove(source)  # a fresh machine, a lost upload: the shards are enough
+    again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", profile="none")
+    kept = replace(shards, local=again.ssd / "shards" / data.name, note="Found on Drive.")
+    assert ensure_shards(again) == kept
+    with pytest.raises(ColabUtilsError, match=r"expected a zip at .*export\.zip, found none"):
+        ensure_dataset(again)
+
+
+def test_a_second_run_all_does_nothing_twice(tmp_path, tiny_dataset, monkeypatch):
+    source = write_zip(tmp_path / "export.zip", tiny_dataset)
+
+    def run_all():
+        workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
+        shards = ensure_shards(workspace, images=source)
+        copy_shards(shards.folder, shards.local)
+        ensure_shards(workspace, n=2, part="val")
+        workspace.publish("03", shards=len(shards.index.shards))
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".tar", ".jpg")}
+
+    monkeypatch.setattr(drive, "sleep", lambda seconds: None)
+    assert run_all() == run_all()
+
+
+@pytest.fixture
+def waits(tmp_path, monkeypatch):
+    """Names of the files that were waited for, here and in forked processes."""
+    log = tmp_path / "waits"
+    log.touch()
+
+    def wait(profile, path, place, count, started):
+        if profile is not None:
+            with open(log, "a") as file:
+                file.write(f"{Path(path).name}\n")
+
+    monkeypatch.setattr(drive, "_wait", wait)
+    return lambda: set(log.read_text().split())
+
+
+@pytest.fixture
+def list_shards(tiny_shards):
+    return {path.name for path in tiny_shards.iterdir()}
+
+
+class TestEverythingBelowASlowedFolderIsReadSlowly:
+    @pytest.mark.parametrize("how", ["here", "command line"])
+    def test_check_and_preprocess(self, tiny_dataset, tmp_path, waits, how):
+        slow_down(tiny_dataset.images.parent, "typical")
+        names = {path.name for path in tiny_dataset.images.iterdir()} | {"annotations.json"}
+        data = (tiny_dataset.images, tiny_dataset.annotations)
+        options = ["--images", str(data[0]), "--annotations", str(data[1])]
+        assert check_dataset(*data).ok if how == "here" else main(["check", *options]) == 0
+        assert waits() == names
+        (tmp_path / "waits").write_text("")
+        if how == "here":
+            write_shards(*data, shards=tmp_path / "shards", workers=1)
+        else:
+            assert main(["preprocess", *options, "--shards", str(tmp_path / "shards"), "--workers", "1"]) == 0
+        assert waits() == names
+
+    @pytest.mark.parametrize("how", ["here", "command line"])
+    def test_verify_and_copy(self, tiny_shards, list_shards, tmp_path, waits, how):
+        slow_down(tiny_shards, "typical")
+        verify_shards(tiny_shards) if how == "here" else main(["verify", "--shards", str(tiny_shards)])
+        assert waits() == list_shards
+        (tmp_path / "waits").write_text("")
+        if how == "here":
+            copy_shards(tiny_shards, tmp_path / "ssd")
+        else:
+            main(["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "ssd")])
+        assert waits() == list_shards
+
+    def test_training_from_shards(self, tiny_shards, list_shards, waits):
+        slow_down(tiny_shards, "typical")
+        dataset = ShardDataset(tiny_shards)
+        assert dataset.profile == DRIVE_PROFILES["typical"]
+        with closing(make_loader(dataset, batch_size=2, workers=1)) as loader:
+            assert sum(len(images) for images, _ in loader) == 12
+        assert waits() == list_shards
+
+    def test_what_a_notebook_finds_missing_is_made_at_full_speed(self, tmp_path, waits):
+        shards = ensure_shards(Workspace.open(tmp_path / "d", ssd=tmp_path / "s"), n=2)
+        assert waits() == {"index.json"}
+        read_file(shards.folder / "shard-000000.tar")
+        assert waits() == {"index.json", "shard-000000.tar"}
+
+
 def test_shards_are_made_then_found(workspace, tiny_dataset):
     names = {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
     made = ensure_shards(workspace, **names)
-    assert (made.folder, made.index.images, made.note) == (workspace.shards_on_drive, 12, "Made now.")
+    assert (made.folder, made.index.images, made.note) == (workspace.drive / "shards" / made.name, 12, "Made now.")
     assert ensure_shards(workspace, **names).note == "Found on Drive."
     assert ensure_shards(workspace).note == "Found on Drive."  # without names: those that are there
     assert "12 images" in str(made)
 
 
-def test_shards_of_another_dataset_are_refused_and_kept(workspace, tiny_dataset):
-    data = ensure_dataset(workspace, n=2)
-    write_shards(data.images, data.annotations, shards=workspace.shards_on_drive, workers=1)
-    before = {path.name: path.read_bytes() for path in workspace.shards_on_drive.iterdir()}
-    with pytest.raises(ColabUtilsError, match="found shards of another dataset"):
-        ensure_shards(workspace, images=str(tiny_dataset.images), annotations=str(tiny_dataset.annotations))
-    assert {path.name: path.read_bytes() for path in workspace.shards_on_drive.iterdir()} == before
-
-
-def test_validation_takes_what_fits_to_the_training_shards(workspace, tiny_dataset, tmp_path):
-    train = ensure_shards(workspace, n=2)
-    builtin = ensure_validation_shards(workspace, train, n=2)
-    assert builtin.folder == workspace.ssd / "shards_val"
-    assert read_index(builtin.folder).fingerprint != read_index(train.folder).fingerprint
-    assert read_index(builtin.folder).fingerprint == read_index(workspace.drive / "shards_val").fingerprint
-    named = {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
-    with pytest.raises(ColabUtilsError, match="another dataset"):  # named data never mixes with what is there
-        ensure_validation_shards(workspace, train, **named)
-
-
-def test_your_own_data_without_validation_is_evaluated_on_itself(workspace, tiny_dataset, tmp_path):
+def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path, tiny_dataset):
+    """Two datasets whose folders have the same names."""
+    folder = ensure_shards(workspace, **own).folder
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     content = json.loads(tiny_dataset.annotations.read_text())
-    for category in content["categories"]:
-        category["name"] = f"my {category['name']}"
-    (tmp_path / "mine.json").write_text(json.dumps(content))
-    names = {"images": str(tiny_dataset.images), "annotations": str(tmp_path / "mine.json")}
-    write_shards(*names.values(), shards=workspace.shards_on_drive, shard_mb=tiny_dataset.bytes / 4e6, workers=1)
-    train = ensure_shards(workspace, **names)
-    seen = ensure_validation_shards(workspace, train)
-    assert (len(train.index.shards) > 1, len(seen.index.shards), ensure_validation_shards(workspace, train)) == (
-        True,
-        1,
-        seen,
-    )
-    assert "the model has seen these images" in str(seen)
-    assert set(ShardDataset(seen.folder).image_ids) < set(ShardDataset(train.folder).image_ids)
+    content |= {"images": content["images"][:3], "annotations": []}
+    (tmp_path / "annotations.json").write_text(json.dumps(content))
+    other = own | {"annotations": str(tmp_path / "annotations.json")}
+    with pytest.raises(ColabUtilsError, match=r"found another dataset in .*DRIVE_FOLDER"):
+        ensure_shards(workspace, **other)
+    ensure_dataset(workspace, **other)  # as notebook 01 remembers it, for notebook 03
+    with pytest.raises(ColabUtilsError, match=r"found another dataset in .*DRIVE_FOLDER"):
+        ensure_shards(workspace)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    ensure_dataset(workspace, **own)
+    assert ensure_shards(workspace).note == "Found on Drive."
+
+
+def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own, monkeypatch):
+    """With its settings, whatever they were."""
+    with monkeypatch.context() as patch:
+        patch.setattr("colab_utils.shards.write.write_index", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        folder = workspace.drive / "shards" / "images-annotations"
+        with pytest.raises(KeyboardInterrupt):
+            write_shards(**own, shards=folder, shard_mb=0.02, min_size=32, max_size=64, workers=1)
+    left = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
+    assert len(left) > 1
+    shards = ensure_shards(workspace, **own)
+    assert (shards.index.recipe["shard_mb"], shards.index.recipe["min_size"], shards.index.images) == (0.02, 32, 12)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")} == left
+
+
+def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own):
+    train, val = ensure_shards(workspace, n=2), ensure_shards(workspace, n=2, part="val")
+    assert (train.name, val.name) == ("built-in", "built-in-val")
+    assert train.index.fingerprint != val.index.fingerprint
+    named = ensure_shards(workspace, **own, part="val")
+    assert (named.index.images, ensure_shards(workspace, part="val").name) == (12, named.name)
+    assert ensure_shards(workspace).name == "built-in"  # the training data stay what they are
+
+
+def test_your_own_data_without_validation_is_evaluated_on_itself(workspace, own):
+    train = ensure_shards(workspace, **own)
+    seen = ensure_dataset(workspace, n=3, part="val")
+    assert "the model has seen them" in str(seen)
+    shards = ensure_shards(workspace, n=3, part="val")
+    assert (shards.name, shards.index.images) == (f"{train.name}-seen", 3)
+    assert set(ShardDataset(shards.folder).image_ids) < set(ShardDataset(train.folder).image_ids)
     assert not (workspace.drive / "dataset_val").exists()
+    assert ensure_dataset(workspace, images="built-in", n=2, part="val").name == "built-in-val"
 
 
-def test_published_results_replace_those_before(workspace):
-    publish_results(workspace, "03", shards=1)
-    path = publish_results(workspace, "03", shards=2)
+def test_published_numbers_replace_those_before(workspace):
+    workspace.publish("03", shards=1)
+    path = workspace.publish("03", shards=2)
     assert json.loads(path.read_text()) == {"shards": 2}
+    assert path == workspace.drive / "results" / "03.json"
     assert [file.name for file in path.parent.iterdir()] == ["03.json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections import defaultdict
@@ -10,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from colab_utils.data.coco import CocoDataset, decode_text, is_sound_box, read_bytes, read_coco, resolve_image
 from colab_utils.data.masks import encode_segmentation
-from colab_utils.drive import guard_drive
+from colab_utils.drive import get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import show_progress, write_file
 
@@ -205,10 +206,11 @@ def _check_file(images: Path, image: dict[str, Any]) -> tuple[str, str, tuple[in
     except ColabUtilsError:
         return "unsafe file_name", "leaves the image folder", size
     try:
-        with guard_drive(path), Image.open(path) as opened:
+        slowed = io.BytesIO(read_file(path)) if get_profile(None, path) else path  # Drive gives a short file whole
+        with guard_drive(path), Image.open(slowed) as opened:
             width, height = opened.size
             turned = (width, height) == size and opened.getexif().get(_ORIENTATION, 1) > 4
-            if opened.format == "JPEG" and not _ends_as_jpeg(path):
+            if opened.format == "JPEG" and not _ends_as_jpeg(opened.fp):
                 opened.load()  # cut short, unless there is more than a few KB of something else after its end
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return "missing image", f"not in {images}", size
@@ -223,9 +225,7 @@ def _check_file(images: Path, image: dict[str, Any]) -> tuple[str, str, tuple[in
     return "", "", size
 
 
-def _ends_as_jpeg(path: Path) -> bool:
+def _ends_as_jpeg(file: BinaryIO) -> bool:
     """Whether a JPEG has its end marker; some cameras write zeros or a preview after it."""
-    with open(path, "rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(-min(file.tell(), 4096), os.SEEK_END)
-        return b"\xff\xd9" in file.read()
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+    return b"\xff\xd9" in file.read()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.drive import guard_drive
+from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 
@@ -159,8 +159,7 @@ def read_bytes(path: Path) -> bytes:
         ColabUtilsError: if there is no such file, or it cannot be read.
     """
     try:
-        with guard_drive(path):
-            return path.read_bytes()
+        return read_file(path)
     except OSError as error:
         found = f"found: {error.strerror}. Check the name; on Colab, mount Drive first"
         raise ColabUtilsError(f"expected an annotations file at {path}, {found}.") from None

@@ -147,7 +147,7 @@ def examine_drive(
     if not (1 <= seconds <= 3600 and epochs >= 1):
         raise ColabUtilsError(f"expected 1 to 3600 seconds, and epochs of 1 or more, found {seconds!r} and {epochs!r}")
     place = os.path.abspath(Path(folder).expanduser())
-    visit = _Visit(seconds, get_profile(profile) or getattr(images, "profile", None))
+    visit = _Visit(seconds, get_profile(profile, place) or getattr(images, "profile", None))
     mounted = visit.run(0.1, is_on_drive, [place]) == [True]
     visit.profile = None if mounted else visit.profile
     kind = "Google Drive" if mounted else "slowed folder" if visit.profile else "other disk"

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, count_workers, time_batches
-from colab_utils.drive import is_on_drive, read_file
+from colab_utils.drive import is_on_drive, read_at_full_speed, read_file
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
@@ -189,7 +189,8 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
     why = "there is no time left, raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
-            plan = make_plan()
+            with read_at_full_speed():  # what was timed lies in Drive's cache
+                plan = make_plan()
             rate = _time(now, plan, now.make_placeholder(), share=_TRIAL_SHARE, least=_TRIAL_BATCHES)
             measured = _time(now, plan, now.step, share=_VERIFY_SHARE) if now.verify else None
             gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.now.images_per_second else "wins nothing"
@@ -252,7 +253,7 @@ def _plan_shards(now: Situation, folder: Path, id: str, sizes: tuple[int, int] |
         limits = {"min_size": sizes[0], "max_size": sizes[1]} if sizes else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
         os.sync()  # it is written now, and not during the trial
-    elif is_on_drive(dataset.folder):
+    elif dataset.profile or is_on_drive(dataset.folder):
         first = dataset.index.shards[0]
         copy_shards(dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9))
     sample = ShardDataset(shards if shards.exists() else dataset.folder)

@@ -323,7 +323,7 @@ class ArrivingShards(ShardDataset):
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD.
-        profile: the speed at which ``source`` is read (see `colab_utils.drive`); ``None`` is full speed.
+        profile: the speed at which ``source`` is read; ``None`` is that of a slowed folder, else full speed.
         workers: shards copied at the same time (threads).
         limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is smaller than all of
             them: they take turns there, in every epoch. ``target`` must then be a new or empty folder, or one that such
@@ -349,7 +349,7 @@ class ArrivingShards(ShardDataset):
         limit_gb: float | None = None, seed: int = 0, transforms: Transforms | None = None,
         contiguous_labels: bool = False,
     ) -> None:  # fmt: skip
-        source, target, speed, retries = Path(source), Path(target), get_profile(profile), Retries()
+        source, target, speed, retries = Path(source), Path(target), get_profile(profile, source), Retries()
         index = read_index(source, retries)
         arrival = Arrival(
             source, target, index, profile=speed, workers=workers, seed=seed, retries=retries,

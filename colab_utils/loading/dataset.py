@@ -114,7 +114,7 @@ class ShardFiles:
         self._open = lru_cache(OPEN_FILES)(partial(DriveFile, profile=profile, retries=Retries()))
 
     def __reduce__(self) -> Any:  # open files stay in this process
-        return ShardFiles, (self.folder, self.profile)
+        return type(self), (self.folder, self.profile)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         """Fill a writable buffer of bytes from ``start`` of a file that belongs to the shard of that number.
@@ -169,7 +169,7 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
     except ColabUtilsError as error:
         warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
         return rebuild_arrays(path)
-    if profile is not None:
+    if profile := get_profile(profile, arrays_path):
         with DriveFile(arrays_path, profile) as file:  # what was read so far, at the speed of the slow folder
             file.pread(getattr(arrays.bits, "offset", shard.arrays_bytes), 0)
     return arrays
@@ -187,7 +187,7 @@ class CocoFolder(_CocoSamples):
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        profile: read at the speed of this Drive profile (a name or a ``DriveProfile``).
+        profile: read at the speed of this Drive profile (a name or a ``DriveProfile``); None: of a slowed folder.
         contiguous_labels: map category ids to 1 to K.
 
     Raises:
@@ -210,7 +210,7 @@ class CocoFolder(_CocoSamples):
         contiguous_labels: bool = False,
     ) -> None:
         self.folder = Path(images)
-        self.profile, self.retries = get_profile(profile), Retries()
+        self.profile, self.retries = get_profile(profile, images), Retries()
         self.coco = read_coco(annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.fingerprint = self.coco.fingerprint
@@ -287,7 +287,7 @@ class ShardDataset(_CocoSamples):
 
     Args:
         folder: the shards.
-        profile: read at the speed of this Drive profile (a name or a ``DriveProfile``), as a slowed folder does.
+        profile: read at the speed of this Drive profile (a name or a ``DriveProfile``); None: of a slowed folder.
         transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors, for each sample.
             ``make_loader(transforms=...)`` applies them on the device instead.
         contiguous_labels: map category ids to 1 to K.
@@ -321,7 +321,7 @@ class ShardDataset(_CocoSamples):
         transforms: Transforms | None = None,
         contiguous_labels: bool = False,
     ) -> None:
-        folder, speed, retries = Path(folder), get_profile(profile), Retries()
+        folder, speed, retries = Path(folder), get_profile(profile, folder), Retries()
         index = read_index(folder, retries)
         shards = [load_shard(folder, one, index=index, profile=speed, retries=retries) for one in index.shards]
         self._open(ShardFiles(folder, speed), index, shards, transforms, contiguous_labels=contiguous_labels)

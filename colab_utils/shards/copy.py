@@ -10,20 +10,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, is_on_drive
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, explain_write, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import format_bytes, show_progress
+from colab_utils.runtime import format_bytes, require_space, show_progress
 from colab_utils.shards.format import (
     INDEX_NAME,
     WRITER_NAME,
     ShardIndex,
     ShardInfo,
-    explain_write,
     has_size,
     hash_file,
     read_index,
     remove_leftovers,
-    require_space,
     write_index,
 )  # fmt: skip
 
@@ -73,7 +71,7 @@ def copy_shards(
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD; it is made where it is not.
-        profile: the speed at which ``source`` is read (see `colab_utils.drive`); ``None`` is full speed.
+        profile: the speed at which ``source`` is read; ``None`` is that of a slowed folder, else full speed.
         limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in ``target``
             then lists only those and is marked ``partial``; a later copy without a limit completes it.
 

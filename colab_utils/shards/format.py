@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import re
-import shutil
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -17,9 +15,9 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from colab_utils.drive import Retries, guard_drive
+from colab_utils.drive import DriveFile, Retries, explain_write, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import format_bytes, write_file
+from colab_utils.runtime import write_file
 
 __all__ = ["ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "read_index", "write_index"]
 
@@ -27,6 +25,7 @@ FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 1
 INDEX_NAME, WRITER_NAME = "index.json", "writer.json"
 BLOCK_BYTES = 512  # of a tar
+_PIECE_BYTES = 1 << 20  # of a file that is hashed
 
 _TAR_NAME, _ARRAYS_NAME = re.compile(r"shard-\d+\.tar"), re.compile(r"shard-\d+\.arrays")
 _TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json)\.(\d+)\.part")
@@ -107,7 +106,7 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         with guard_drive(folder):
             if not folder.is_dir():
                 raise ColabUtilsError(f"expected a folder of shards, found nothing at {folder}. Run preprocess first.")
-            return path.read_text(encoding="utf-8")
+            return read_file(path).decode()
 
     try:
         raw = json.loads(retries.run(read) if retries else read())
@@ -174,20 +173,6 @@ def has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def find_free_space(folder: Path) -> int:
-    """Free bytes of the disk that a folder lies on, or will lie on once it is made."""
-    path = folder.absolute()
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
-
-
-def require_space(folder: Path, needed: float, cure: str) -> None:
-    """Refuse what the disk of a folder cannot hold, before its first byte; ``cure``: what helps beside freeing some."""
-    free = find_free_space(folder)
-    if needed > free:
-        found = f"found {format_bytes(free)}: free some, {cure}"
-        raise ColabUtilsError(f"expected {format_bytes(needed)} of free disk for {folder}, {found}")
-
-
 def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
     """One tar member as header, data and padding; the same name and data always give the same bytes.
 
@@ -219,29 +204,12 @@ def hash_file(path: str | Path) -> str:
     """XXH3-64 of a file, in hexadecimal."""
     import xxhash
 
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
-
-
-@contextmanager
-def explain_write(folder: Path) -> Iterator[None]:
-    """Turn an error of writing into ``folder`` into one line with its cure.
-
-    Example:
-        >>> import errno
-        >>> with explain_write(Path("shards")):
-        ...     raise OSError(errno.ENOSPC, "No space left on device")
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device. ...
-    """
-    try:
-        with guard_drive(folder):
-            yield
-    except OSError as error:
-        raise ColabUtilsError(
-            f"expected to write into {folder}, found: {error.strerror}. What is finished is safe: free some space, or "
-            "make the folder one that you may write to, and run the same command: it continues there."
-        ) from None
+    state, offset = xxhash.xxh3_64(), 0
+    with DriveFile(path) as file:
+        while piece := file.pread(_PIECE_BYTES, offset):
+            state.update(piece)
+            offset += len(piece)
+    return state.hexdigest()
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -14,9 +14,9 @@ from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, find_free_memory, fork_pool, format_bytes, format_seconds
+from colab_utils.runtime import count_cores, find_free_memory, find_free_space, fork_pool, format_bytes, format_seconds
 from colab_utils.shards.arrays import ArraysBuilder
-from colab_utils.shards.format import SkippedImage, find_free_space
+from colab_utils.shards.format import SkippedImage
 from colab_utils.shards.images import Storage, plan_size
 from colab_utils.shards.write import (
     READ_STREAMS,

@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, read_coco, resolve_image
-from colab_utils.drive import DriveLostError, Retries, guard_drive, read_file
+from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
+from colab_utils.runtime import count_cores, fork_pool, format_bytes, require_space, show_progress, write_file
 from colab_utils.shards.arrays import ArraysBuilder, dump_arrays, load_arrays, read_head
 from colab_utils.shards.format import (
     BLOCK_BYTES,
@@ -30,12 +30,10 @@ from colab_utils.shards.format import (
     ShardIndex,
     ShardInfo,
     SkippedImage,
-    explain_write,
     has_size,
     hash_bytes,
     hold_folder,
     read_index,
-    require_space,
     split_member,
     write_index,
 )  # fmt: skip
@@ -303,7 +301,8 @@ def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> di
     if fingerprint != dataset.fingerprint or not found.items() >= recipe.items():
         what = "shards made with other settings" if fingerprint == dataset.fingerprint else "another dataset"
         raise ColabUtilsError(
-            f"expected an empty folder or the same shards, found {what} in {folder}. Name another one."
+            f"expected an empty folder or the same shards, found {what} in {folder}. Name another one (in a notebook: "
+            "DRIVE_FOLDER)."
         )
     return found
 

@@ -59,8 +59,8 @@ def plot_first_seconds(
             done = sum(1 for _, end_s in spans if end_s <= shown_s)
             _write(axis, f"waits {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
-        colour = _ORANGE if name in steps else _BLUE
-        axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.5)
+        edges = {"edgecolors": "white", "linewidth": min(0.5, 25 / max(1, len(spans)))}
+        axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=_ORANGE if name in steps else _BLUE, **edges)
     axis.set_xlim(0, shown_s)
     return figure
 
@@ -160,9 +160,8 @@ def plot_stages(diagnosis: Diagnosis) -> Figure:
     figure = plot_bars(
         bars if step_ms is None else {**bars, "step": step_ms},
         title=title,
-        unit="mean milliseconds per image (thin line: to the 95th percentile)",
+        unit="mean milliseconds per image",
         notes={"step": f"({diagnosis.step})" if diagnosis.step.startswith("emulated") else ""},
-        spread={stage.name: (mean_ms[stage.name], stage.p95_ms) for stage in diagnosis.stages if stage.name in mean_ms},
         highlight=[*bars][-1],
     )
     if step_ms is not None:
@@ -204,7 +203,7 @@ def plot_training(
     figure = make_figure(title + (f", {note}" if note else ""), width=12, height=5.2)
     axis = figure.add_subplot()
     axis.plot(steps, losses, color=_GREY, linewidth=1.5, marker="o" if len(losses) < 40 else "", markersize=4)
-    axis.plot(steps[width - 1 :], mean, color=_BLUE, linewidth=3.5)
+    axis.plot(steps[width // 2 :][: len(mean)], mean, color=_BLUE, linewidth=3.5)
     axis.margins(x=0.01)
     _write(axis, f"mean of\n{width} steps", steps[-1], mean[-1], color=_BLUE)
     for step, words in (marks or {}).items():

@@ -262,20 +262,20 @@ def test_missing_file_and_folder(tmp_path):
 
 
 def test_a_broken_disk_is_not_a_lost_drive(path, monkeypatch):
-    def fail(self):
+    def fail(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", fail)
+    monkeypatch.setattr("builtins.open", fail)
     with pytest.raises(ColabUtilsError, match="Input/output error") as caught:
         read_coco(path)
     assert not isinstance(caught.value, DriveLostError)
 
 
 def test_lost_drive_is_no_bad_file(path, monkeypatch):
-    def fail(self):
+    def fail(*_):
         raise OSError(107, "Transport endpoint is not connected")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", fail)
+    monkeypatch.setattr("builtins.open", fail)
     with pytest.raises(DriveLostError):
         read_coco(path)
 

@@ -275,7 +275,7 @@ def test_a_drive_that_is_gone_at_the_start(source, tmp_path, monkeypatch):
     def vanish(*_, **__):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
-    monkeypatch.setattr(Path, "read_text", vanish)
+    monkeypatch.setattr("builtins.open", vanish)
     with pytest.raises(DriveLostError, match=r"force_remount"):
         copy_shards(source, tmp_path / "ssd")
 

@@ -108,7 +108,7 @@ def test_a_lost_drive_is_named(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.ENOTCONN, "gone")
 
-    monkeypatch.setattr("pathlib.Path.read_text", fail)
+    monkeypatch.setattr("builtins.open", fail)
     with pytest.raises(DriveLostError):
         read_index(tmp_path)
 

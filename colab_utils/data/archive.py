@@ -1,0 +1,163 @@
+"""A COCO export in a zip, on Drive or behind a URL, unpacked straight to this machine's disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import zlib
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path, PureWindowsPath
+from typing import Any, BinaryIO
+from urllib.request import Request, urlopen
+from zipfile import BadZipFile, ZipFile, ZipInfo
+
+import xxhash
+
+from colab_utils.data.coco import read_coco
+from colab_utils.drive import DriveLostError, Retries, explain_write
+from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import require_space, show_progress, write_file
+
+__all__ = ["is_archive", "unpack_dataset"]
+
+_SILENT_S = 60.0  # after which a server that sends nothing is given up
+_CURE = "or name a folder on a bigger disk"
+_DAMAGE = (BadZipFile, zlib.error, EOFError, RuntimeError)  # what zipfile raises; the last of encrypted files
+
+
+def is_archive(source: str) -> bool:
+    """Whether a dataset's name is a URL, or that of a zip.
+
+    Example:
+        >>> is_archive("https://example.org/export?format=coco"), is_archive("photos")
+        (True, False)
+    """
+    return "://" in source or (source.lower().endswith(".zip") and not os.path.isdir(source))
+
+
+def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Path, Path]:
+    """Unpack the annotations of a COCO export and the images that they name; what was unpacked before stays.
+
+    A download that broke off goes on where it stopped, after growing waits and in a later call; so does unpacking.
+    Every file is checked against its checksum in the zip.
+
+    Args:
+        source: a zip, or the URL of one.
+        folder: where to unpack it, in a folder of its own.
+        annotations: the JSON's name in the zip; empty takes the only one.
+
+    Returns:
+        The image folder and the COCO JSON.
+
+    Raises:
+        ColabUtilsError: no zip, a damaged or encrypted one, names or links that lead out of it, no annotations in it,
+            none of their images, or a full disk.
+        DriveLostError: Drive or the server went away for good; the same call continues.
+
+    Example:
+        >>> unpack_dataset("no/such/export.zip", Path("datasets"))
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a zip at no/such/export.zip, found none: check IMAGES
+    """
+    is_url = "://" in source
+    if not is_url and not os.path.isfile(source):
+        raise ColabUtilsError(f"expected a zip at {source}, found none: check IMAGES")
+    version = 0 if is_url else os.stat(source).st_mtime_ns
+    target = Path(folder, xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}")))
+    done, download = target / "unpacked.json", target / "download.zip"
+    if not done.is_file():  # it is written last
+        with explain_write(target):
+            target.mkdir(parents=True, exist_ok=True)
+            if is_url:
+                with (
+                    open(download, "ab") as file,
+                    show_progress("downloading", total=None, unit="B", scale=True) as bar,
+                ):
+                    Retries().run(partial(_receive, source, file, bar))
+            try:
+                found = _unpack(download if is_url else Path(source), target / "files", annotations, source)
+            except _DAMAGE as error:
+                download.unlink(missing_ok=True)  # it comes anew
+                why = f"{str(error) or type(error).__name__}: open it on your computer, then export or copy it again"
+                raise ColabUtilsError(f"expected a whole zip of a COCO export at {source}, found {why}") from error
+            write_file(done, json.dumps(found).encode())
+            download.unlink(missing_ok=True)
+    images, name = json.loads(done.read_bytes())
+    return target / "files" / images, target / "files" / name
+
+
+def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[str, str]:
+    """Unpack what is needed; returns the image folder and the JSON, relative to ``target``."""
+    with ZipFile(path) as archive:
+        members = {info.filename: info for info in archive.infolist() if not info.filename.startswith("__MACOSX/")}
+        for name, info in members.items():
+            named, kind = PureWindowsPath(name), stat.S_IFMT(info.external_attr >> 16)
+            if named.anchor or ".." in named.parts or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+                found = f"found {name!r:.80}, a link or a name that leads out of it: nothing is unpacked, zip it again"
+                raise ColabUtilsError(f"expected only files and folders in {source}, {found}")
+        end = f"/{annotations}" if annotations else ".json"
+        texts = [name for name in members if f"/{name}".endswith(end)]
+        if len(texts) != 1:
+            found = (
+                ", ".join(texts[:9]) or f"{len(members):,} files and no such one: export the dataset as COCO instances"
+            )
+            cure = "or name in ANNOTATIONS the one that you mean"
+            raise ColabUtilsError(f"expected {annotations or 'one .json'} in {source}, found {found}; {cure}")
+        _extract(archive, [members[texts[0]]], target)
+        coco = read_coco(target / texts[0])
+        names = [coco.file_name(i) for i in range(len(coco))]
+        folders = (one[: -len(name)] for name in names[:9] for one in sorted(members) if f"/{one}".endswith(f"/{name}"))
+        folder = next(folders, None)
+        if folder is None:
+            found = f"found none of {len(names):,}: name another JSON in ANNOTATIONS, or export it with its images"
+            raise ColabUtilsError(f"expected in {source} the images of {texts[0]}, {found}")
+        wanted = {folder + name for name in names}
+        _extract(archive, [info for name, info in members.items() if name in wanted], target)
+        return folder, texts[0]
+
+
+def _extract(archive: ZipFile, members: list[ZipInfo], target: Path) -> None:
+    """Unpack these files; zipfile compares their checksums, and those that are there are compared here."""
+    missing = [info for info in members if not _is_there(target / info.filename, info)]
+    require_space(target, sum(info.file_size for info in missing), _CURE)
+    with show_progress("unpacking", total=len(missing), unit="file") as bar:
+        for info in missing:
+            archive.extract(info, target)
+            bar.update()
+
+
+def _is_there(path: Path, info: ZipInfo) -> bool:
+    return path.is_file() and path.stat().st_size == info.file_size and zlib.crc32(path.read_bytes()) == info.CRC
+
+
+def _receive(url: str, file: BinaryIO, bar: Any) -> None:
+    """Add what is missing at a file's end; where the server cannot do that, the file comes from its beginning.
+
+    Raises:
+        ColabUtilsError: the server gives nothing.
+        DriveLostError: it broke off.
+    """
+    try:
+        request = Request(url, headers={"User-Agent": "colab_utils", "Range": f"bytes={file.tell()}-"})
+        with urlopen(request, timeout=_SILENT_S) as reply:
+            if not reply.headers.get("Content-Range", "").startswith(f"bytes {file.tell()}-"):
+                file.truncate(file.seek(0))
+            size = file.tell() + int(reply.headers.get("Content-Length") or 0)
+            require_space(Path(file.name).parent, 2 * size - file.tell(), _CURE)  # the zip, and what is in it
+            while piece := reply.read(1 << 20):
+                file.write(piece)
+                bar.update(len(piece))
+            if file.tell() < size:
+                raise ConnectionError(f"{file.tell():,} of {size:,} bytes came")
+    except (OSError, HTTPException, ValueError) as error:
+        getattr(error, "close", int)()  # a reply that says no is a file
+        if getattr(error, "errno", 0) == errno.ENOSPC:
+            raise
+        if not file.tell():
+            raise ColabUtilsError(f"expected a zip at {url}, found {error}: check IMAGES and the network") from error
+        if getattr(error, "code", 0) != 416:  # it is whole
+            why = f"found that the download broke off ({error}): run this again, it goes on there"
+            raise DriveLostError(f"expected all of {url}, {why}") from error

@@ -1,0 +1,358 @@
+"""Zips of COCO exports, unpacked once; and every way in which they, their server or the disk fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from colab_utils.data.archive import is_archive, unpack_dataset
+from colab_utils.data.checks import check_dataset
+from colab_utils.drive import RETRY_WAITS_S, DriveLostError
+from colab_utils.errors import ColabUtilsError
+
+JSON = "annotations/instances_train.json"
+
+
+def write_zip(path, dataset, *, folder="train", more=(), kind=zipfile.ZIP_STORED):
+    """An export as COCO's own tools make them; ``more`` are (name or ZipInfo, bytes) beside it."""
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.mkdir(folder)
+        for image in sorted(dataset.images.iterdir()):
+            archive.write(image, f"{folder}/{image.name}")
+        archive.write(dataset.annotations, JSON)
+        for name, content in more:
+            archive.writestr(name, content)
+    return str(path)
+
+
+@pytest.fixture
+def export(tmp_path, tiny_dataset):
+    return write_zip(tmp_path / "export.zip", tiny_dataset)
+
+
+@pytest.fixture
+def ssd(tmp_path):
+    return tmp_path / "ssd"
+
+
+def assert_same(found, dataset):
+    images, annotations = found
+    assert annotations.read_bytes() == dataset.annotations.read_bytes()
+    assert {path.name: path.read_bytes() for path in images.iterdir()} == {
+        path.name: path.read_bytes() for path in dataset.images.iterdir()
+    }
+    assert check_dataset(images, annotations).ok
+
+
+def test_a_zip_or_a_url_is_told_from_a_folder(tmp_path):
+    (tmp_path / "folder.zip").mkdir()
+    names = ("https://a.org/x", "HTTP://a.org/x.ZIP".lower(), "a/b.ZIP", "a/b", str(tmp_path / "folder.zip"), "")
+    assert [is_archive(name) for name in names] == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("train", zipfile.ZIP_STORED),  # COCO
+        ("deep/er/images", zipfile.ZIP_DEFLATED),  # a folder in folders
+        ("annotations", zipfile.ZIP_STORED),  # images and JSON in one folder
+    ],
+)
+def test_images_and_annotations_are_unpacked_once(tmp_path, tiny_dataset, ssd, folder, kind, monkeypatch):
+    source = write_zip(tmp_path / "export.zip", tiny_dataset, folder=folder, kind=kind, more=[("README.txt", b"no")])
+    images, annotations = unpack_dataset(source, ssd)
+    assert annotations.name == "instances_train.json"
+    assert {path.name for path in images.iterdir() if path.suffix == ".jpg"} == {
+        path.name for path in tiny_dataset.images.iterdir()
+    }
+    assert check_dataset(images, annotations).ok
+    assert not list(ssd.rglob("README.txt"))  # what no annotation names is left in the zip
+    monkeypatch.setattr(zipfile.ZipFile, "__init__", None)  # nothing is opened again
+    assert unpack_dataset(source, ssd) == (images, annotations)
+
+
+def test_names_with_folders_are_found_below_the_right_one(tmp_path, tiny_dataset, ssd):
+    content = json.loads(tiny_dataset.annotations.read_text())
+    for image in content["images"]:
+        image["file_name"] = f"images/{image['file_name']}"
+    with zipfile.ZipFile(tmp_path / "export.zip", "w") as archive:
+        for path in tiny_dataset.images.iterdir():
+            archive.write(path, f"project/images/{path.name}")
+        archive.writestr("project/result.json", json.dumps(content))
+        archive.writestr("__MACOSX/project/._result.json", b"\0\5\26\7")  # macOS adds such files
+    images, annotations = unpack_dataset(str(tmp_path / "export.zip"), ssd)
+    assert images.name == "project"
+    assert check_dataset(images, annotations).ok
+
+
+def test_of_several_jsons_one_is_to_be_named(tmp_path, tiny_dataset, ssd):
+    more = [("valid/_annotations.coco.json", b"{}"), ("annotations/captions.json", b"{}")]
+    source = write_zip(tmp_path / "export.zip", tiny_dataset, more=more)
+    with pytest.raises(ColabUtilsError, match=r"instances_train\.json, valid/_annotations.*ANNOTATIONS"):
+        unpack_dataset(source, ssd)
+    assert_same(unpack_dataset(source, ssd, "instances_train.json"), tiny_dataset)
+    assert_same(unpack_dataset(source, ssd, JSON), tiny_dataset)
+    with pytest.raises(ColabUtilsError, match=r"expected train\.json in .*export\.zip, found .*ANNOTATIONS"):
+        unpack_dataset(source, ssd, "train.json")
+
+
+def test_a_changed_zip_is_unpacked_anew(tmp_path, tiny_dataset, export, ssd):
+    before = unpack_dataset(export, ssd)
+    content = json.loads(tiny_dataset.annotations.read_text())
+    content["images"], wanted = content["images"][:3], {image["file_name"] for image in content["images"][:3]}
+    with zipfile.ZipFile(export, "w") as archive:
+        for name in wanted:
+            archive.write(tiny_dataset.images / name, f"train/{name}")
+        archive.writestr(JSON, json.dumps({**content, "annotations": []}))
+    os.utime(export, ns=(0, 1))
+    images, _ = unpack_dataset(export, ssd)
+    assert images != before[0]
+    assert {path.name for path in images.iterdir()} == wanted
+
+
+def test_an_unpacking_that_was_stopped_goes_on(tiny_dataset, export, ssd, monkeypatch):
+    extract, asked = zipfile.ZipFile.extract, []
+
+    def stop(self, info, target):
+        asked.append(info.filename)
+        if len(asked) == 6:
+            (Path(target) / info.filename).write_bytes(b"half of it")  # as a killed process leaves it
+            raise KeyboardInterrupt
+        return extract(self, info, target)
+
+    monkeypatch.setattr(zipfile.ZipFile, "extract", stop)
+    with pytest.raises(KeyboardInterrupt):
+        unpack_dataset(export, ssd)
+    first = asked[:]
+    assert_same(unpack_dataset(export, ssd), tiny_dataset)
+    assert asked[6:][0] == first[5]  # the half one
+    assert not set(asked[6:]) & set(first[:5])
+
+
+def test_a_flipped_bit_is_found(tiny_dataset, export, ssd):
+    with zipfile.ZipFile(export) as archive:
+        place = archive.infolist()[3].header_offset + 2000
+    with open(export, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(ColabUtilsError, match=r"expected a whole zip of a COCO export at .*export\.zip.*Bad CRC-32"):
+        unpack_dataset(export, ssd)
+
+
+def make_link():
+    link = zipfile.ZipInfo("train/link.jpg")
+    link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+    return link
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil.jpg",  # out of the folder
+        "train/../../evil.jpg",  # later
+        "/tmp/evil.jpg",  # absolute
+        "C:\\evil.jpg",  # on Windows
+        "..\\evil.jpg",  # with its slashes
+        make_link(),  # a link, through which the next file would be written
+    ],
+)
+def test_what_leads_out_of_the_zip_is_refused_before_anything_is_written(tmp_path, tiny_dataset, ssd, name):
+    source = write_zip(tmp_path / "export.zip", tiny_dataset, more=[(name, b"/etc/passwd")])
+    with pytest.raises(ColabUtilsError, match=r"(evil|link)\.jpg.*nothing is unpacked"):
+        unpack_dataset(source, ssd)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".zip"]
+
+
+def encrypt(path):
+    content = bytearray(path.read_bytes())
+    for mark, flags in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        place = content.find(mark)
+        while place >= 0:
+            content[place + flags] |= 1
+            place = content.find(mark, place + 4)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda path: path.write_bytes(b""), "not a zip file"),  # empty
+        (lambda path: path.write_bytes(b"<!doctype html>" * 99), "not a zip file"),  # a web page
+        (lambda path: path.write_bytes(path.read_bytes()[:-3000]), "not a zip file"),  # cut short
+        (encrypt, "encrypted"),  # with a password
+    ],
+)
+def test_what_is_no_whole_zip_is_told(export, ssd, break_it, words):
+    break_it(Path(export))
+    with pytest.raises(ColabUtilsError, match=rf"expected a whole zip of a COCO export at .*export\.zip.*{words}"):
+        unpack_dataset(export, ssd)
+
+
+def test_a_zip_without_annotations_or_images_is_told(tmp_path, tiny_dataset, ssd):
+    pictures, texts = tmp_path / "pictures.zip", tmp_path / "texts.zip"
+    with zipfile.ZipFile(pictures, "w") as archive:
+        for path in tiny_dataset.images.iterdir():
+            archive.write(path, path.name)
+    with zipfile.ZipFile(texts, "w") as archive:
+        archive.write(tiny_dataset.annotations, JSON)
+    with pytest.raises(ColabUtilsError, match=r"expected one \.json in .*pictures\.zip, found 12 files.*COCO"):
+        unpack_dataset(str(pictures), ssd)
+    with pytest.raises(ColabUtilsError, match=r"expected in .*texts\.zip the images of .*found none of 12"):
+        unpack_dataset(str(texts), ssd)
+    with zipfile.ZipFile(texts, "w") as archive:
+        archive.writestr("captions.json", '{"images": [], "annotations": []}')
+    with pytest.raises(ColabUtilsError, match="expected COCO instance JSON"):
+        unpack_dataset(str(texts), ssd)
+    with pytest.raises(ColabUtilsError, match=r"expected a zip at .*none\.zip, found none: check IMAGES"):
+        unpack_dataset(str(tmp_path / "none.zip"), ssd)
+
+
+def test_a_full_disk_is_told_before_and_while_it_is_written(export, tiny_dataset, ssd, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("colab_utils.runtime.find_free_space", lambda folder: 1000)
+        with pytest.raises(ColabUtilsError, match=r"of free disk for .*found 1\.0 kB: free some"):
+            unpack_dataset(export, ssd)
+
+    def fill(self, info, target):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile.ZipFile, "extract", fill)
+        with pytest.raises(ColabUtilsError, match=r"No space left on device.*it continues there"):
+            unpack_dataset(export, ssd)
+    assert_same(unpack_dataset(export, ssd), tiny_dataset)
+
+
+class Server(ThreadingHTTPServer):
+    """A web server of one file, which goes on in the middle (Range) and breaks off after so many bytes."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content, self.knows_ranges, self.breaks, self.asked, self.status = b"", True, [], [], 200
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/files/export.zip?key=1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        server, asked = self.server, self.headers.get("Range")
+        server.asked.append(asked)
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and server.knows_ranges else 0
+        size = len(server.content)
+        if server.status != 200 or start >= size:
+            self.send_error(server.status if server.status != 200 else 416)
+            return
+        self.send_response(206 if asked and server.knows_ranges else 200)
+        if asked and server.knows_ranges:
+            self.send_header("Content-Range", f"bytes {start}-{size - 1}/{size}")
+        self.send_header("Content-Length", str(size - start))
+        self.end_headers()
+        self.wfile.write(server.content[start:][: server.breaks.pop(0) if server.breaks else None])
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(export):
+    server = Server()
+    server.content = Path(export).read_bytes()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_url_is_downloaded_unpacked_and_not_asked_again(server, tiny_dataset, ssd):
+    found = unpack_dataset(server.url, ssd)
+    assert_same(found, tiny_dataset)
+    assert not list(ssd.rglob("*.zip"))  # the disk is not filled twice
+    assert unpack_dataset(server.url, ssd) == found
+    assert len(server.asked) == 1
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_was(server, tiny_dataset, ssd):
+    server.breaks = [10_000, 0, 5_000]
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+    assert server.asked == [f"bytes={start}-" for start in (0, 10_000, 10_000, 15_000)]
+
+
+def test_a_server_without_ranges_begins_again(server, tiny_dataset, ssd):
+    server.breaks, server.knows_ranges = [10_000, 20_000], False
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+    assert len(server.asked) == 3
+
+
+def test_a_download_that_ends_for_good_goes_on_in_the_next_call(server, tiny_dataset, ssd):
+    tries = 1 + len(RETRY_WAITS_S)
+    server.breaks = [1_000] * tries
+    with pytest.raises(DriveLostError, match=r"expected all of http.*broke off .*run this again, it goes on"):
+        unpack_dataset(server.url, ssd)
+    assert len(server.asked) == tries
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+    assert server.asked[-1] == f"bytes={1_000 * tries}-"
+
+
+def test_a_process_that_died_after_the_last_byte_downloads_no_other(server, tiny_dataset, ssd, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("colab_utils.data.archive._unpack", None)
+        with pytest.raises(TypeError):
+            unpack_dataset(server.url, ssd)
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+    assert server.asked == ["bytes=0-", f"bytes={len(server.content)}-"]
+
+
+@pytest.mark.parametrize("status", [404, 403, 503])
+def test_a_server_that_gives_nothing_is_told_at_once(server, ssd, status):
+    server.status = status
+    with pytest.raises(ColabUtilsError, match=rf"expected a zip at http.*HTTP Error {status}.*check IMAGES"):
+        unpack_dataset(server.url, ssd)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/x.zip", "http://", "ftp:///x.zip", "http://[/x.zip"])
+def test_an_address_without_a_server_is_told_at_once(ssd, url):
+    started = time.monotonic()
+    with pytest.raises(ColabUtilsError, match=r"expected a zip at .*check IMAGES and the network"):
+        unpack_dataset(url, ssd)
+    assert time.monotonic() - started < 30
+
+
+def test_a_web_page_in_place_of_a_zip_is_told_and_downloaded_anew(server, tiny_dataset, ssd):
+    whole, server.content = server.content, b"<!doctype html> sign in, please"
+    with pytest.raises(ColabUtilsError, match=r"expected a whole zip of a COCO export at http.*not a zip file"):
+        unpack_dataset(server.url, ssd)
+    server.content = whole
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+
+
+def test_another_file_after_a_break_is_found_by_its_checksums(server, tiny_dataset, ssd):
+    whole = server.content
+    server.breaks = [10_000] + [0] * len(RETRY_WAITS_S)
+    with pytest.raises(DriveLostError):
+        unpack_dataset(server.url, ssd)
+    server.content = bytes(9_000) + whole  # the server has another one by now
+    with pytest.raises(ColabUtilsError, match="expected a whole zip"):
+        unpack_dataset(server.url, ssd)
+    server.content = whole
+    assert_same(unpack_dataset(server.url, ssd), tiny_dataset)
+
+
+def test_a_full_disk_is_told_before_the_first_byte_is_downloaded(server, ssd, monkeypatch):
+    monkeypatch.setattr("colab_utils.runtime.find_free_space", lambda folder: 1000)
+    with pytest.raises(ColabUtilsError, match="of free disk for"):
+        unpack_dataset(server.url, ssd)
+    assert len(server.asked) == 1
