@@ -89,7 +89,7 @@ def train(
             have passed. There are others after the last step, on Ctrl-C and on errors. They are written in a thread
             while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
-        min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU.
+        min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for the tiny one.
         max_size: Limit of the longer side in pixels. Default: five thirds of ``min_size``.
         augment: ``"flip"``, the default, mirrors half of the images; ``"multiscale"`` also takes 0.6 to 1 of
             ``min_size``; ``"none"``; or your own ``torchvision.transforms.v2`` of (image, target), on the device.
@@ -229,7 +229,8 @@ def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gp
     if found["batch_size"] != known.get("batch_size"):  # the rate follows the batch
         found["learning_rate"] = asked["learning_rate"]
     model = found["model"] or (models.GPU_MODEL if on_gpu else models.LIGHT_MODEL)
-    min_size = found["min_size"] or (192 if model == models.LIGHT_MODEL and not on_gpu else 800)
+    light = 128 if model == models.TINY_MODEL else 192 if model == models.LIGHT_MODEL and not on_gpu else 800
+    min_size = found["min_size"] or light
     defaults = {"model": model, "min_size": min_size, "max_size": round(min_size * 5 / 3), "augment": "flip",
                 "batch_size": 0, "learning_rate": 0}  # fmt: skip
     return found | {name: found[name] or default for name, default in defaults.items()}
