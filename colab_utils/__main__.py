@@ -174,9 +174,21 @@ def _train(shards: str, run_folder: str, **options: Any) -> Any:
     return None if os.environ.get("RANK", "0") != "0" else report  # of several processes one speaks
 
 
-def _compare(report: str, strategies: str = "", seconds: float = 30, **options: Any) -> Any:
+def _compare(
+    report: str, strategies: str = "", seconds: float = 30, against: Sequence[str] = (), **options: Any
+) -> Any:  # fmt: skip
     from colab_utils.show.report import check_receipt_folder, write_receipt
 
+    if against:
+        from colab_utils.show.comparison_charts import plot_receipts, read_receipts
+        from colab_utils.show.table import make_table
+
+        figure = plot_receipts(against)
+        Path(report).mkdir(parents=True, exist_ok=True)
+        figure.savefig(Path(report, "receipts.png"))
+        return make_table(read_receipts(against))
+    if not {"images", "annotations"} <= set(options):
+        raise ColabUtilsError("expected --images and --annotations, or --against with receipts. See --help.")
     check_receipt_folder(report)
     names = [name.strip() for name in strategies.split(",")] if strategies else None
     found = colab_utils.compare(**options, folder=Path(report) / "work", strategies=names, timeline_s=seconds)
@@ -217,11 +229,11 @@ _COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 # the commands that take it, the option, its kind, what it is and its default
 _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("check preprocess compare", "--images", _DIR, "image folder"),
-    ("check preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
+    ("check preprocess", "--images", _DIR, "image folder"),
+    ("check preprocess", "--annotations", _FILE, "COCO instance JSON"),
     ("check", "--repair", {"metavar": "OUT.json"}, "write annotations without what is defective"),
-    ("diagnose", "--images", {"metavar": "DIR"}, "image folder"),
-    ("diagnose", "--annotations", {"metavar": "FILE"}, "COCO instance JSON"),
+    ("diagnose compare", "--images", {"metavar": "DIR"}, "image folder"),
+    ("diagnose compare", "--annotations", {"metavar": "FILE"}, "COCO instance JSON"),
     ("diagnose", "--shards", {"metavar": "DIR"}, "folder of shards, in place of images and annotations"),
     ("verify", "--shards", {**_DIR, "dest": "folder"}, "folder of shards"),
     ("copy", "--shards", {**_DIR, "dest": "source"}, "folder of shards to copy from"),
@@ -258,6 +270,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),
     ("compare", "--seconds", _NUMBER, "that each runs cold, for its timeline (30)"),
     ("compare", "--report", _DIR, "folder for the receipt"),
+    ("compare", "--against", {"metavar": "JSON", "nargs": "+"}, "only chart these receipts (comparison.json files)"),
 )  # fmt: skip
 
 

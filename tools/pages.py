@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from colab_utils.runtime import write_file
+from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
 from colab_utils.show.html import WIDE, build_page
-from colab_utils.show.report import describe_comparison
+from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
 __all__ = ["PageLink", "write_demo_index", "write_notebook_page"]
 
@@ -28,6 +29,14 @@ _CELLS = """
 .anchor-link { display: none; }
 details { color: #555; }
 details summary { cursor: pointer; font-size: 15px; }
+"""
+
+# the findings side by side where there is room, and the charts no higher than one screen
+_FIRST_SCREEN = """
+h1 { font-size: 1.7rem; margin: 0 0 .3em; }
+.first { display: grid; grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); gap: 0 2rem; }
+.first h2 { font-size: 1.15rem; margin: .4em 0 .2em; }
+@media (max-width: 60rem) { .first { display: block; } }
 """
 
 
@@ -58,15 +67,22 @@ def write_notebook_page(notebook: Any, path: Path) -> Path:
     return path
 
 
-def write_demo_index(path: Path, links: Sequence[PageLink], *, comparison: Mapping[str, Any] | None = None) -> Path:
-    """Write the first page: the comparison's table and chart, then the pages of the notebooks.
+def write_demo_index(
+    path: Path,
+    links: Sequence[PageLink],
+    *,
+    comparison: Mapping[str, Any] | None = None,
+    good_day: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the first page: what a comparison found, the same on a good day, then the pages of the notebooks.
 
     Args:
         path: the HTML file.
         links: the pages, in order.
-        comparison: what ``comparison.json`` of a receipt holds; None leaves the table and the chart out.
+        comparison: what ``comparison.json`` of a receipt holds; None leaves it out.
+        good_day: the same of a second comparison, on a day when Drive is quick.
     """
-    parts = [describe_comparison(comparison, brief=True)] if comparison else ["<h1>The notebooks</h1>"]
+    parts = _show_comparison(comparison, good_day) if comparison else ["<h1>The notebooks</h1>"]
     total_s = sum(link.seconds for link in links)
     parts.append(f"<h2>The notebooks, run in {total_s / 60:.1f} minutes</h2><ol>")
     parts += [
@@ -75,11 +91,35 @@ def write_demo_index(path: Path, links: Sequence[PageLink], *, comparison: Mappi
         for number, link in enumerate(links, start=1)
     ]
     parts.append("</ol>")
-    write_file(
-        path,
-        build_page("Data loading for Mask R-CNN: the demo", "\n".join(parts), style=WIDE).encode(),
-    )
+    if comparison:
+        parts += [
+            "<h2>All figures; hours are those of COCO</h2>",
+            tabulate_comparison(comparison).to_html(),
+            *show_notes(comparison),
+        ]
+    page = build_page("Data loading for Mask R-CNN: the demo", "\n".join(parts), style=WIDE + _FIRST_SCREEN)
+    write_file(path, page.encode())
     return path
+
+
+def _show_comparison(comparison: Mapping[str, Any], good_day: Mapping[str, Any] | None) -> list[str]:
+    """The first screen: the finding, the bars beside those of a good day, and the first seconds."""
+    bars, steps = plot_comparison(comparison), plot_cold_start(comparison)
+    finding = bars.get_suptitle().replace("\n", " ")
+    for figure, width in ((bars, 9), (steps, 9)):
+        figure.set_size_inches(width, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
+    parts = [
+        f"<h1>{escape(finding)}</h1>",
+        '<div class="first"><div>',
+        show_chart(bars, ""),
+        show_chart(steps),
+        "</div>",
+    ]
+    if good_day:
+        bars = plot_comparison(good_day)
+        bars.set_size_inches(6, 1.1 + 0.42 * len(good_day["strategies"]))
+        parts += ["<div><h2>And on a good day</h2>", show_chart(bars, "p"), "</div>"]
+    return [*parts, "</div>"]
 
 
 def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:

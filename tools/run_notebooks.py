@@ -107,7 +107,12 @@ def run_demo(
                 runs.append(_run_notebook(name, notebook, output, work, on_cell=bar.update))
         titles = [_read_title(notebook) for _, notebook in loaded]
         links = [PageLink(run.page.name, title, run.seconds) for run, title in zip(runs, titles, strict=True)]
-        index = write_demo_index(output / "index.html", links, comparison=_read_comparison(work))
+        index = write_demo_index(
+            output / "index.html",
+            links,
+            comparison=_read_comparison(work, "comparison.json"),
+            good_day=_read_comparison(work, "comparison_good_day.json"),
+        )
     finally:
         _write_manifest(output, [*names, "index.html"], work)
     return DemoReport(index, work, tuple(runs), perf_counter() - started)
@@ -227,9 +232,9 @@ def _read_title(notebook: Any) -> str:
     return heading.removeprefix("# ")
 
 
-def _read_comparison(work: Path) -> dict[str, Any] | None:
-    """What notebook 05 measured; None where another set of notebooks was run."""
-    path = work / "drive" / "receipt" / "comparison.json"
+def _read_comparison(work: Path, name: str) -> dict[str, Any] | None:
+    """What notebook 05 left in its receipt; None where another set of notebooks was run."""
+    path = work / "drive" / "receipt" / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ __all__ = ["PreparedData", "PreparedFiles"]
 
 _CURE = "or compare fewer images"  # where the disk is full
 _STREAMS = 4  # files read at the same time: as many as `copy_shards` reads
+_SHARD_BYTES = 128e6  # of the shards of a large dataset, as `write_shards` makes them
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,6 @@ class PreparedFiles:
     """Bytes on the local disk."""
     once_s: float = 0.0
     """Seconds to make it, once."""
-    once_start_s: float = 0.0
-    """Seconds of ``once_s`` that any number of images takes: worker processes start."""
     session_s: float = 0.0
     """Seconds to copy it to the empty disk of a new machine, in each session."""
 
@@ -66,7 +64,7 @@ class PreparedData:
         images: the image folder.
         annotations: COCO instance JSON.
         folder: where prepared data is kept.
-        profile: the speed of Drive; None reads ``images`` as they are.
+        profile: the speed of Drive, for the seconds of a copy; all is read at full speed.
         count: images at most.
         min_size: the shorter side that training needs, pixels.
         max_size: the longer side that training needs, pixels.
@@ -130,50 +128,44 @@ class PreparedData:
     def _make(self, name: str) -> PreparedFiles:
         """Write one kind to Drive where it is missing; a file keeps what that took, for the next comparison."""
         target = self.drive / f"{name}-{self.name}"
-        marker = target.with_name(f"{target.name}.made.json")
+        marker = target.with_name(f"{target.name}.seconds")
         source = self.get("files_on_ssd" if name == "shards" else "shards_on_ssd")
         if not (marker.is_file() and target.is_dir()):
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
-            write_file(marker, json.dumps(self._write(name, source, target)).encode())
-        took = json.loads(marker.read_bytes())
+            write_file(marker, str(self._write(name, source, target)).encode())
         files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
-        once_s = source.once_s + source.session_s + took["seconds"]
-        start_s = source.once_start_s + took["start_s"]
-        return PreparedFiles(target, files, _sum_bytes(files), once_s=once_s, once_start_s=start_s)
+        once_s = source.once_s + source.session_s + float(marker.read_text())
+        return PreparedFiles(target, files, _sum_bytes(files), once_s=once_s)
 
-    def _write(self, name: str, source: PreparedFiles, target: Path) -> dict[str, float]:
-        """Write one kind; returns the seconds that it took, and those that any number of images takes."""
-        start_s, began_s = 0.0, perf_counter()
+    def _write(self, name: str, source: PreparedFiles, target: Path) -> float:
+        """Write one kind; returns the seconds that it took."""
+        began_s = perf_counter()
         if name == "shards":
-            options: Any = {"shard_mb": max(0.01, min(4.0, source.ssd_bytes / 8e6)), **self.sizes}  # 8 shards or more
-            with tempfile.TemporaryDirectory(dir=self.drive) as folder:
-                single = write_subset(self.reference.coco, [0], Path(folder, "single.json"))
-                write_shards(source.folder, single, shards=Path(folder, "shards"), **options)
-            start_s, began_s = perf_counter() - began_s, perf_counter()
-            write_shards(source.folder, self.annotations, shards=target, **options)
+            shard_mb = max(0.01, min(4.0, source.ssd_bytes / 8e6))  # 8 shards or more
+            write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb, **self.sizes)
         else:
             dataset = ShardDataset(source.folder)
             image, found = dataset[0]
             require_space(target, len(dataset) * (image.nbytes + found["masks"].nbytes), _CURE)
             (_write_tensors if name == "tensors" else _write_arrays)(dataset, target)
-        seconds = perf_counter() - began_s
-        return {"seconds": seconds, "start_s": min(start_s, seconds)}
+        return perf_counter() - began_s
 
     def _copy(self, name: str, made: PreparedFiles) -> PreparedFiles:
-        """Copy one kind from Drive to the local disk, and time that, in each comparison."""
+        """Copy one kind from Drive to the local disk in each comparison: at full speed, and time it at Drive's."""
         target = self.ssd / f"{name}-{self.name}"
         copies = tuple(target / path.relative_to(made.folder) for path in made.files)
-        began_s = perf_counter()
+        began_s, opened = perf_counter(), float(len(made.files))
         if name == "shards":
             shutil.rmtree(target, ignore_errors=True)
-            copy_shards(made.folder, target, profile=self.profile)
+            copy_shards(made.folder, target)
+            opened = 2 * made.drive_bytes / _SHARD_BYTES
         else:
             require_space(target, made.drive_bytes, _CURE)
-            _run_in_threads(
-                "copying", partial(_copy_file, profile=self.profile), list(zip(made.files, copies, strict=True))
-            )
+            _run_in_threads("copying", _copy_file, list(zip(made.files, copies, strict=True)))
         seconds = perf_counter() - began_s
+        if self.profile is not None:
+            seconds += opened * self.profile.open_s / _STREAMS + made.drive_bytes / self.profile.bytes_per_s
         return replace(made, folder=target, files=copies, session_s=seconds, ssd_bytes=made.drive_bytes)
 
 
@@ -196,9 +188,9 @@ def _explain_bad(dataset: CocoFolder, row: int) -> str:
     return ""
 
 
-def _copy_file(paths: tuple[Path, Path], profile: DriveProfile | None) -> None:
+def _copy_file(paths: tuple[Path, Path]) -> None:
     source, copy = paths
-    data = read_file(source, profile)
+    data = read_file(source)
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_bytes(data)
 

@@ -10,27 +10,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.drive import DriveProfile, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.batch import PackedBatch
+from colab_utils.loading.dataset import CocoFolder, ShardDataset, ShardFiles
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork
 
 __all__ = [
-    "DEFAULT_STRATEGIES", "STRATEGIES", "PillowFolder", "Setting", "Strategy", "choose_strategies", "deliver",
+    "COURSE_STRATEGIES", "STRATEGIES", "PillowFolder", "Setting", "Strategy", "choose_strategies", "deliver",
 ]  # fmt: skip
 
 _THREADS = 8  # that read into memory
@@ -64,8 +66,8 @@ class Strategy:
     """One way of loading.
 
     Example:
-        >>> STRATEGIES["packed"].on_drive, STRATEGIES["sequential"].on_drive
-        (False, True)
+        >>> STRATEGIES["packed"].reads, STRATEGIES["sequential"].reads
+        ('shards_on_ssd', 'files_on_drive')
     """
 
     name: str
@@ -75,15 +77,12 @@ class Strategy:
     reads: str
     """The kind of prepared data that it reads (see `PreparedData.get`)."""
     open: Callable[[Setting], Any]
-    """Gives an iterable of ``(images, targets)`` as torchvision models take them, on the device; each pass is an epoch,
-    and its ``close()`` ends what it started."""
+    """Gives an iterable of batches that `deliver` takes, such as ``(images, targets)`` on the device; each pass is an
+    epoch, and its ``close()`` ends what it started."""
     keeps: bool = False
     """Whether it keeps the samples that it read: then only later epochs show its speed."""
-
-    @property
-    def on_drive(self) -> bool:
-        """Whether it reads from Drive while it trains."""
-        return self.reads.endswith("_on_drive")
+    title: str = ""
+    """How charts call it ({} becomes "2 workers"); empty for ``name``."""
 
 
 class PillowFolder(CocoFolder):
@@ -129,25 +128,64 @@ class MappedArrays(Dataset[_Sample]):
         return image, {**target, "masks": torch.from_numpy(masks)}
 
 
+class WholeShards(ShardDataset):
+    """Shards on Drive as WebDataset streams them: each is read whole, and the next one after it.
+
+    ``order`` is the order of an epoch: the shards in random order, and the images of each. Every worker of a
+    ``DataLoader`` gets batches of each shard, so every worker reads it.
+    """
+
+    def __init__(self, folder: Path, profile: DriveProfile | None) -> None:
+        super().__init__(folder)
+        self._files, self.order = _WholeFiles(folder, profile), _ShardOrder(self.shard_of)
+
+
+class _WholeFiles(ShardFiles):
+    """Reads files whole, and keeps those of two shards in memory."""
+
+    def __init__(self, folder: Path, profile: DriveProfile | None) -> None:
+        super().__init__(folder, profile)
+        self._read = lru_cache(4)(partial(read_file, profile=profile))
+
+    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
+        view = memoryview(buffer).cast("B")
+        view[:] = memoryview(self._read(self.folder / name))[start : start + len(view)]
+
+
+class _ShardOrder(Sampler[int]):
+    def __init__(self, shard_of: NDArray[np.int64]) -> None:
+        self._shard_of = shard_of
+
+    def __len__(self) -> int:
+        return len(self._shard_of)
+
+    def __iter__(self) -> Iterator[int]:
+        turn = np.random.permutation(self._shard_of.max() + 1)[self._shard_of]
+        return iter(np.lexsort((np.random.permutation(len(self)), turn)).tolist())
+
+
 def _count_bytes(sample: _Sample) -> int:
     return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
+
+
+class Samples(list[_Sample]):
+    """A batch as the workers hand it over."""
 
 
 class EpochLoader:
     """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`."""
 
     def __init__(self, setting: Setting, dataset: Any, prefetch: _Prefetcher) -> None:
-        sizes = setting.prepared.reference.sizes
-        self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
-        self._device = setting.device
+        sizes, order = setting.prepared.reference.sizes, getattr(dataset, "order", None)
+        self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes, sampler=order)
         with quiet_fork():
             self._batches = prefetch(dataset, batch_sampler=self._order)
+        self.workers = getattr(self._batches, "num_workers", 0)
 
-    def __iter__(self) -> Iterator[tuple[list[Tensor], list[dict[str, Any]]]]:
+    def __iter__(self) -> Iterator[Samples]:
         with quiet_fork():
             batches = iter(self._batches)
-        for samples in batches:
-            yield deliver(samples, self._device)
+        yield from map(Samples, batches)
         self._order.epoch += 1
 
     def close(self) -> None:
@@ -156,9 +194,13 @@ class EpochLoader:
         getattr(self._batches, "close", int)()
 
 
-def deliver(samples: Iterable[_Sample], device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Samples as torchvision models take them: images float32 in 0 to 1, and everything on the device."""
-    images, targets = zip(*samples, strict=True)
+def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """A batch of samples, or a packed batch, as torchvision models take it: images float32 in 0 to 1, on the device."""
+    if isinstance(batch, PackedBatch):
+        return batch.to_images(device), batch.to_targets(device)
+    if isinstance(batch, tuple):
+        return batch
+    images, targets = zip(*batch, strict=True)
     return (
         [image.to(device).float().div_(255) for image in images],
         [{key: part.to(device) if isinstance(part, Tensor) else part for key, part in t.items()} for t in targets],
@@ -168,40 +210,30 @@ def deliver(samples: Iterable[_Sample], device: str) -> tuple[list[Tensor], list
 class ThreadLoading:
     """Threads load ``ahead`` batches ahead, and one more, up to ``most``, whenever the step has to wait.
 
-    Samples stay in memory as long as they fit into ``cache_bytes``.
+    So many samples as ``cached`` stay in memory: those that were read last.
     """
 
     def __init__(
-        self, dataset: Any, batch_sampler: Iterable[list[int]], *, threads: int, ahead: int, most: int,
-        cache_bytes: float = 0.0,
-    ) -> None:  # fmt: skip
-        self._dataset, self._order, self._pool = dataset, batch_sampler, ThreadPoolExecutor(threads)
-        self._ahead, self._most, self._room = ahead, most, cache_bytes
-        self._cache: dict[int, _Sample] = {}
+        self, dataset: Any, batch_sampler: Iterable[list[int]], *, threads: int, ahead: int, most: int, cached: int = 0
+    ) -> None:
+        self._load, self._order = lru_cache(cached)(dataset.__getitem__), batch_sampler
+        self._pool, self._ahead, self._most = ThreadPoolExecutor(threads), ahead, most
 
     def __iter__(self) -> Iterator[list[_Sample]]:
         todo, pending = iter(self._order), deque[Future[list[_Sample]]]()
         while True:
             while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
-                pending.append(self._pool.submit(self._read, indices))
+                pending.append(self._pool.submit(lambda batch: [*map(self._load, batch)], indices))
             if not pending:
                 return
             if not pending[0].done():
                 self._ahead = min(self._ahead + 1, self._most)
             yield pending.popleft().result()
 
-    def _read(self, indices: list[int]) -> list[_Sample]:
-        samples = [self._cache.get(index) or self._dataset[index] for index in indices]
-        for index, sample in zip(indices, samples, strict=True):
-            if index not in self._cache and (size := _count_bytes(sample)) < self._room:
-                self._room -= size
-                self._cache[index] = sample
-        return samples
-
     def close(self) -> None:
         """Forget the samples; a thread that hangs in a read is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._cache.clear()
+        self._load.cache_clear()
 
 
 def _open_dataset(setting: Setting, kind: str) -> Any:
@@ -212,7 +244,9 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
         return PillowFolder(made.folder, setting.prepared.annotations, profile=profile)
     if name == "tensors":
         return SavedTensors(made.files, profile)
-    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder, profile=profile)
+    if kind == "shards_on_drive":
+        return WholeShards(made.folder, profile)
+    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder)
 
 
 def _open_in_memory(setting: Setting) -> EpochLoader:
@@ -232,7 +266,7 @@ def _open_in_memory(setting: Setting) -> EpochLoader:
 
 def _open_packed(setting: Setting, dataset: ShardDataset | None = None) -> Loader:
     dataset = _open_dataset(setting, "shards_on_ssd") if dataset is None else dataset
-    return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, device=setting.device)
+    return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, deliver="packed")
 
 
 class _ArrivingLoader:
@@ -269,75 +303,64 @@ def _by_thread(setting: Setting) -> _Prefetcher:
 
 
 def _tune(setting: Setting) -> _Prefetcher:
-    share = len(setting.prepared) / setting.prepared.total  # of the dataset, and so of the memory
-    room = _CACHE_SHARE * share * find_free_memory()
-    return partial(ThreadLoading, threads=_THREADS, ahead=1, most=_MOST_AHEAD, cache_bytes=room)
+    prepared = setting.prepared
+    share = len(prepared) / prepared.total  # of the dataset, and so of the memory
+    cached = int(_CACHE_SHARE * share * find_free_memory() / _count_bytes(prepared.reference[0]))
+    return partial(ThreadLoading, threads=_THREADS, ahead=1, most=_MOST_AHEAD, cached=cached)
 
 
-def _use(name: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> Strategy:
+def _use(name: str, title: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> Strategy:
     """A strategy of a dataset and a prefetcher."""
 
     def open_epochs(setting: Setting) -> EpochLoader:
         return EpochLoader(setting, _open_dataset(setting, reads), prefetch(setting))
 
-    return Strategy(name, idea, reads, open_epochs, keeps=prefetch is _tune)
+    return Strategy(name, idea, reads, open_epochs, keeps=prefetch is _tune, title=title)
 
 
-_FROM_FILES: dict[str, tuple[str, Callable[[Setting], _Prefetcher]]] = {
-    "sequential": ("The training loop loads each image itself", _by_workers(0)),
-    "thread_queue": ("A thread loads 4 batches ahead", _by_thread),
-    "process_queue": ("A process (a DataLoader's one worker) loads 4 batches ahead", _by_workers(1, ahead=_QUEUED)),
-    "dataloader": ("A DataLoader's workers load ahead, as in torchvision's references", _by_workers()),
-    "autotuned": ("Cache, shuffle, batch and prefetch, with sizes chosen while it runs", _tune),
-}
-
-
-def _list_strategies() -> Iterator[Strategy]:
-    for end, disk, place in (("", "drive", "Drive"), ("_on_ssd", "ssd", "the local disk")):
-        for name, (idea, prefetch) in _FROM_FILES.items():
-            yield _use(f"{name}{end}", f"{idea}, from {place}.", f"files_on_{disk}", prefetch)
-        yield _use(f"saved_tensors{end}", f"Resized and converted once, a .pt an image, by a DataLoader from {place}.",
-                   f"tensors_on_{disk}", _by_workers())  # fmt: skip
-    for count in range(5):
-        idea = f"A DataLoader with {count} workers, from Drive."
-        yield _use(f"dataloader_{count}", idea, "files_on_drive", _by_workers(count))
-    for disk, idea in (("drive", "Files packed into shards, read from Drive by a DataLoader."),
-                       ("ssd", "The shards are copied to the local disk first.")):  # fmt: skip
-        yield _use(f"shards_on_{disk}", idea, f"shards_on_{disk}", _by_workers())
-    yield _use("memory_mapped", "One file of all images and masks, mapped into memory.", "arrays_on_ssd",
-               _by_workers(0))  # fmt: skip
-    yield Strategy("in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
-                   _open_in_memory, keeps=True)  # fmt: skip
-    yield Strategy("packed", "From the same shards, workers send packed masks through reused buffers (make_loader).",
-                   "shards_on_ssd", _open_packed)  # fmt: skip
-    yield Strategy("train_while_copying", "make_loader starts with the first shard that is copied (ArrivingShards).",
-                   "arriving_shards_on_drive", _ArrivingLoader)  # fmt: skip
-
-
-STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _list_strategies()}
-"""All of them by name."""
-
-DEFAULT_STRATEGIES = (
-    "sequential", "thread_queue", "process_queue", "dataloader", "saved_tensors", "memory_mapped", "in_memory",
-    "autotuned", "dataloader_on_ssd", "shards_on_drive", "shards_on_ssd", "packed", "train_while_copying",
+_FILES, _WORKERS = "files_on_drive", _by_workers()
+_USES: tuple[tuple[str, str, str, str, Callable[[Setting], _Prefetcher]], ...] = (
+    ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _by_workers(0)),
+    ("thread_queue", "thread ahead", "A thread loads 4 batches ahead.", _FILES, _by_thread),
+    ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _by_workers(1, ahead=_QUEUED)),
+    ("dataloader", "{}", "A DataLoader's workers load ahead, as in torchvision's own.", _FILES, _WORKERS),
+    ("saved_tensors", ".pt files on Drive", "Resized, converted once: a .pt an image.", "tensors_on_drive", _WORKERS),
+    ("memory_mapped", "memory map on SSD", "All pixels and masks in one mapped file.", "arrays_on_ssd", _by_workers(0)),
+    ("autotuned", "tuned pipeline", "Cache, shuffle, batch and prefetch, with sizes chosen on the way.", _FILES, _tune),
+    ("dataloader_on_ssd", "loose files on SSD", "The image files are copied first.", "files_on_ssd", _WORKERS),
+    ("shards_on_drive", "shards on Drive", "Workers read shards whole, in turn.", "shards_on_drive", _WORKERS),
+    ("shards_on_ssd", "shards on SSD", "The shards are copied to the local disk first.", "shards_on_ssd", _WORKERS),
 )  # fmt: skip
-"""What `compare` times where nothing is named."""
+_OURS = (
+    Strategy("in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
+             _open_in_memory, keeps=True, title="all in memory"),
+    Strategy("packed", "From the same shards, make_loader's workers send packed masks through reused buffers.",
+             "shards_on_ssd", _open_packed, title="make_loader"),
+    Strategy("train_while_copying", "make_loader starts with the first shard that is copied (ArrivingShards).",
+             "arriving_shards_on_drive", _ArrivingLoader, title="make_loader while copying"),
+)  # fmt: skip
+
+STRATEGIES = {strategy.name: strategy for strategy in (*(_use(*row) for row in _USES), *_OURS)}
+"""What people are told to use, and ours, by name; `compare` times them all where nothing is named."""
+
+COURSE_STRATEGIES = ("sequential", "dataloader", "shards_on_drive", "shards_on_ssd", "packed")
+"""The steps of the course in its order, each on top of the one before."""
 
 
 def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Strategy]:
-    """Strategies by name, or as they are, each once; None takes `DEFAULT_STRATEGIES`.
+    """Strategies by name, or as they are, each once; None takes all of `STRATEGIES`.
 
     Raises:
         ColabUtilsError: an unknown name, or none.
 
     Example:
-        >>> [strategy.idea for strategy in choose_strategies(["dataloader_3"])]
-        ['A DataLoader with 3 workers, from Drive.']
+        >>> [strategy.title for strategy in choose_strategies(["sequential"])]
+        ['plain loop']
         >>> choose_strategies(["teleport"])
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected strategies among ...; found 'teleport': choose some of them
     """
-    named = DEFAULT_STRATEGIES if named is None else named
+    named = [*STRATEGIES] if named is None else named
     wanted = dict.fromkeys(one.strip() if isinstance(one, str) else one for one in named)
     unknown = [one for one in wanted if isinstance(one, str) and one not in STRATEGIES]
     if unknown or not wanted:

@@ -61,7 +61,7 @@ _SCRIPT = """(() => {
         fill(box, "#0072B2", ready ? 1 : 0, ready ? batch : "");
       });
       past.style.clipPath = `inset(0 ${100 - 100 * t / seconds}% 0 0)`;
-      count.textContent = `${done} batches in ${t.toFixed(2)} s`;
+      count.textContent = `${done} batches in ${t.toFixed(1)} s`;
       slider.value = t / seconds;
     };
     const advance = now => {
@@ -149,9 +149,8 @@ def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[li
 
 
 def explore_simulation(
-    *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, step_cv: float = 0.0,
-    prefetch: int = 2,
-) -> Any:  # fmt: skip
+    *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, prefetch: int = 2
+) -> Any:
     """Sliders for what `simulate` takes: each redraws the chart, and says how long the step waits.
 
     Arguments are those of `simulate`, and where the sliders start; a button goes back to them, others to known cases.
@@ -161,7 +160,6 @@ def explore_simulation(
         load_s: mean seconds in which one worker loads one batch, more than 0.
         step_s: mean seconds of one training step, more than 0.
         load_cv: spread of the loading times, standard deviation / mean.
-        step_cv: the same for the step; it has no slider.
         prefetch: batches asked for ahead of time for each worker.
 
     Returns:
@@ -195,7 +193,7 @@ def explore_simulation(
     view, buttons = ipywidgets.HTML(), ipywidgets.HBox(layout={"flex_flow": "row wrap"})
 
     def redraw(_change: Any = None) -> None:
-        view.value = _draw_settings(**{key: slider.value for key, slider in sliders.items()}, step_cv=step_cv)
+        view.value = _draw_settings(**{key: slider.value for key, slider in sliders.items()})
 
     def jump(values: tuple[float, ...]) -> None:
         for slider, value in zip(sliders.values(), values, strict=True):

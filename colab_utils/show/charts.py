@@ -59,8 +59,8 @@ def plot_first_seconds(
             done = sum(1 for _, end_s in spans if end_s <= shown_s)
             _write(axis, f"waits {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
-        colour = _ORANGE if name in steps else _BLUE
-        axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.5)
+        edges = {"edgecolors": "white", "linewidth": min(0.5, 25 / max(1, len(spans)))}
+        axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=_ORANGE if name in steps else _BLUE, **edges)
     axis.set_xlim(0, shown_s)
     return figure
 

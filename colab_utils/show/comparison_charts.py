@@ -1,14 +1,16 @@
-"""The charts of a comparison: images a second, the first seconds, and minutes over the epochs."""
+"""The charts of a comparison: images a second, the first seconds, hours over the epochs, and many receipts at once."""
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from colab_utils.errors import ColabUtilsError
-from colab_utils.show.charts import draw_lanes, format_figure, label_axes, plot_bars
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.show import charts
 from colab_utils.show.pictures import PALETTE, make_figure
 
 if TYPE_CHECKING:
@@ -16,28 +18,28 @@ if TYPE_CHECKING:
 
     from colab_utils.comparison.compare import Comparison
 
-__all__ = ["name_strategy", "plot_comparison", "plot_epochs", "plot_first_seconds"]
+__all__ = [
+    "describe_gain", "list_steps", "plot_cold_start", "plot_comparison", "plot_epochs", "plot_receipts",
+    "read_receipts", "summarise_receipt",
+]  # fmt: skip
 
-_STRATEGY_NAMES = {
-    "sequential": "loose files on Drive, no workers",
-    "thread_queue": "loose files on Drive, a thread ahead",
-    "process_queue": "loose files on Drive, a process ahead",
-    "dataloader": "loose files on Drive",
-    "saved_tensors": ".pt files on Drive",
-    "memory_mapped": "memory-mapped arrays on SSD",
-    "in_memory": "all samples in memory",
-    "autotuned": "loose files on Drive, tuned pipeline",
-    "shards_on_drive": "shards on Drive",
-    "shards_on_ssd": "shards on SSD",
-    "packed": "packed shards on SSD",
-    "train_while_copying": "packed shards, while copied",
+_COURSE = {  # each step on top of the one before
+    "sequential": "plain loop",
+    "dataloader": "+ {}",
+    "shards_on_drive": "+ shards",
+    "shards_on_ssd": "+ local SSD",
+    "packed": "+ make_loader",
 }
-_BASE = "#777777"
+_BLUE, _ORANGE, _GREY, _INK = PALETTE[0], PALETTE[1], "#777777", "#1a1a1a"
 _TIE = 0.95  # closer than this, the order of two bars means nothing
+_TIMES = "times as fast"
+_Content = Mapping[str, Any]  # what a receipt's ``comparison.json`` holds, or one of its rows
 
 
-def plot_comparison(comparison: Comparison | Mapping[str, Any]) -> Figure:
+def plot_comparison(comparison: Comparison | _Content) -> Figure:
     """Images per second of every strategy, how long its step waits, and the speed of the step itself as a line.
+
+    The five strategies of the course are named as its steps. What is not timed yet has no bar.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
@@ -46,132 +48,218 @@ def plot_comparison(comparison: Comparison | Mapping[str, Any]) -> Figure:
         ColabUtilsError: no strategy was timed.
     """
     content, rows = _read_rows(comparison, "images_per_second")
-    fair = {name: row for name, row in rows.items() if row["comparable"]} or rows
-    best = max(row["images_per_second"] for row in fair.values())
-    winners = [row for row in fair.values() if row["images_per_second"] >= _TIE * best]
+    names, (_, best) = _name_rows(content), _find_gain(content)
     limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in rows.values())
-    names = {name: name_strategy(name) for name in rows}
-    return plot_bars(
-        {names[name]: row["images_per_second"] for name, row in rows.items()},
-        title=_find_headline(fair.get("dataloader") or next(iter(fair.values())), winners),
-        unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
-        notes={
-            names[name]: f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
-            for name, row in rows.items()
-        },
-        spread={
-            names[name]: (min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"]))
-            for name, row in rows.items()
-        },
-        highlight=[names[row["name"]] for row in winners],
-        limit=(limit, "the step alone"),
-    )
-
-
-def name_strategy(name: str) -> str:
-    """A strategy's name as people say it; a name of your own stays as it is.
-
-    Example:
-        >>> name_strategy("dataloader_on_ssd")
-        'loose files on SSD'
-    """
-    known = _STRATEGY_NAMES.get(name) or _STRATEGY_NAMES.get(name.removesuffix("_on_ssd"), name)
-    if name not in _STRATEGY_NAMES and name.startswith("dataloader_") and name[-1].isdigit():
-        return f"{_STRATEGY_NAMES['dataloader']}, {name[-1]} workers"
-    return known.replace("on Drive", "on SSD") if name.endswith("_on_ssd") else known
-
-
-def plot_first_seconds(comparison: Comparison | Mapping[str, Any], *, seconds: float | None = None) -> Figure:
-    """When each strategy's step ran, from the moment its first batch was asked for, cold; the gaps are waiting.
-
-    Args:
-        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
-        seconds: how much of it; None takes as long as all of them ran, 30 at most.
-
-    Raises:
-        ColabUtilsError: no strategy was timed.
-    """
-    _, rows = _read_rows(comparison, "timeline")
-    lanes = {name: row["timeline"] for name, row in rows.items()}
-    shown_s = seconds or min(30.0, *(spans[-1][2] for spans in lanes.values()))
-    done = {name: sum(end <= shown_s for _, _, end in spans) for name, spans in lanes.items()}
-    most, least = max(done, key=lambda name: done[name]), min(done, key=lambda name: done[name])
-    title = f"In the first {format_figure(shown_s)} s {name_strategy(most)} trained {done[most]} batches"
-    title += f", {name_strategy(least)} {done[least]}" if done[least] < done[most] else ""
-    spans = {
-        name_strategy(name): [(begin, end - begin) for _, begin, end in lane if begin < shown_s]
-        for name, lane in lanes.items()
-    }
-    return draw_lanes(title, spans, seconds=shown_s, lit=len(spans))
-
-
-def plot_epochs(comparison: Comparison | Mapping[str, Any]) -> Figure:
-    """Minutes since the beginning over the epochs of one session, what is made and copied before included.
-
-    Drawn are the baseline, in grey, and the three strategies that end first; a dot is where one has caught up with the
-    baseline.
-
-    Args:
-        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
-
-    Raises:
-        ColabUtilsError: no strategy was timed.
-    """
-    import numpy as np
-
-    content, rows = _read_rows(comparison, "epoch_minutes", fair=True)
-    base, paid = content["baseline"], {name: row["paid_back_epochs"] or 0.0 for name, row in rows.items()}
-    epochs = max(3, min(12, math.ceil(1.5 * min(filter(None, paid.values()), default=2))))
-    minutes = {name: _add_up(row, epochs) for name, row in rows.items()}
-    order = sorted(minutes, key=lambda name: minutes[name][-1])
-    drawn = [name for name in order if name != base][:3]
-    best = next(iter(drawn), base)
-    title = f"{epochs} epochs take {format_figure(minutes[best][-1])} minutes with {name_strategy(best)}"
-    if base in minutes and base != best:
-        title += f", {format_figure(minutes[base][-1])} with {name_strategy(base)}"
-        title += f": paid back after {paid[best]:.1f} epochs" if paid[best] else ""
-    figure = make_figure(title, width=12, height=6)
-    axis = figure.add_subplot()
-    label_at = -math.inf
-    for name in (name for name in order if name in (*drawn, base)):
-        colour = _BASE if name == base else PALETTE[drawn.index(name)]
-        axis.plot(range(epochs + 1), minutes[name], color=colour, linewidth=3.5)
-        label_at = max(minutes[name][-1], label_at + 0.06 * minutes[order[-1]][-1])  # names that would overlap move up
-        axis.text(epochs, label_at, f" {name_strategy(name)}", color=colour, fontsize=14, va="center", parse_math=False)
-        if name != base and 0 < paid[name] <= epochs:
-            axis.plot(paid[name], np.interp(paid[name], range(epochs + 1), minutes[name]), "o", color=colour, ms=10)
-    axis.set_xlim(0, epochs)
-    axis.set_xticks(range(epochs + 1))
-    label_axes(axis, "epochs of one session", "minutes")
+    notes, spread = dict[str, str](), dict[str, tuple[float, float]]()
+    for name, row in rows.items():
+        notes[names[name]] = f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
+        spread[names[name]] = min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"])
+    figure = charts.plot_bars(
+        {names[row["name"]]: row["images_per_second"] or 0.0 for row in content["strategies"]},
+        title=describe_gain(content), unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
+        notes=notes, spread=spread, highlight=names[best["name"]], limit=(limit, "the step alone"),
+    )  # fmt: skip
+    for row, text in zip(content["strategies"], figure.axes[0].texts, strict=False):
+        if row["name"] not in rows:
+            text.set_text("not timed" if row["note"] else "…")
     return figure
 
 
+def plot_first_seconds(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
+    """An earlier name."""
+    return plot_cold_start(comparison, seconds=seconds)
+
+
+def name_strategy(name: str) -> str:
+    """An earlier name."""
+    return name.replace("_", " ")
+
+
+def list_steps(comparison: Comparison | _Content) -> dict[str, list[tuple[float, float]]]:
+    """When each step of a cold run began and ended, by strategy: the rows of `charts.plot_first_seconds`.
+
+    Of more than five strategies, those of the course are taken.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    content, rows = _read_rows(comparison, "timeline")
+    shown = [name for name in rows if name in _COURSE] if len(rows) > len(_COURSE) else []
+    names = _name_rows(content)
+    return {names[name]: [(began, ended) for _, began, ended in rows[name]["timeline"]] for name in shown or rows}
+
+
+def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
+    """`charts.plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of them ran."""
+    rows = list_steps(comparison)
+    shown_s = seconds or min(spans[-1][1] for spans in rows.values())
+    done = [f"{sum(ended <= shown_s for _, ended in rows[name])} with {name.strip('+ ')}" for name in rows]
+    title = f"Batches in the first {charts.format_figure(shown_s)} seconds: "
+    title += ", ".join(dict.fromkeys((done[0], done[-1])))
+    return charts.plot_first_seconds(rows, seconds=shown_s, title=title)
+
+
+def plot_epochs(
+    comparison: Comparison | _Content, *, images: int = 118_287, epochs_a_session: int = 3, sessions: int = 3
+) -> Figure:
+    """Hours since the beginning over the epochs of a dataset of so many images, which are those of COCO.
+
+    Converting counts once, copying in each session. Drawn are the baseline, the workers, and `make_loader`, or the
+    way that ends first where it was not timed.
+
+    Args:
+        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
+        images: of the dataset; what was measured is scaled to them.
+        epochs_a_session: epochs before Colab takes the machine, and its disk, away.
+        sessions: how many of them.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    content, rows = _read_rows(comparison, "cold_ms_per_image", fair=True)
+    lines = {name: _add_up(row, images, epochs_a_session, sessions) for name, row in rows.items()}
+    total = {name: hours[-1] for name, (_, hours) in lines.items()}
+    best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
+    drawn = [name for name in dict.fromkeys((content["baseline"], "dataloader", best)) if name in total]
+    rival = min((name for name in drawn if name != best), key=lambda name: total[name], default=best)
+    names, epochs = _name_rows(content), epochs_a_session * sessions
+    spent = {name: f"{charts.format_figure(hours)} hours" for name, hours in total.items()}
+    title = f"{epochs} epochs of {images:,} images: {spent[best]}, {spent[rival]} with {names[rival].strip('+ ')}"
+    own, other = (_add_up(rows[name], images, epochs_a_session, 100) for name in (best, rival))
+    if (paid := _find_pay_back(own, other)) is not None:
+        title = f"Paid back {'in the first epoch' if paid <= 1 else f'after {paid:.1f} epochs'}. {title}"
+    figure = make_figure(title, width=12, height=5.5)
+    axis, label_at = figure.add_subplot(), 0.0
+    for name in sorted(drawn, key=lambda name: total[name]):
+        colour = _BLUE if name == best else _GREY if name == content["baseline"] else _ORANGE
+        axis.plot(*lines[name], color=colour, linewidth=4)
+        label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))  # names do not overlap
+        text = f" {names[name]}: {spent[name]}"
+        axis.text(epochs, label_at, text, fontsize=15, va="center", color=_INK, parse_math=False)
+    for session in range(1, sessions):
+        axis.axvline(session * epochs_a_session, color=_GREY, linewidth=1, linestyle=":")
+    axis.set_xlim(0, epochs)
+    axis.set_xticks(range(epochs + 1))
+    charts.label_axes(axis, "epochs; at a dotted line a new session copies again", "hours")
+    return figure
+
+
+def plot_receipts(receipts: Sequence[str | Path]) -> Figure:
+    """How many times as fast each machine trains, and how long its step waits before and after; the fastest first.
+
+    Args:
+        receipts: ``comparison.json`` files of many machines.
+
+    Raises:
+        ColabUtilsError: no file, or one that is no receipt.
+    """
+    lines = sorted(read_receipts(receipts), key=lambda line: -line[_TIMES])
+    before, after, times = (median(line[key] for line in lines) for key in ("waits before", "waits after", _TIMES))
+    title = f"{len(lines)} receipts: the step waits {before:.0%} → {after:.0%} of the time"
+    names = [f"{number}. {line['receipt']}: {line['machine']}" for number, line in enumerate(lines, start=1)]
+    return charts.plot_bars(
+        {name: line[_TIMES] for name, line in zip(names, lines, strict=True)},
+        title=f"{title}, and trains {charts.format_figure(times)} times as fast (medians)",
+        unit="times as many images/s as before",
+        notes={
+            name: f"waits {line['waits before']:.0%} → {line['waits after']:.0%}"
+            for name, line in zip(names, lines, strict=True)
+        },
+        highlight=names,
+    )
+
+
+def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """`summarise_receipt` of each ``comparison.json``; a receipt has the name of its file, or of its folder.
+
+    Raises:
+        ColabUtilsError: no file, or one that is no receipt.
+    """
+    found, place = list[dict[str, Any]](), Path()
+    try:
+        for place in [Path(one).absolute() for one in receipts or ("no file",)]:
+            name = place.parent.name if place.stem == "comparison" else place.stem
+            found.append({"receipt": name, **summarise_receipt(json.loads(place.read_text(encoding="utf-8")))})
+        return found
+    except (ColabUtilsError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ColabUtilsError(
+            f"expected receipts (comparison.json), found {place} ({describe_error(error)}). Name what compare wrote."
+        ) from None
+
+
+def summarise_receipt(comparison: Comparison | _Content) -> dict[str, Any]:
+    """A line for the class sheet: the machine, and the baseline beside the best way.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    content, _ = _read_rows(comparison, "images_per_second")
+    machine, pair = content["machine"], dict(zip(("before", "after"), _find_gain(content), strict=True))
+    line = {"machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores", "step": content["step"]}
+    line["drive"] = content["drive"].partition(",")[0]
+    for when, row in pair.items():
+        line |= {when: row["title"], f"waits {when}": round(row["wait_share"], 3)}
+        line |= {f"images/s {when}": round(row["images_per_second"], 1)}
+    return line | {_TIMES: round(pair["after"]["ratio"], 1)}
+
+
+def describe_gain(comparison: Comparison | _Content) -> str:
+    """The finding in one sentence: how long the step waits before and after, and how many times as fast it trains.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    now, best = _find_gain(_read_rows(comparison, "images_per_second")[0])
+    waits = f"The step waits {now['wait_share']:.0%}"
+    if best["ratio"] < 1.1:
+        return f"{waits} of the time with the {now['title']}" + ("" if now is best else ": no way is 10% faster")
+    times = f"{charts.format_figure(best['ratio'])} times as many images/s as the {now['title']}"
+    return f"{waits} → {best['wait_share']:.0%} of the time, and trains {times}"
+
+
+def _find_gain(content: _Content) -> tuple[_Content, _Content]:
+    """The baseline, and the best way that delivers the same samples; of those that tie, `make_loader` or the last."""
+    rows = {row["name"]: row for row in content["strategies"] if row["images_per_second"]}
+    fair = {name: row for name, row in rows.items() if row["comparable"]} or rows
+    least = _TIE * max(row["images_per_second"] for row in fair.values())
+    best = [name for name, row in fair.items() if row["images_per_second"] >= least]
+    return fair[content["baseline"]], fair["packed" if "packed" in best else best[-1]]
+
+
 def _read_rows(
-    comparison: Comparison | Mapping[str, Any], key: str, *, fair: bool = False
-) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The comparison as ``comparison.json`` has it, and its strategies with ``key``, ``fair``: the comparable ones."""
+    comparison: Comparison | _Content, key: str, *, fair: bool = False
+) -> tuple[_Content, dict[str, _Content]]:
+    """The comparison as ``comparison.json`` has it, and its strategies with ``key``; ``fair``: the comparable ones."""
     content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    timed = [row for row in content["strategies"] if row[key] not in (None, (), [])]
-    rows = {row["name"]: row for row in timed if row["comparable"] or not fair}
+    rows = {row["name"]: row for row in content["strategies"] if row[key] not in (None, (), [])}
     if not rows:
         raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
-    return content, rows
+    return content, {name: row for name, row in rows.items() if row["comparable"] or not fair} or rows
 
 
-def _add_up(row: Mapping[str, Any], epochs: int) -> list[float]:
-    """Minutes at the start, after the first epoch, and after each later one."""
-    start = (row["once_minutes"] or 0) + (row["session_minutes"] or 0)
-    first = start + (row["first_epoch_minutes"] or row["epoch_minutes"])
-    return [start, *(first + n * row["epoch_minutes"] for n in range(epochs))]
+def _name_rows(content: _Content) -> dict[str, str]:
+    """What each strategy is called in a chart: as a step of the course, where those are what was compared."""
+    titles = {row["name"]: row["title"] for row in content["strategies"]}
+    is_course = [*titles] == [*_COURSE]
+    return {name: _COURSE[name].format(titles[name]) if is_course else titles[name] for name in titles}
 
 
-def _find_headline(now: Mapping[str, Any], winners: Sequence[Mapping[str, Any]]) -> str:
-    """How much faster the best ways are than today's, and how long the step waits today."""
-    name, wait = name_strategy(now["name"]), f"the step waits {now['wait_share']:.0%} of the time"
-    factor = max(row["images_per_second"] for row in winners) / max(now["images_per_second"], 1e-9)
-    if factor < 1.1:
-        return f"{name[:1].upper()}{name[1:]}: {wait}, and no other way of loading is 10% faster"
-    if len(winners) > 1:
-        return f"{len(winners)} other ways train about {factor:.1f} times as fast as {name}, where {wait}"
-    best = name_strategy(winners[0]["name"])
-    return f"{best[:1].upper()}{best[1:]} train {factor:.1f} times as fast as {name}, where {wait}"
+def _add_up(row: _Content, images: int, epochs_a_session: int, sessions: int) -> tuple[list[float], list[float]]:
+    """Epochs done, and the hours since the beginning, at each corner of a strategy's line."""
+    later_ms = (epochs_a_session - 1) * 1000 / row["images_per_second"]
+    parts = ((0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (epochs_a_session, later_ms))
+    at, total_ms = [0.0], [row["once_ms_per_image"]]
+    for begun in range(0, sessions * epochs_a_session, epochs_a_session):
+        for done, took_ms in parts:
+            at.append(begun + done)
+            total_ms.append(total_ms[-1] + took_ms)
+    return at, [ms * images / 3.6e6 for ms in total_ms]
+
+
+def _find_pay_back(own: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> float | None:
+    """Epochs after which one line stays below the other; None where it does not, or is from the start."""
+    import numpy as np
+
+    at = np.arange(0, own[0][-1] + 0.005, 0.01)
+    behind = np.flatnonzero(np.interp(at, *own) >= np.interp(at, *other))
+    return float(at[behind[-1] + 1]) if len(behind) > 0 and behind[-1] + 1 < len(at) else None

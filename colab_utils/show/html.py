@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WIDE", "build_page", "embed_figure"]
 
-WIDE = "body { max-width: 78rem; }"  # for pages whose table matters more than their prose
+# for pages whose table matters more than their prose; on a phone a chart scrolls, so that its text can be read
+WIDE = """body { max-width: 78rem; } pre { overflow-x: auto; }
+@media (max-width: 45rem) { .chart img { max-width: none; width: 44rem; } }"""
 
 _STYLE = """
 :root { color-scheme: light; }

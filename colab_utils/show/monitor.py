@@ -87,8 +87,7 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
             held = [float(line.gpu_bytes or 0) for line in lines]
             parts.append(_draw_curve("GPU memory", held, format_bytes(last.gpu_bytes)))
         parts.append("</div>")
-        evaluated = next((line for line in reversed(lines) if line.ap), None)
-        if evaluated:
+        for evaluated in [line for line in lines if line.ap][-1:]:
             found = f"masks {evaluated.ap.segm:.0%} of perfect, boxes {evaluated.ap.bbox:.0%} (average precision)"
             parts.append(f'<p style="margin:.4em 0">after step {evaluated.ap_step:,}: {found}</p>')
     return f'<div style="color:inherit;font:15px/1.4 system-ui,sans-serif;max-width:72rem">{"".join(parts)}</div>'

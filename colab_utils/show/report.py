@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import Machine, format_bytes, write_file
-from colab_utils.show.comparison_charts import name_strategy, plot_comparison, plot_epochs, plot_first_seconds
+from colab_utils.show import comparison_charts
 from colab_utils.show.html import WIDE, build_page, embed_figure
 from colab_utils.show.table import Table, make_table
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from colab_utils.comparison.compare import Comparison
 
 __all__ = [
-    "check_receipt_folder", "describe_comparison", "describe_null_results", "tabulate_comparison", "write_receipt",
+    "check_receipt_folder", "describe_null_results", "show_chart", "show_notes", "tabulate_comparison", "write_receipt",
 ]  # fmt: skip
 
 _TITLE = "Receipt: ways of loading, side by side"
+_COCO_IMAGES = 118_287
+_AHEAD = "Loading ahead hides the step behind the loading, and no more: it helps where the two take about as long."
+_HELPS = dict.fromkeys(("thread_queue", "process_queue", "dataloader"), _AHEAD) | {
+    "shards_on_drive": "Shards make the copy to the SSD quick: they help there.",
+    "saved_tensors": "Its files are larger than the photos: it helps where decoding takes longer than reading.",
+}
+_IDLE = "The step hardly waits here: it helps where Drive is slower, or the step faster."
 
 
 def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
@@ -37,30 +47,27 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
     Raises:
         ColabUtilsError: the folder cannot be written, or holds a page that is no receipt.
     """
-    folder = Path(folder)
+    folder, content = Path(folder), json.loads(json.dumps(asdict(comparison)))
     check_receipt_folder(folder)
-    content = json.loads(json.dumps(asdict(comparison)))
-    parts = [describe_comparison(content), _to_html("p", describe_null_results(content), "note")]
-    for heading, plot in (("When it is paid back", plot_epochs), ("The first seconds, cold", plot_first_seconds)):
-        try:
-            parts += [f"<h2>{heading}</h2>", embed_figure(plot(content))]
-        except ColabUtilsError:
-            continue  # nothing of it was measured
-    parts.append("<h2>What each name means</h2><dl>")
-    for row in content["strategies"]:
-        parts.append(_to_html("dt", f"{name_strategy(row['name'])} ({row['name']})") + _to_html("dd", row["idea"]))
-    parts.append('</dl><p class="quiet">All numbers of this page: <a href="comparison.json">comparison.json</a>.</p>')
-    data = content["dataset"]
-    parts.append(_to_html("p", f"Data: {data['name']}, fingerprint {data['fingerprint']}.", "quiet"))
-    page = build_page(_TITLE, "\n".join(parts), style=WIDE)
-    try:
+    line = "\t".join(map(str, comparison_charts.summarise_receipt(content).values()))
+    data, rows = content["dataset"], content["strategies"]
+    parts = [
+        show_chart(comparison_charts.plot_comparison(content), "h1"),
+        "<h2>Your line for the class sheet</h2>", _to_html("pre", line),
+        show_chart(comparison_charts.plot_cold_start(content)),
+        show_chart(comparison_charts.plot_epochs(content)),
+        "<h2>All figures; hours are those of COCO</h2>", tabulate_comparison(content).to_html(), *show_notes(content),
+        "<h2>What did not help here, and when it would</h2>",
+        *(_to_html("p", line) for line in describe_null_results(content).splitlines()),
+        "<h2>What each name means</h2>",
+        *(_to_html("p", f"{row['title']} ({row['name']}): {row['idea']}") for row in rows),
+        '<p class="quiet">All numbers of this page: <a href="comparison.json">comparison.json</a>.</p>',
+        _to_html("p", f"Data: {data['name']}, fingerprint {data['fingerprint']}.", "quiet"),
+    ]  # fmt: skip
+    with explain_write(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / "comparison.json", (json.dumps(content, indent=1) + "\n").encode())
-        write_file(folder / "index.html", page.encode())
-    except OSError as error:
-        raise ColabUtilsError(
-            f"expected to write the receipt into {folder}, found: {error.strerror or error}. Choose another folder."
-        ) from error
+        write_file(folder / "index.html", build_page(_TITLE, "\n".join(parts), style=WIDE).encode())
     return folder / "index.html"
 
 
@@ -79,97 +86,84 @@ def check_receipt_folder(folder: str | Path) -> None:
 
 
 def tabulate_comparison(comparison: Comparison | Mapping[str, Any], *, brief: bool = False) -> Table:
-    """What each strategy reached and what it costs, one row each; ``comparison.json`` holds more.
+    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's 118,287 images.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
         brief: only the five columns that you read first.
     """
     content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = [_tabulate_row(row) for row in content["strategies"]]
-    first = ("", "images/s", "waits", "first batch s", "CPU ms per image")
-    return make_table([{key: row[key] for key in first} for row in rows] if brief else rows)
+    return make_table([dict([*_tabulate_row(row)][: 5 if brief else None]) for row in content["strategies"]])
 
 
-def _tabulate_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    def show(key: str) -> float | str | None:
-        if row[key] is None:
-            return None
-        return format_bytes(row[key]) if key.endswith("_bytes") else round(row[key], 1)
+def _tabulate_row(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def scale(key: str, factor: float = 1.0) -> float | None:
+        return None if row[key] is None else round(row[key] * factor, 1)
 
-    ratio = row["ratio"]
-    return {
-        "": name_strategy(row["name"]),
-        "images/s": show("images_per_second"),
-        "times as fast": f"{ratio:.2f} [{row['ratio_low']:.2f}-{row['ratio_high']:.2f}]" if ratio is not None else None,
-        "cold images/s": show("cold_images_per_second"),
-        "waits": None if row["wait_share"] is None else f"{row['wait_share']:.0%}",
-        "first batch s": show("first_batch_s"),
-        "CPU ms per image": show("cpu_ms_per_image"),
-        "RAM": show("ram_bytes"),
-        "on Drive": show("drive_bytes"),
-        "on SSD": show("ssd_bytes"),
-        "once, min": show("once_minutes"),
-        "each session, min": show("session_minutes"),
-        "epoch, min": show("epoch_minutes"),
-        "paid back after, epochs": show("paid_back_epochs"),
-        "same samples": "yes" if row["comparable"] else f"no: {row['difference']}",
-        "read from": row["place"],
-        "note": row["note"],
-    }
+    hours = _COCO_IMAGES / 3.6e6
+    yield "", row["title"]
+    yield "images/s", scale("images_per_second")
+    yield "waits", None if row["wait_share"] is None else f"{row['wait_share']:.0%}"
+    yield "first batch s", scale("first_batch_s")
+    yield "CPU ms", scale("cpu_ms_per_image")
+    yield "times", scale("ratio")
+    yield "on SSD", None if row["ssd_bytes"] is None else format_bytes(row["ssd_bytes"])
+    yield "once, h", scale("once_ms_per_image", hours)
+    yield "session, h", scale("session_ms_per_image", hours)
+    yield "epoch, h", scale("cold_ms_per_image", hours)
+    yield "same samples", f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()
 
 
-def describe_comparison(content: Mapping[str, Any], *, brief: bool = False) -> str:
-    """The finding, the table, the chart, and what to know about them, as HTML.
-
-    Args:
-        content: what ``comparison.json`` holds.
-        brief: a short table under a flat chart, which fits on one screen.
-    """
-    figure = plot_comparison(content)
+def show_chart(figure: Figure, heading: str = "h2") -> str:
+    """A chart as HTML under its title, which a page breaks where it must; on a narrow screen the chart scrolls."""
     finding = figure.get_suptitle().replace("\n", " ")
-    figure.suptitle("")  # the page's heading says it
-    if brief:
-        figure.set_size_inches(12, 1.6 + 0.45 * len(content["strategies"]))
-    notes = [content["note"]]
-    if any("slowed" in row["place"] for row in content["strategies"]):
-        notes.insert(0, f"Drive is a slowed folder on this machine, profile {content['drive']}")
+    figure.suptitle("")
+    title = _to_html(heading, finding) if heading else ""
+    return f'{title}<div class="scroll chart">{embed_figure(figure, alt=finding)}</div>'
+
+
+def show_notes(content: Mapping[str, Any]) -> list[str]:
+    """What to know about a comparison's figures, as HTML: what was slowed or emulated, and the machine."""
+    notes, machine = [content["note"]], Machine(**content["machine"])
     if content["step"] != "real":
-        notes.insert(
-            0,
-            f"The training step is {content['step']}: no GPU was here. It keeps 0.9 of a core busy, as a training "
-            "process does that feeds a GPU.",
-        )
+        notes.append(f"The training step is {content['step']}: it keeps 0.9 of a core busy, like one that feeds a GPU.")
+    if content["drive"] != "as it is, not slowed":
+        notes.append(f"Drive is a slowed folder on this machine, profile {content['drive']}")
     if any(not row["comparable"] for row in content["strategies"]):
         notes.append("A row that says no under “same samples” must not be compared with the others.")
-    machine = Machine(**content["machine"])
-    return "\n".join(
-        [
-            _to_html("h1", finding),
-            embed_figure(figure, alt=finding),
-            f'<div class="scroll">{tabulate_comparison(content, brief=brief).to_html()}</div>',
-            *(_to_html("p", note, "note") for note in notes if note),
-            f'<p class="quiet">{content["dataset"]["images"]:,} images, batches of {content["batch_size"]}, '
-            f"{content['workers']} workers. Each figure is the median of {content['repeats']} repeats of "
-            f"{content['batches']} batches, taken in turns; warm-up and first batch are left out. The thin line is "
-            "the lowest and the highest repeat.</p>",
-            _to_html("p", f"Machine: {machine}, torchvision {machine.torchvision}, Python {machine.python}.", "quiet"),
-        ]
+    images, times = f"{content['dataset']['images']:,} images", f"{content['repeats']} repeats"
+    quiet = (
+        f"{images}, batches of {content['batch_size']}, {content['workers']} workers. Each figure is the median of "
+        f"{times} of {content['batches']} batches, taken in turns; warm-up and first batch are left out.",
+        f"Machine: {machine}, torchvision {machine.torchvision}, Python {machine.python}.",
     )
+    return [_to_html("p", note, "note") for note in notes if note] + [_to_html("p", text, "quiet") for text in quiet]
 
 
 def describe_null_results(content: Mapping[str, Any]) -> str:
-    """What did not help, said plainly.
+    """What is less than 1.1 times as fast as the baseline, and when it would help; a line each.
 
     Example:
-        >>> describe_null_results({"no_help": ["saved_tensors"], "baseline": "dataloader"})
-        'Did not help here (less than 1.1 times as fast as loose files on Drive): .pt files on Drive.'
+        >>> row = {"name": "sequential", "title": "plain loop", "wait_share": 0.96, "comparable": True, "ratio": 1.0}
+        >>> ahead = row | {"name": "thread_queue", "title": "thread ahead", "ratio": 1.04}
+        >>> describe_null_results({"strategies": [row, ahead], "baseline": "sequential"})
+        'thread ahead: 1.0 times as fast as the plain loop. Loading ahead hides the step behind the loading, ...'
     """
-    base = name_strategy(content["baseline"])
-    if not content["no_help"]:
-        return f"Every other way was at least 1.1 times as fast as {base}."
-    names = "; ".join(map(name_strategy, content["no_help"]))
-    return f"Did not help here (less than 1.1 times as fast as {base}): {names}."
+    all_rows = (row if isinstance(row, Mapping) else asdict(row) for row in content["strategies"])
+    rows = {row["name"]: row for row in all_rows if row["ratio"] is not None and row["comparable"]}
+    base = rows.get(content["baseline"], {"title": content["baseline"], "wait_share": 0})
+    lines = [
+        f"{row['title']}: {row['ratio']:.1f} times as fast as the {base['title']}. "
+        + (_IDLE if base["wait_share"] < 0.1 else _HELPS.get(name, "It helps where Drive is not the limit."))
+        for name, row in rows.items()
+        if row is not base and row["ratio"] < 1.1
+    ]
+    loose, shards = (rows.get(name, base) for name in ("dataloader_on_ssd", "shards_on_ssd"))
+    if base not in (loose, shards) and shards["images_per_second"] < 1.1 * loose["images_per_second"]:
+        hours = (f"{row['session_ms_per_image'] * _COCO_IMAGES / 3.6e6:.1f} hours" for row in (shards, loose))
+        lines.append("{} read no faster than {}. They help before: the copy of COCO takes {}, and {} as files.".format(
+            shards["title"], loose["title"], *hours))  # fmt: skip
+    return "\n".join(lines) or f"Every other way was at least 1.1 times as fast as the {base['title']}."
 
 
 def _to_html(tag: str, text: str, css_class: str = "") -> str:

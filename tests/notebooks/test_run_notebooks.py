@@ -121,7 +121,7 @@ def test_05_times_strategies_on_equal_samples(results):
 
 def test_the_index_shows_the_result_first_and_leads_to_all_pages(demo):
     page = Page(demo.index)
-    assert page.text.index("loose files on Drive") < page.text.index("Detect the bottleneck")
+    assert page.text.index("The step waits") < page.text.index("Detect the bottleneck")
     assert "images/s" in page.text
     assert [link for link in page.links if link.endswith(".html")] == [run.page.name for run in demo.notebooks]
     assert any(source.startswith("data:image/svg+xml") for source in page.loads)

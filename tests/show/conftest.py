@@ -1,4 +1,4 @@
-"""A comparison with round numbers, as `compare` would return it."""
+"""A comparison with round numbers, as `compare` would return it on a bad day."""
 
 from __future__ import annotations
 
@@ -7,68 +7,85 @@ from dataclasses import replace
 import pytest
 
 from colab_utils.comparison.compare import Comparison, StrategyTiming
+from colab_utils.comparison.strategies import STRATEGIES
 from colab_utils.runtime import describe_machine
 
-
-@pytest.fixture
-def timing():
-    return StrategyTiming(
-        name="dataloader",
-        idea="Workers read loose files.",
-        place="slowed Drive folder, profile typical",
-        comparable=True,
-        difference="",
-        images_per_second=12.0,
-        batch_ms_median=330.0,
-        batch_ms_p95=400.0,
-        wait_share=0.7,
-        first_batch_s=1.5,
-        cpu_ms_per_image=20.0,
-        repeats_images_per_second=(11.0, 12.0, 12.5),
-        note="",
-        cold_images_per_second=10.0,
-        ratio=1.0,
-        ratio_low=1.0,
-        ratio_high=1.0,
-        ram_bytes=300_000_000,
-        drive_bytes=8_000_000,
-        ssd_bytes=0,
-        once_minutes=0.0,
-        session_minutes=0.0,
-        first_epoch_minutes=12.0,
-        epoch_minutes=10.0,
-        paid_back_epochs=0.0,
-        timeline=tuple((n * 0.5, n * 0.5 + 0.4, n * 0.5 + 0.5) for n in range(8)),
-    )
+MS_PER_IMAGE = {"once_ms_per_image": 0.0, "session_ms_per_image": 0.0}
+CONVERTED = {"once_ms_per_image": 150.0, "session_ms_per_image": 2.0}
+COURSE = {  # images/s, waits, ms
+    "sequential": (1.6, 0.96, MS_PER_IMAGE),
+    "dataloader": (3.2, 0.92, MS_PER_IMAGE),
+    "shards_on_drive": (10.0, 0.75, {"once_ms_per_image": 150.0, "session_ms_per_image": 0.0}),
+    "shards_on_ssd": (32.0, 0.2, CONVERTED),
+    "packed": (38.4, 0.04, CONVERTED),
+}
 
 
 @pytest.fixture
-def fast(timing):
-    rates = (35.0, 36.0, 38.0)
-    return replace(
-        timing, name="packed", images_per_second=36.0, wait_share=0.1, repeats_images_per_second=rates, ratio=3.0,
-        ratio_low=2.9, ratio_high=3.2, once_minutes=6.0, session_minutes=1.0, first_epoch_minutes=4.0,
-        epoch_minutes=4.0,
-        paid_back_epochs=0.875, timeline=tuple((n * 0.12, n * 0.12 + 0.02, n * 0.12 + 0.12) for n in range(40)),
-    )  # fmt: skip
+def make_timing():
+    """The row of a strategy by its name; ``settings`` replace its fields."""
+
+    def make(name, **settings):
+        rate, waits, costs = COURSE.get(name, COURSE["sequential"])
+        rate, strategy = settings.get("images_per_second", rate) or rate, STRATEGIES.get(name)
+        timing = StrategyTiming(
+            name=name,
+            title=strategy.title.replace("{}", "2 workers") if strategy else name,
+            idea="How it loads.",
+            comparable=True,
+            difference="",
+            images_per_second=rate,
+            batch_ms_median=4000 / rate,
+            batch_ms_p95=4400 / rate,
+            wait_share=waits,
+            first_batch_s=1.5,
+            cpu_ms_per_image=20.0,
+            repeats_images_per_second=(0.95 * rate, rate, 1.02 * rate),
+            ratio=rate / COURSE["sequential"][0],
+            ssd_bytes=8_000_000,
+            cold_ms_per_image=1000 / rate,
+            timeline=tuple((n * 4 / rate, (n + waits) * 4 / rate, (n + 1) * 4 / rate) for n in range(int(2 * rate))),
+            **costs,
+        )
+        return replace(timing, **settings)
+
+    return make
+
+
+@pytest.fixture
+def course(make_timing):
+    return [make_timing(name) for name in COURSE]
 
 
 @pytest.fixture
 def make_comparison():
-    def make(*timings):
-        return Comparison(
+    def make(*timings, **settings):
+        comparison = Comparison(
             machine=describe_machine(),
-            dataset={"name": "images", "fingerprint": "abc", "images": 40},
+            dataset={"name": "images", "fingerprint": "abc", "images": 40, "total": 160},
             strategies=timings,
             step="emulated 100 ms",
-            drive="typical: 59 ms per file, 65 MB/s. Measured by somebody.",
+            drive="bad: 606 ms per file, 65 MB/s. 1.65 images/s, as somebody measured.",
             batch_size=4,
             batches=8,
             repeats=3,
             workers=2,
             note="",
             baseline=timings[0].name,
-            no_help=tuple(one.name for one in timings[1:] if (one.ratio or 9) < 1.1),
         )
+        return replace(comparison, **settings)
+
+    return make
+
+
+@pytest.fixture
+def lose():
+    """A row that was never timed."""
+
+    def make(timing, note="", difference=""):
+        names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "first_batch_s", "ratio")
+        names += ("cpu_ms_per_image", "ssd_bytes", "once_ms_per_image", "session_ms_per_image", "cold_ms_per_image")
+        lost = replace(timing, **dict.fromkeys(names), repeats_images_per_second=(), timeline=())
+        return replace(lost, note=note, comparable=not difference, difference=difference)
 
     return make

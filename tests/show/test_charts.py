@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from colab_utils.diagnosis.diagnose import Diagnosis, Stage
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import charts
 from colab_utils.show.charts import plot_bars, plot_stages, plot_training
-from colab_utils.show.comparison_charts import name_strategy, plot_comparison, plot_epochs, plot_first_seconds
 from colab_utils.show.pictures import draw_pairs
 
 
@@ -152,44 +150,6 @@ def test_a_long_title_is_broken_not_cut():
     assert "\n" in title
 
 
-def test_the_comparison_says_what_waits_and_what_wins(timing, fast, make_comparison):
-    figure = plot_comparison(make_comparison(timing, fast))
-    assert figure.get_suptitle().replace("\n", " ") == (
-        "Packed shards on SSD train 3.0 times as fast as loose files on Drive, where the step waits 70% of the time"
-    )
-    assert read_bars(figure) == {"loose files on Drive": 12.0, "packed shards on SSD": 36.0}
-    assert read_texts(figure) == ["12  waits 70%", "36  waits 10%", "the step alone: 40"]
-    assert "emulated 100 ms" in figure.axes[0].get_xlabel()
-
-
-def test_a_null_result_is_said(timing, make_comparison):
-    equal = replace(timing, name="shards_on_ssd", images_per_second=12.5)
-    title = plot_comparison(make_comparison(timing, equal)).get_suptitle().replace("\n", " ")
-    assert title.endswith("and no other way of loading is 10% faster")
-
-
-def test_a_tie_is_said(timing, fast, make_comparison):
-    close = replace(fast, name="shards_on_ssd", images_per_second=35.0, wait_share=0.13)
-    figure = plot_comparison(make_comparison(timing, close, fast))
-    assert figure.get_suptitle().replace("\n", " ") == (
-        "2 other ways train about 3.0 times as fast as loose files on Drive, where the step waits 70% of the time"
-    )
-
-
-def test_what_is_not_the_same_data_never_wins(timing, fast, make_comparison):
-    cheat = replace(fast, comparable=False, difference="labels are missing")
-    figure = plot_comparison(make_comparison(timing, cheat))
-    assert "acked" not in figure.get_suptitle()
-    assert "36  waits 10%, NOT the same data" in read_texts(figure)
-
-
-def test_what_was_not_timed_has_no_bar(timing, fast, make_comparison):
-    lost = replace(fast, images_per_second=None, wait_share=None, repeats_images_per_second=(), note="disk is full")
-    assert list(read_bars(plot_comparison(make_comparison(timing, lost)))) == ["loose files on Drive"]
-    with pytest.raises(ColabUtilsError, match="strategy that was timed"):
-        plot_comparison(make_comparison(lost))
-
-
 def make_diagnosis(*stages, stall_share=0.6, step="emulated 100 ms", workers=2):
     return Diagnosis("Verdict.", 2.5, 16.0, stall_share, stages, (), "high: 40 batches", 40, step, workers=workers)
 
@@ -247,50 +207,10 @@ def test_no_losses_is_said():
         plot_training([])
 
 
-def test_first_seconds_show_how_many_batches_each_trained(timing, fast, make_comparison):
-    figure = plot_first_seconds(make_comparison(timing, fast))
-    # as long as both ran: 4 s
-    assert figure.get_suptitle().replace("\n", " ") == (
-        "In the first 4 s packed shards on SSD trained 33 batches, loose files on Drive 8"
-    )
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["loose files on Drive", "packed shards on SSD"]
-    with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
-        plot_first_seconds(make_comparison(replace(timing, timeline=())))
-
-
-def test_epochs_say_when_it_is_paid_back(timing, fast, make_comparison):
-    figure = plot_epochs(make_comparison(timing, fast))
-    assert figure.get_suptitle().replace("\n", " ") == (
-        "3 epochs take 19 minutes with packed shards on SSD, 32 with loose files on Drive: paid back after 0.9 epochs"
-    )
-    packed, dot, loose = (list(line.get_ydata()) for line in figure.axes[0].get_lines())
-    assert (loose, packed) == ([0, 12, 22, 32], [7, 11, 15, 19])
-    assert dot == [10.5]  # 0.875 epochs after the copy
-    assert read_texts(figure) == [" packed shards on SSD", " loose files on Drive"]
-    with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
-        plot_epochs(make_comparison(replace(timing, epoch_minutes=None)))
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("dataloader", "loose files on Drive"),
-        ("dataloader_on_ssd", "loose files on SSD"),
-        ("dataloader_4", "loose files on Drive, 4 workers"),
-        ("saved_tensors_on_ssd", ".pt files on SSD"),
-        ("packed", "packed shards on SSD"),
-        ("my own", "my own"),
-    ],
-)
-def test_strategies_are_named_as_people_say_it(name, said):
-    assert name_strategy(name) == said
-
-
 NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]  # formulas, one of them wrong; what legends hide; other signs
 
 
-def make_odd_figures(timing, make_comparison):
+def make_odd_figures():
     """Every figure that shows a user's names, with these names."""
     bars = dict.fromkeys(NAMES, 1.0)
     yield plot_bars(
@@ -303,17 +223,13 @@ def make_odd_figures(timing, make_comparison):
     )
     yield charts.plot_first_seconds({name: [(0.0, 1.0)] for name in NAMES}, title=NAMES[2])
     yield plot_training([SimpleNamespace(step=1, loss=1.0)], note=" ".join(NAMES), marks={1: NAMES[2]})
-    rows = [replace(timing, name=name, paid_back_epochs=1.0, epoch_minutes=9.0 + n) for n, name in enumerate(NAMES)]
-    comparison = replace(make_comparison(*rows), step=NAMES[2])
-    for plot in (plot_comparison, plot_first_seconds, plot_epochs):
-        yield plot(comparison)
     target = {"boxes": np.array([[2, 2, 6, 6]] * 4), "labels": np.arange(4), "masks": np.ones((4, 8, 8), np.uint8)}
     sample = (np.zeros((3, 8, 8), np.uint8), target)
     yield draw_pairs([sample], [sample], class_names=dict(enumerate(NAMES)), titles=(NAMES[0], NAMES[2]))
 
 
-def test_names_in_figures_are_shown_as_they_are(timing, make_comparison):
-    for figure in make_odd_figures(timing, make_comparison):
+def test_names_in_figures_are_shown_as_they_are():
+    for figure in make_odd_figures():
         figure.draw_without_rendering()  # a formula that is none would raise here
         texts = [text for text in figure.findobj(Text) if text.get_text()]
         shown = {text.get_text().strip() for text in texts}

@@ -53,9 +53,9 @@ def list_colours(figure):
 
 
 @pytest.fixture
-def figures(timing, fast, make_comparison):
+def figures(course, make_comparison):
     stages = [Stage(name, 9, 10, 1) for name in ("read", "decode", "step")]
-    comparison = make_comparison(timing, fast)
+    comparison = make_comparison(*course)
     points = [SimpleNamespace(step=n, loss=1 / n) for n in range(1, 30)]
     return {
         "bars": plot_bars({"a": 1.0, "b": 2.0}, title="", unit="", limit=(3, "limit")),

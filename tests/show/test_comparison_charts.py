@@ -1,0 +1,235 @@
+"""The charts of a comparison: the story of five steps, hours that are true of a real dataset, many receipts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from matplotlib.text import Text
+
+from colab_utils.comparison.strategies import COURSE_STRATEGIES
+from colab_utils.errors import ColabUtilsError
+from colab_utils.show.comparison_charts import (
+    describe_gain,
+    list_steps,
+    plot_cold_start,
+    plot_comparison,
+    plot_epochs,
+    plot_receipts,
+    read_receipts,
+    summarise_receipt,
+)
+
+STEPS = ["plain loop", "+ 2 workers", "+ shards", "+ local SSD", "+ make_loader"]
+
+
+def read_bars(figure):
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    return dict(zip(labels, [patch.get_width() for patch in figure.axes[0].patches], strict=True))
+
+
+def read_texts(figure):
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+def read_title(figure):
+    return figure.get_suptitle().replace("\n", " ")
+
+
+# ------------------------------------------------------------------------------------------ images a second
+
+
+def test_the_course_is_five_steps_each_on_top_of_the_one_before(course, make_comparison):
+    comparison = make_comparison(*course)
+    assert tuple(row.name for row in comparison.strategies) == COURSE_STRATEGIES
+    figure = plot_comparison(comparison)
+    figure.canvas.draw()
+    assert read_bars(figure) == dict(zip(STEPS, (1.6, 3.2, 10, 32, 38.4), strict=True))
+    assert [text.split()[-1] for text in read_texts(figure)[:5]] == ["96%", "92%", "75%", "20%", "4%"]
+    assert "the step alone: 40" in read_texts(figure)
+    assert read_title(figure) == (
+        "The step waits 96% → 4% of the time, and trains 24 times as many images/s as the plain loop"
+    )
+    assert "emulated 100 ms" in figure.axes[0].get_xlabel()
+
+
+def test_the_figure_grows_while_the_steps_are_timed(course, lose, make_comparison):
+    first, *rest = course
+    figure = plot_comparison(make_comparison(first, *(lose(row) for row in rest)))
+    assert read_bars(figure) == dict(zip(STEPS, (1.6, 0, 0, 0, 0), strict=True))
+    assert read_texts(figure)[1:5] == ["…"] * 4
+    assert read_title(figure) == "The step waits 96% of the time with the plain loop"
+    whole = plot_comparison(make_comparison(*course))
+    assert whole.axes[0].get_xlim() == pytest.approx(figure.axes[0].get_xlim())  # the axis stays as it is
+
+
+def test_other_strategies_are_named_by_what_they_are(make_timing, make_comparison):
+    names = ("sequential", "dataloader", "dataloader_on_ssd", "packed", "my own")
+    bars = read_bars(plot_comparison(make_comparison(*map(make_timing, names))))
+    assert list(bars) == ["plain loop", "2 workers", "loose files on SSD", "make_loader", "my own"]
+
+
+def test_a_null_result_is_said(make_timing, make_comparison):
+    equal = make_timing("shards_on_ssd", images_per_second=1.7, ratio=1.06)
+    title = describe_gain(make_comparison(make_timing("sequential"), equal))
+    assert title == "The step waits 96% of the time with the plain loop: no way is 10% faster"
+
+
+def test_of_ways_that_tie_make_loader_is_named(make_timing, make_comparison):
+    close = make_timing("train_while_copying", images_per_second=38.5, wait_share=0.03, ratio=24.1)
+    comparison = make_comparison(make_timing("sequential"), make_timing("packed"), close)
+    assert describe_gain(comparison).startswith("The step waits 96% → 4%")
+
+
+def test_what_is_not_the_same_data_never_wins(make_timing, make_comparison):
+    cheat = make_timing("packed", comparable=False, difference="labels are missing")
+    figure = plot_comparison(make_comparison(make_timing("sequential"), make_timing("dataloader"), cheat))
+    assert read_title(figure).startswith("The step waits 96% → 92%")
+    assert any("NOT the same data" in text for text in read_texts(figure))
+
+
+def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
+    lost = lose(make_timing("packed"), note="disk is full")
+    figure = plot_comparison(make_comparison(make_timing("sequential"), lost))
+    assert read_bars(figure) == {"plain loop": 1.6, "make_loader": 0}
+    assert read_texts(figure)[1] == "not timed"
+    with pytest.raises(ColabUtilsError, match="strategy that was timed"):
+        plot_comparison(make_comparison(lost))
+
+
+# -------------------------------------------------------------------------------------- first seconds, hours
+
+
+def test_the_rows_of_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
+    rows = list_steps(make_comparison(*course))
+    assert list(rows) == STEPS
+    assert rows["plain loop"][:2] == [(pytest.approx(2.4), 2.5), (pytest.approx(4.9), 5.0)]
+    more = make_comparison(*course, make_timing("saved_tensors"))
+    assert list(list_steps(more)) == ["plain loop", "2 workers", "shards on Drive", "shards on SSD", "make_loader"]
+    title = read_title(plot_cold_start(make_comparison(*course), seconds=5.02))
+    assert title == "Batches in the first 5 seconds: 2 with plain loop, 48 with make_loader"
+    with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
+        list_steps(make_comparison(lose(course[0])))
+
+
+def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comparison):
+    figure = plot_epochs(make_comparison(*course))
+    hours = 118_287 / 3600
+    lines = {line.get_color(): line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2}
+    assert len(lines) == 3
+    assert sorted(line.get_ydata()[-1] for line in lines.values()) == [
+        pytest.approx(9 * hours / 38.4 + (0.15 + 3 * 0.002) * hours),  # converted once, copied three times
+        pytest.approx(9 * hours / 3.2),
+        pytest.approx(9 * hours / 1.6),
+    ]
+    assert read_title(figure) == (
+        "Paid back in the first epoch. 9 epochs of 118,287 images: 13 hours, 92 hours with 2 workers"
+    )
+    assert read_texts(figure) == [" + make_loader: 13 hours", " + 2 workers: 92 hours", " plain loop: 185 hours"]
+    assert not figure.axes[0].get_legend()
+
+
+def test_names_at_the_ends_of_lines_do_not_overlap(make_timing, make_comparison):
+    close = [make_timing("sequential", images_per_second=35.0), make_timing("dataloader", images_per_second=36.0)]
+    figure = plot_epochs(make_comparison(*close, make_timing("packed")))
+    figure.canvas.draw()
+    low, middle, high = sorted(text.get_window_extent().y0 for text in figure.axes[0].texts)
+    height = figure.axes[0].texts[0].get_window_extent().height
+    assert min(middle - low, high - middle) >= height
+
+
+@pytest.mark.parametrize(
+    ("rate", "once_ms", "paid"),
+    [
+        (19.2, 10, "Paid back in the first epoch. 9 epochs"),  # 26 ms won, 10 spent
+        (19.2, 90, "Paid back after 3.5 epochs. 9 epochs"),  # and 90
+        (37.0, 100, "Paid back after "),  # long after the chart ends
+        (
+            38.4,
+            100,
+            "9 epochs of 118,287 images: 11 hours, 7.7 hours with 2 workers",
+        ),  # nothing is won: no pay-back is named
+    ],
+)
+def test_when_it_is_paid_back(make_timing, make_comparison, rate, once_ms, paid):
+    workers = make_timing("dataloader", images_per_second=rate, cold_ms_per_image=1000 / rate)
+    packed = make_timing("packed", once_ms_per_image=once_ms, session_ms_per_image=0.0)
+    title = read_title(plot_epochs(make_comparison(workers, packed)))
+    assert title.startswith(paid)
+    assert not any(word in title for word in ("never", " 0 ", "minutes"))
+
+
+def test_a_first_epoch_and_other_sessions_count(make_timing, make_comparison):
+    row = make_timing("dataloader", images_per_second=10.0, cold_ms_per_image=300.0, session_ms_per_image=50.0)
+    figure = plot_epochs(make_comparison(row), images=3_600_000, epochs_a_session=2, sessions=2)
+    (line,) = (line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2)
+    assert list(line.get_xdata()) == [0, 0, 1, 2, 2, 3, 4]
+    assert list(line.get_ydata()) == pytest.approx([0, 50, 350, 450, 500, 800, 900])
+
+
+# --------------------------------------------------------------------------------------------- many receipts
+
+
+@pytest.fixture
+def receipts(course, make_comparison, tmp_path):
+    """Two machines: one where all steps helped, one where only workers were compared."""
+    paths = [tmp_path / "anna.json", tmp_path / "ben" / "comparison.json"]
+    paths[1].parent.mkdir()
+    for path, rows in zip(paths, (course, course[:2]), strict=True):
+        path.write_text(json.dumps(asdict(make_comparison(*rows))))
+    return paths
+
+
+def test_many_receipts_in_one_chart(receipts):
+    figure = plot_receipts(receipts[::-1])
+    figure.canvas.draw()
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [name.partition(":")[0] for name in names] == ["1. anna", "2. ben"]  # the fastest first
+    assert [patch.get_width() for patch in figure.axes[0].patches] == [24, 2]
+    assert ["96% → 4%" in read_texts(figure)[0], "96% → 92%" in read_texts(figure)[1]] == [True, True]
+    assert read_title(figure) == (
+        "2 receipts: the step waits 96% → 48% of the time, and trains 13 times as fast (medians)"
+    )
+
+
+def test_a_line_for_the_class_sheet(course, make_comparison):
+    comparison = make_comparison(*course)
+    line = summarise_receipt(comparison)
+    assert line == {
+        "machine": f"{comparison.machine.gpu or 'no GPU'}, {comparison.machine.cores} cores",
+        "step": "emulated 100 ms",
+        "drive": "bad: 606 ms per file",
+        "before": "plain loop",
+        "waits before": 0.96,
+        "images/s before": 1.6,
+        "after": "make_loader",
+        "waits after": 0.04,
+        "images/s after": 38.4,
+        "times as fast": 24.0,
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"strategies": []}', '{"strategies": [{"name": 1}]}', "\x00"])
+def test_what_is_no_receipt_is_named(tmp_path, receipts, text):
+    (tmp_path / "odd.json").write_text(text)
+    with pytest.raises(ColabUtilsError, match=r"expected receipts \(comparison.json\), found .*odd\.json"):
+        read_receipts([receipts[0], tmp_path / "odd.json"])
+    with pytest.raises(ColabUtilsError, match=r"expected receipts .*missing\.json"):
+        plot_receipts([tmp_path / "missing.json"])
+
+
+# ------------------------------------------------------------------------------------------------------ names
+
+NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]  # formulas, one of them wrong; what legends hide; other signs
+
+
+def test_names_in_figures_are_shown_as_they_are(make_timing, make_comparison):
+    rows = [make_timing(name, images_per_second=1.6 + n) for n, name in enumerate(NAMES)]
+    comparison = replace(make_comparison(*rows), step=NAMES[2])
+    for plot, least in ((plot_comparison, 4), (plot_epochs, 2)):
+        figure = plot(comparison)
+        figure.canvas.draw()  # a formula that is none would raise here
+        texts = [text for text in figure.findobj(Text) if text.get_text()]
+        assert sum(any(name in text.get_text() for text in texts) for name in NAMES) >= least
+        assert not [text for text in texts if "$" in text.get_text() and text.get_parse_math()]

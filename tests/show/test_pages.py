@@ -1,0 +1,51 @@
+"""The first page of the demo: the finding, and the good day beside it, before everything else."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+
+from tools.pages import PageLink, write_demo_index
+
+LINKS = [PageLink("01_detect_bottleneck.html", "1. Detect the bottleneck", 61.0)]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def call(**comparisons):
+        contents = {name: json.loads(json.dumps(asdict(one))) for name, one in comparisons.items()}
+        return write_demo_index(tmp_path / "index.html", LINKS, **contents).read_text(encoding="utf-8")
+
+    return call
+
+
+def test_the_first_screen_is_the_finding_the_bars_the_first_seconds_and_the_good_day(
+    write, course, make_timing, make_comparison
+):
+    good = [
+        make_timing("sequential", images_per_second=10.0, wait_share=0.74, ratio=1.0),
+        make_timing("dataloader", images_per_second=28.0, wait_share=0.28, ratio=2.8),
+        make_timing("packed", ratio=3.8),
+    ]
+    page = write(comparison=make_comparison(*course), good_day=make_comparison(*good))
+    order = [
+        "The step waits 96% → 4% of the time, and trains 24 times as many images/s as the plain loop",
+        "<img", "Batches in the first ", "<img", "And on a good day",
+        "The step waits 74% → 4% of the time, and trains 3.8 times as many images/s as the plain loop", "<img",
+        "Detect the bottleneck", "61 s", "All figures", "606 ms per file", "Machine:",
+    ]  # fmt: skip
+    places = []
+    for part in order:
+        places.append(page.index(part, places[-1] + 1 if places else 0))
+    assert len(re.findall("<h1", page)) == 1
+    assert all(source.startswith("data:") for source in re.findall('src="([^"]*)"', page))
+
+
+def test_without_a_good_day_or_a_comparison_the_pages_are_still_found(write, course, make_comparison):
+    assert "good day" not in write(comparison=make_comparison(*course))
+    page = write()
+    assert "<h1>The notebooks</h1>" in page
+    assert "01_detect_bottleneck.html" in page
