@@ -264,8 +264,8 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
         if before[key] != getattr(plan, key):
             raise ColabUtilsError(
                 f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}, found {before[key]} in "
-                f"{path}. Train into another run folder, or pass resume='never': older checkpoints are then moved to a "
-                "folder of their own."
+                f"{path}. Train into another run folder (RUN_NAME), or pass resume='never': older checkpoints are then "
+                "moved to a folder of their own."
             )
     broken = [name for name, tensor in state["model"].items() if not torch.isfinite(tensor).all()]
     if broken:
@@ -276,7 +276,7 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
     if before["device"] == "cpu" and plan.device.startswith("cuda"):
         warnings.warn(
             f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For a "
-            f"GPU's defaults ({models.GPU_MODEL} at 800 pixels) pass another run folder, or resume='never'.",
+            f"GPU's defaults ({models.GPU_MODEL} at 800 px) pass another run folder (RUN_NAME), or resume='never'.",
             ColabUtilsWarning,
             stacklevel=3,
         )
@@ -336,7 +336,7 @@ def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int
     if state and state["step"] >= steps:
         warnings.warn(
             f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. Pass "
-            "more steps or epochs, another run folder, or resume='never' to start anew.",
+            "more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew.",
             ColabUtilsWarning,
             stacklevel=3,
         )
