@@ -190,10 +190,8 @@ def plot_training(
     steps, losses = [point.step for point in points], np.array([point.loss for point in points], float)
     width = max(1, min(window, len(losses) // 2))
     mean = np.convolve(losses, np.full(width, 1 / width), mode="valid")
-    title = f"The loss is {mean[-1]:.2f} after one step"
-    if len(losses) > 1:
-        verb = "fell" if mean[-1] < mean[0] else "did not fall: it went"
-        title = f"The loss {verb} from {mean[0]:.2f} to {mean[-1]:.2f} in {steps[-1] - steps[0] + 1:,} steps"
+    verb = "fell" if mean[-1] < mean[0] else "did not fall: it went"
+    title = f"The loss {verb} from {mean[0]:.2f} to {mean[-1]:.2f} in {steps[-1] - steps[0] + 1:,} steps"
     figure = make_figure(title + (f", {note}" if note else ""), width=12, height=5.2)
     axis = figure.add_subplot()
     axis.plot(steps, losses, color=_GREY, linewidth=1.5, marker="o" if len(losses) < 40 else "", markersize=4)
