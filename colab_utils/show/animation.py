@@ -85,7 +85,7 @@ _SCRIPT = """(() => {
 })();"""
 
 
-def animate_simulation(simulation: Simulation, *, seconds: float | None = None, speed: float = 0.5) -> Any:
+def animate_simulation(simulation: Simulation, *, seconds: float = math.inf, speed: float = 0.5) -> Any:
     """Show a simulation as it happens: workers fill up, batches queue, the model takes them or waits.
 
     The queue shows the next batches in the order in which the model takes them, the next one on the right: a gap
@@ -94,7 +94,7 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
 
     Args:
         simulation: from `simulate`.
-        seconds: how much of it to show; ``None`` shows all. Never more than 1,500 steps.
+        seconds: how much of it to show, by default all, but never more than 1,500 steps.
         speed: simulated seconds in a second.
 
     Returns:
@@ -111,8 +111,7 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
     """
     from IPython.display import HTML
 
-    seconds = simulation.seconds if seconds is None else seconds
-    if not (0 < seconds < math.inf and 0 < speed < math.inf):
+    if not (seconds > 0 and 0 < speed < math.inf):
         raise ColabUtilsError(f"expected seconds and speed to be numbers, more than 0; found {seconds!r}, {speed!r}")
     steps, workers = simulation.steps, simulation.workers
     shown_s = min(seconds, simulation.seconds, *steps.start_s[_MAX_STEPS : _MAX_STEPS + 1].tolist())

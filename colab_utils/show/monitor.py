@@ -35,7 +35,7 @@ class LiveMonitor:
     def __init__(self, *, every_s: float = 1.0) -> None:
         self._every_s, self._drawn_s = every_s, 0.0
         self._plan, self._lines = "", list[Any]()
-        self._handle: Any = None
+        self._shown = False
 
     def __call__(self, line: Any) -> None:
         """Take in a plan or a log line, as ``train`` gives them."""
@@ -53,12 +53,9 @@ class LiveMonitor:
     def _draw(self) -> None:
         from IPython.display import HTML, display
 
-        self._drawn_s = monotonic()
         page = HTML(draw_run(self._lines, plan=self._plan))
-        if self._handle is None:
-            self._handle = display(page, display_id=True)
-        else:
-            self._handle.update(page)
+        display(page, display_id=f"colab-utils-run-{id(self)}", update=self._shown)
+        self._drawn_s, self._shown = monotonic(), True
 
 
 def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
