@@ -50,7 +50,7 @@ def plot_first_seconds(
         worked_s = sum(max(0.0, min(end_s, shown_s) - begin_s) for begin_s, end_s in spans)
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
     first, last = next(iter(waits)), next(reversed(waits))
-    against = f"with {first}, {waits[last]} with {last}" if len(waits) > 1 else "of the time"
+    against = f"({first}) → {waits[last]} ({last})" if len(waits) > 1 else "of the time"
     title = title or f"The step waits {waits[first]} {against}"
     figure, axis = _make_rows(title, rows, unit="seconds", height=1.35 + 0.62 * len(rows))
     for row, (name, spans) in enumerate(rows.items()):

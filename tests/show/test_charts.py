@@ -53,7 +53,7 @@ def test_the_first_seconds_count_as_the_spans_do():
     rows = {"plain loop": make_spans(2, 4.5, 7), "shards": make_spans(*np.arange(0, 5, 0.5))}
     figure = charts.plot_first_seconds(rows)
     figure.draw_without_rendering()
-    assert figure.get_suptitle() == "The step waits 80% with plain loop, 0% with shards"
+    assert figure.get_suptitle() == "The step waits 80% (plain loop) → 0% (shards)"
     assert read_texts(figure) == ["waits 80%, 2 batches", "waits 0%, 10 batches"]  # of the 5 s that both have
     assert figure.axes[0].get_xlim() == (0, 5)
     drawn = [collection.get_paths() for collection in figure.axes[0].collections]
