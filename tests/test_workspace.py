@@ -561,17 +561,6 @@ def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own)
     assert ensure_shards(workspace).name == "built-in"  # the training data stay what they are
 
 
-def test_your_own_data_without_validation_is_evaluated_on_itself(workspace, own):
-    train = ensure_shards(workspace, **own)
-    seen = ensure_dataset(workspace, n=3, part="val")
-    assert "the model has seen them" in str(seen)
-    shards = ensure_shards(workspace, n=3, part="val")
-    assert (shards.name, shards.index.images) == (f"{train.name}-seen", 3)
-    assert set(ShardDataset(shards.folder).image_ids) < set(ShardDataset(train.folder).image_ids)
-    assert not (workspace.drive / "dataset_val").exists()
-    assert ensure_dataset(workspace, images="built-in", n=2, part="val").name == "built-in-val"
-
-
 def test_published_numbers_replace_those_before(workspace):
     workspace.publish("03", shards=1)
     path = workspace.publish("03", shards=2)

@@ -72,11 +72,6 @@ class StrategyTiming:
     timeline: tuple[tuple[float, float, float], ...] = ()
     """For each batch of the cold run: when it was asked for, when its step began and when it ended, seconds."""
 
-    @property
-    def epoch_minutes(self) -> float | None:
-        """An earlier name."""
-        return 60 / self.images_per_second if self.images_per_second else None
-
     def __str__(self) -> str:
         if self.images_per_second is None:
             return f"{self.title}: not timed, {self.note}"

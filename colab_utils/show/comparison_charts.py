@@ -65,16 +65,6 @@ def plot_comparison(comparison: Comparison | _Content) -> Figure:
     return figure
 
 
-def plot_first_seconds(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
-    """An earlier name."""
-    return plot_cold_start(comparison, seconds=seconds)
-
-
-def name_strategy(name: str) -> str:
-    """An earlier name."""
-    return name.replace("_", " ")
-
-
 def list_steps(comparison: Comparison | _Content) -> dict[str, list[tuple[float, float]]]:
     """When each step of a cold run began and ended, by strategy: the rows of `charts.plot_first_seconds`.
 
