@@ -92,7 +92,8 @@ def list_steps(comparison: Comparison | _Content) -> dict[str, list[tuple[float,
 def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
     """`charts.plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of them ran."""
     rows = list_steps(comparison)
-    shown_s = seconds or min(spans[-1][1] for spans in rows.values())
+    all_s = min(spans[-1][1] for spans in rows.values())
+    shown_s = seconds or all_s // 1 or all_s
     done = [f"{sum(ended <= shown_s for _, ended in rows[name])} with {name.strip('+ ')}" for name in rows]
     title = f"Batches in the first {charts.format_figure(shown_s)} seconds: "
     title += ", ".join(dict.fromkeys((done[0], done[-1])))

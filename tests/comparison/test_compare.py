@@ -530,6 +530,15 @@ class TestDescribeDifference:
         image[:, :10, :10] = 255 - image[:, :10, :10]
         assert "pixels" in describe_difference((image, sample[1]), sample)
 
+    def test_large_photos_are_compared_by_some_of_their_rows(self):
+        image = torch.randint(0, 255, (3, 3000, 4000), dtype=torch.uint8)
+        masks = torch.zeros(1, 3000, 4000, dtype=torch.uint8)
+        masks[:, 500:900, 500:900] = 1
+        target = {"boxes": torch.tensor([[500.0, 500, 900, 900]]), "labels": torch.tensor([1]), "masks": masks}
+        assert describe_difference((image, target), (image, target)) == ""
+        assert "pixels" in describe_difference((image.flip(-1), target), (image, target))
+        assert "a mask" in describe_difference((image, target | {"masks": masks.roll(9, -1)}), (image, target))
+
     def test_float_images_are_scaled(self, sample):
         assert describe_difference((sample[0].float() / 255, sample[1]), sample) == ""
         assert torch.is_floating_point(sample[1]["boxes"])
