@@ -236,7 +236,8 @@ def ensure_dataset(
         images: your image folder, a zip of a COCO export, or its URL, which are unpacked to the SSD; "built-in" is the
             built-in dataset again. Empty takes what you named last, else the built-in dataset.
         annotations: your COCO instance JSON; its name in the zip, where that holds several.
-        n: images of a built-in dataset that is made now; one that is there is taken as it is.
+        n: images of a built-in dataset that is made now, one of 13 of them a photo of 12 megapixels; one that is there
+            is taken as it is.
         part: ``"val"`` is another dataset, to evaluate with. Where you named only one to train on, its first ``n``
             images: the model has seen them, and ``note`` says so.
 
@@ -260,7 +261,7 @@ def ensure_dataset(
         if not paths:
             note = f"The built-in dataset, {'found on Drive' if found[1].is_file() else 'made now'}."
             if not found[1].is_file():
-                make_dataset(folder, n=n, seed=0 if part == "train" else 1)
+                make_dataset(folder, n=n, seed=0 if part == "train" else 1, photos=n // 13)
         elif not (found[0].is_dir() and found[1].is_file()):
             cure = f"check IMAGES and ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}"
             raise ColabUtilsError(f"expected your own dataset in {' and '.join(paths)}, found none: {cure}")

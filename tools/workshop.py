@@ -101,6 +101,7 @@ def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
             hint = "You have this notebook as a file. On Colab, *File > Upload notebook* opens it."
             title["source"] = _BADGE.sub(hint, "".join(title["source"])).splitlines(keepends=True)
             setup["source"] = carry_wheel(read_setup_cell(), wheel).splitlines(keepends=True)
+            setup["metadata"]["jupyter"] = {"source_hidden": True}  # Colab folds the cell, and Jupyter hides it
             write_notebook(output / path.name, notebook)
             written.append(output / path.name)
     heavy = [f"{path.name} of {path.stat().st_size:,}" for path in written if path.stat().st_size >= MOST_BYTES]

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -225,7 +225,7 @@ def _check_file(images: Path, image: dict[str, Any]) -> tuple[str, str, tuple[in
     return "", "", size
 
 
-def _ends_as_jpeg(file: BinaryIO) -> bool:
+def _ends_as_jpeg(file: Any) -> bool:
     """Whether a JPEG has its end marker; some cameras write zeros or a preview after it."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
     return b"\xff\xd9" in file.read()

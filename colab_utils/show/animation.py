@@ -61,7 +61,7 @@ _SCRIPT = """(() => {
         fill(box, "#0072B2", ready ? 1 : 0, ready ? batch : "");
       });
       past.style.clipPath = `inset(0 ${100 - 100 * t / seconds}% 0 0)`;
-      count.textContent = `${done} batches in ${t.toFixed(2)} s`;
+      count.textContent = `${done} batches in ${t.toFixed(1)} s`;
       slider.value = t / seconds;
     };
     const advance = now => {
@@ -85,7 +85,7 @@ _SCRIPT = """(() => {
 })();"""
 
 
-def animate_simulation(simulation: Simulation, *, seconds: float | None = None, speed: float = 0.5) -> Any:
+def animate_simulation(simulation: Simulation, *, seconds: float = math.inf, speed: float = 0.5) -> Any:
     """Show a simulation as it happens: workers fill up, batches queue, the model takes them or waits.
 
     The queue shows the next batches in the order in which the model takes them, the next one on the right: a gap
@@ -94,7 +94,7 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
 
     Args:
         simulation: from `simulate`.
-        seconds: how much of it to show; ``None`` shows all. Never more than 1,500 steps.
+        seconds: how much of it to show, by default all, but never more than 1,500 steps.
         speed: simulated seconds in a second.
 
     Returns:
@@ -111,8 +111,7 @@ def animate_simulation(simulation: Simulation, *, seconds: float | None = None, 
     """
     from IPython.display import HTML
 
-    seconds = simulation.seconds if seconds is None else seconds
-    if not (0 < seconds < math.inf and 0 < speed < math.inf):
+    if not (seconds > 0 and 0 < speed < math.inf):
         raise ColabUtilsError(f"expected seconds and speed to be numbers, more than 0; found {seconds!r}, {speed!r}")
     steps, workers = simulation.steps, simulation.workers
     shown_s = min(seconds, simulation.seconds, *steps.start_s[_MAX_STEPS : _MAX_STEPS + 1].tolist())
@@ -149,9 +148,8 @@ def _list_spans(trace: Trace, seconds: float, unfinished: np.ndarray) -> list[li
 
 
 def explore_simulation(
-    *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, step_cv: float = 0.0,
-    prefetch: int = 2,
-) -> Any:  # fmt: skip
+    *, workers: int = 2, load_s: float = 0.4, step_s: float = 0.1, load_cv: float = 0.2, prefetch: int = 2
+) -> Any:
     """Sliders for what `simulate` takes: each redraws the chart, and says how long the step waits.
 
     Arguments are those of `simulate`, and where the sliders start; a button goes back to them, others to known cases.
@@ -161,7 +159,6 @@ def explore_simulation(
         load_s: mean seconds in which one worker loads one batch, more than 0.
         step_s: mean seconds of one training step, more than 0.
         load_cv: spread of the loading times, standard deviation / mean.
-        step_cv: the same for the step; it has no slider.
         prefetch: batches asked for ahead of time for each worker.
 
     Returns:
@@ -195,7 +192,7 @@ def explore_simulation(
     view, buttons = ipywidgets.HTML(), ipywidgets.HBox(layout={"flex_flow": "row wrap"})
 
     def redraw(_change: Any = None) -> None:
-        view.value = _draw_settings(**{key: slider.value for key, slider in sliders.items()}, step_cv=step_cv)
+        view.value = _draw_settings(**{key: slider.value for key, slider in sliders.items()})
 
     def jump(values: tuple[float, ...]) -> None:
         for slider, value in zip(sliders.values(), values, strict=True):

@@ -59,8 +59,8 @@ def plot_first_seconds(
             done = sum(1 for _, end_s in spans if end_s <= shown_s)
             _write(axis, f"waits {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
-        colour = _ORANGE if name in steps else _BLUE
-        axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.5)
+        bars = axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=_ORANGE if name in steps else _BLUE)
+        bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
     axis.set_xlim(0, shown_s)
     return figure
 
@@ -70,12 +70,6 @@ def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figu
     copied = sorted(span for span in arrival.spans_s.values() if span[1] > 0)
     trained = [(begin_s - arrival.began_s, end_s - arrival.began_s) for begin_s, end_s in steps]
     return plot_first_seconds({"copy": copied, "training": trained})
-
-
-def draw_lanes(title: str, lanes: Mapping[str, Any], *, seconds: float | None = None, lit: int = 1) -> Figure:
-    """`plot_first_seconds` of rows with (begin, length)."""
-    rows = {name: [(begin_s, begin_s + took_s) for begin_s, took_s in spans] for name, spans in lanes.items()}
-    return plot_first_seconds(rows, seconds=seconds, title=title, blue=[*rows][: len(rows) - lit])
 
 
 def plot_bars(
@@ -196,10 +190,8 @@ def plot_training(
     steps, losses = [point.step for point in points], np.array([point.loss for point in points], float)
     width = max(1, min(window, len(losses) // 2))
     mean = np.convolve(losses, np.full(width, 1 / width), mode="valid")
-    title = f"The loss is {mean[-1]:.2f} after one step"
-    if len(losses) > 1:
-        verb = "fell" if mean[-1] < mean[0] else "did not fall: it went"
-        title = f"The loss {verb} from {mean[0]:.2f} to {mean[-1]:.2f} in {steps[-1] - steps[0] + 1:,} steps"
+    verb = "fell" if mean[-1] < mean[0] else "did not fall: it went"
+    title = f"The loss {verb} from {mean[0]:.2f} to {mean[-1]:.2f} in {steps[-1] - steps[0] + 1:,} steps"
     figure = make_figure(title + (f", {note}" if note else ""), width=12, height=5.2)
     axis = figure.add_subplot()
     axis.plot(steps, losses, color=_GREY, linewidth=1.5, marker="o" if len(losses) < 40 else "", markersize=4)
@@ -224,8 +216,8 @@ def _write(axis: Axes, text: str, x: float, y: float, *, inside: bool = False, c
 def _mark(axis: Axes, x: float, words: str) -> None:
     """A dashed line across the drawing, named above it."""
     axis.axvline(x, color=_RED, linestyle="--", linewidth=2, zorder=0)
-    above = {"transform": axis.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-    axis.text(x, 1.02, words, fontsize=14, color=_RED, parse_math=False, **above)
+    above = axis.text(x, 1.02, words, fontsize=14, color=_RED, parse_math=False, ha="center", va="bottom")
+    above.set_transform(axis.get_xaxis_transform())
 
 
 def label_axes(axis: Axes, across: str, up: str) -> None:

@@ -35,7 +35,7 @@ class LiveMonitor:
     def __init__(self, *, every_s: float = 1.0) -> None:
         self._every_s, self._drawn_s = every_s, 0.0
         self._plan, self._lines = "", list[Any]()
-        self._handle: Any = None
+        self._shown = False
 
     def __call__(self, line: Any) -> None:
         """Take in a plan or a log line, as ``train`` gives them."""
@@ -53,12 +53,9 @@ class LiveMonitor:
     def _draw(self) -> None:
         from IPython.display import HTML, display
 
-        self._drawn_s = monotonic()
         page = HTML(draw_run(self._lines, plan=self._plan))
-        if self._handle is None:
-            self._handle = display(page, display_id=True)
-        else:
-            self._handle.update(page)
+        display(page, display_id=f"colab-utils-run-{id(self)}", update=self._shown)
+        self._drawn_s, self._shown = monotonic(), True
 
 
 def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
@@ -87,8 +84,7 @@ def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
             held = [float(line.gpu_bytes or 0) for line in lines]
             parts.append(_draw_curve("GPU memory", held, format_bytes(last.gpu_bytes)))
         parts.append("</div>")
-        evaluated = next((line for line in reversed(lines) if line.ap), None)
-        if evaluated:
+        for evaluated in [line for line in lines if line.ap][-1:]:
             found = f"masks {evaluated.ap.segm:.0%} of perfect, boxes {evaluated.ap.bbox:.0%} (average precision)"
             parts.append(f'<p style="margin:.4em 0">after step {evaluated.ap_step:,}: {found}</p>')
     return f'<div style="color:inherit;font:15px/1.4 system-ui,sans-serif;max-width:72rem">{"".join(parts)}</div>'

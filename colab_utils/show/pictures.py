@@ -143,7 +143,7 @@ def _draw_grid(
     """A grid of images, each ``inches`` wide: names stay readable from the back of a room."""
     rows = -(-len(panels) // columns)
     tallest = max(image.shape[1] / image.shape[2] for _, image, _ in panels)
-    height = rows * (inches * min(tallest, 1.4) + 0.4) + 0.8
+    height = rows * (inches * min(tallest, 1.4) + 0.3) + 0.4
     figure = make_figure(title, width=max(columns * inches, 7.2), height=height)
     for n, (heading, image, objects) in enumerate(panels, start=1):
         axis = figure.add_subplot(rows, columns, n)
@@ -171,13 +171,14 @@ def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Map
     order = np.argsort((boxes[:, 0] - boxes[:, 2]) * (boxes[:, 3] - boxes[:, 1]), kind="stable")
     for place, n in enumerate(order.tolist()):  # small objects last, on top
         # of predictions one for each class; else one for each object, so that neighbours of one class stay apart
-        colour, thick = PALETTE[int(labels[n] if len(fits) else n) % len(PALETTE)], 5 if len(fits) and fits[n] else 2
+        colour = PALETTE[([*names].index(labels[n]) if len(fits) else n) % len(PALETTE)]
+        thick = 4 if len(fits) and fits[n] else 1.5 if len(fits) else 2
         inside = masks[n, ::each, ::each].astype(bool)
         canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.asarray(to_rgb(colour), np.float32)
         if inside.any():
             edge = np.pad(inside, 1).astype(float)  # what reaches the image's edge has an outline there, too
             lines = axis.contour(edge, [0.5], extent=(-1, width, -1, height), colors=[colour])
-            lines.set(linewidth=thick, path_effects=[withStroke(linewidth=thick + 2, foreground="white")])
+            lines.set(linewidth=thick, path_effects=[withStroke(linewidth=thick + 1.5, foreground="white")])
         x0, y0, x1, y1 = (float(value) for value in boxes[n])
         axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=1))
         if place >= _NAMED:

@@ -39,7 +39,8 @@ class Table:
         body = "".join(write_row("td", row) for row in self.rows)
         style = "border-collapse:collapse;margin:.5em 0;font-variant-numeric:tabular-nums"
         table = f'<table style="{style}"><thead>{head}</thead><tbody>{body}</tbody></table>'
-        return f'<div tabindex="0" style="overflow:auto;max-height:36em">{table}</div>'
+        box = "display:inline-block;max-width:100%;max-height:36em;overflow:auto"
+        return f'<div tabindex="0" style="{box}">{table}</div>'
 
     _repr_html_ = to_html
 

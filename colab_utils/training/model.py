@@ -1,4 +1,5 @@
-"""Mask R-CNN by name: torchvision's two ResNet-50 models, and a light one that a laptop's CPU can train.
+"""Mask R-CNN by name: torchvision's two ResNet-50 models, a light one that a laptop's CPU can train, and a tiny one
+that learns small, easy pictures in two minutes.
 
 `build_mask_rcnn` makes a model to train, `load_trained_model` reads one from a run; `fold_norms`, `choose_precision`
 and `keep_boxes_exact` make it fast and exact on a GPU. Every model is torchvision's own ``MaskRCNN``: its weights load
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from torchvision.models.detection.backbone_utils import BackboneWithFPN, resnet_
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.rpn import RegionProposalNetwork
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -33,18 +34,19 @@ from colab_utils.runtime import is_watched
 from colab_utils.training.checkpoint import CheckpointFolder
 
 __all__ = [
-    "BUILDERS", "GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "assemble_mask_rcnn", "build_mask_rcnn",
+    "BUILDERS", "GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "TINY_MODEL", "assemble_mask_rcnn", "build_mask_rcnn",
     "choose_precision", "fold_norms", "keep_boxes_exact", "load_trained_model",
 ]  # fmt: skip
 
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
+TINY_MODEL = "maskrcnn_tiny_fpn"
 _WEIGHTS = {
     GPU_MODEL: get_weight("MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1"),
     "maskrcnn_resnet50_fpn": get_weight("MaskRCNN_ResNet50_FPN_Weights.COCO_V1"),
     LIGHT_MODEL: get_weight("MobileNet_V3_Large_Weights.IMAGENET1K_V1"),
 }
-MODEL_NAMES = tuple(_WEIGHTS)
+MODEL_NAMES = (*_WEIGHTS, TINY_MODEL)
 _COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categories"]))  # by label
 
 
@@ -61,12 +63,13 @@ def build_mask_rcnn(
 
     Args:
         name: One of ``MODEL_NAMES``. The light one is a MobileNetV3-Large with a feature pyramid of 64
-            channels and about a tenth of the usual proposals.
+            channels and about a tenth of the usual proposals. The tiny one, seven convolutions before its pyramid,
+            learns small and easy pictures from random weights in two minutes on two cores. It is not for photos.
         num_classes: Classes including the background, as ``ShardDataset.num_classes``.
         weights: ``"coco"`` downloads COCO weights (for the light model ImageNet weights of its backbone, there
-            are no others) and freezes the layers that torchvision freezes; where the download fails, you are warned
-            and the weights are random. The folder of a run: the weights of its best checkpoint, else of its newest.
-            ``None``: random weights, every layer trains.
+            are no others; for the tiny one none) and freezes the layers that torchvision freezes; where the download
+            fails, you are warned and the weights are random. The folder of a run: the weights of its best checkpoint,
+            else of its newest. ``None``: random weights, every layer trains.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
         class_names: The name of each label, as ``ShardDataset.class_names``: the weights of classes with the same
@@ -87,7 +90,7 @@ def build_mask_rcnn(
         raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}")
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
     known: Mapping[int, str] = _COCO_NAMES
-    state = _fetch_pretrained(name) if weights == "coco" and name in BUILDERS else None
+    state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
     if weights is not None and weights != "coco":
         model, known = _load_run(name, weights)
         model.transform.min_size, model.transform.max_size = (min_size,), max_size
@@ -187,20 +190,39 @@ def _assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> Mask
         for stage in body[:4]:  # the stages up to stride 4, as torchvision freezes them for its own MobileNet
             stage.requires_grad_(False)
     # The last block of strides 4, 8, 16 and 32, not the first: the more layers, the better the features.
-    levels, channels, hidden = {"3": "0", "6": "1", "12": "2", "15": "3"}, 64, 256
+    # Anchors from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px large.
+    levels, anchors = {"3": 24, "6": 40, "12": 112, "15": 160}, (16, 32, 64, 128, 256)
+    return _put_heads(body, levels, anchors, num_classes, scale=2, **sizes)
+
+
+def _assemble_tiny(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    widths = (24, 48, 64, 96)
+    body = nn.Sequential(Conv2dNormActivation(3, widths[0], stride=2))
+    for a, b in pairwise(widths):
+        body.append(nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b)))
+    levels = {"1": 48, "2": 64, "3": 96}
+    return _put_heads(body, levels, (12, 24, 48, 96), num_classes, scale=1, **sizes)
+
+
+def _put_heads(
+    body: nn.Sequential, levels: dict[str, int], anchors: Sequence[int], num_classes: int, *, scale: int, **sizes: int
+) -> MaskRCNN:
+    """A feature pyramid on the stages of a body (``levels``: stage to channels), with one size of anchors a level, and
+    heads that do a tenth of the usual work at a ``scale`` of 2.
+    """
+    names, channels, hidden = {stage: str(level) for level, stage in enumerate(levels)}, 32 * scale, 128 * scale
     return MaskRCNN(
-        BackboneWithFPN(body, levels, [24, 40, 112, 160], channels, extra_blocks=LastLevelMaxPool()),
-        # One size a level, from 16 px on: at so small a shorter side, objects of COCO are 10 to 200 px large.
-        rpn_anchor_generator=AnchorGenerator(((16,), (32,), (64,), (128,), (256,)), ((0.5, 1.0, 2.0),) * 5),
-        rpn_pre_nms_top_n_train=500,
-        rpn_post_nms_top_n_train=250,
-        rpn_pre_nms_top_n_test=300,
-        rpn_post_nms_top_n_test=150,
-        rpn_batch_size_per_image=128,
-        box_batch_size_per_image=64,
+        BackboneWithFPN(body, names, [*levels.values()], channels, extra_blocks=LastLevelMaxPool()),
+        rpn_anchor_generator=AnchorGenerator([(size,) for size in anchors], [(0.5, 1.0, 2.0)] * len(anchors)),
+        rpn_pre_nms_top_n_train=250 * scale,
+        rpn_post_nms_top_n_train=125 * scale,
+        rpn_pre_nms_top_n_test=150 * scale,
+        rpn_post_nms_top_n_test=75 * scale,
+        rpn_batch_size_per_image=64 * scale,
+        box_batch_size_per_image=32 * scale,
         box_head=TwoMLPHead(channels * 7 * 7, hidden),
         box_predictor=FastRCNNPredictor(hidden, num_classes),
-        mask_head=MaskRCNNHeads(channels, (channels,) * 4, 1),
+        mask_head=MaskRCNNHeads(channels, (channels,) * 2 * scale, 1),
         mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
         **sizes,
     )
@@ -210,6 +232,7 @@ BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
     GPU_MODEL: _assemble_resnet_v2,
     "maskrcnn_resnet50_fpn": _assemble_resnet,
     LIGHT_MODEL: _assemble_light,
+    TINY_MODEL: _assemble_tiny,
 }
 """What builds each model without weights: called with the number of classes, ``pretrained``, and the sizes."""
 

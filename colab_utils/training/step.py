@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, choose_precision, keep_boxes_exact
+from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
 __all__ = ["MOST_PARTS", "Ranks", "TrainingStep", "choose_rate", "compute_rate", "join_ranks", "make_optimizer"]
 
@@ -213,7 +213,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:
-    """SGD as in torchvision's references; AdamW for the light model: it learns faster from random weights.
+    """SGD as in torchvision's references; AdamW for the light and the tiny model: it learns faster from random weights.
 
     Example:
         >>> make_optimizer(nn.Linear(2, 2), learning_rate=0.02).param_groups[0]["momentum"]
@@ -221,7 +221,7 @@ def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: fl
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fused = bool(trainable) and trainable[0].is_cuda  # all of them in a few kernels
-    if name == LIGHT_MODEL:
+    if name in (LIGHT_MODEL, TINY_MODEL):
         return torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.01, fused=fused)
     return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9, weight_decay=1e-4, fused=fused)
 
@@ -233,7 +233,8 @@ def choose_rate(name: str, batch_size: int) -> float:
         >>> choose_rate(GPU_MODEL, 4), choose_rate(LIGHT_MODEL, 2)
         (0.005, 0.001)
     """
-    return 0.001 * math.sqrt(batch_size / 2) if name == LIGHT_MODEL else min(0.02, 0.02 * batch_size / 16)
+    is_light = name in (LIGHT_MODEL, TINY_MODEL)
+    return 0.001 * math.sqrt(batch_size / 2) if is_light else min(0.02, 0.02 * batch_size / 16)
 
 
 def compute_rate(step: int, *, steps: int, highest: float) -> float:

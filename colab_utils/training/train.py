@@ -89,7 +89,7 @@ def train(
             have passed. There are others after the last step, on Ctrl-C and on errors. They are written in a thread
             while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
-        min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU.
+        min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for the tiny one.
         max_size: Limit of the longer side in pixels. Default: five thirds of ``min_size``.
         augment: ``"flip"``, the default, mirrors half of the images; ``"multiscale"`` also takes 0.6 to 1 of
             ``min_size``; ``"none"``; or your own ``torchvision.transforms.v2`` of (image, target), on the device.
@@ -229,7 +229,8 @@ def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gp
     if found["batch_size"] != known.get("batch_size"):  # the rate follows the batch
         found["learning_rate"] = asked["learning_rate"]
     model = found["model"] or (models.GPU_MODEL if on_gpu else models.LIGHT_MODEL)
-    min_size = found["min_size"] or (192 if model == models.LIGHT_MODEL and not on_gpu else 800)
+    light = 128 if model == models.TINY_MODEL else 192 if model == models.LIGHT_MODEL and not on_gpu else 800
+    min_size = found["min_size"] or light
     defaults = {"model": model, "min_size": min_size, "max_size": round(min_size * 5 / 3), "augment": "flip",
                 "batch_size": 0, "learning_rate": 0}  # fmt: skip
     return found | {name: found[name] or default for name, default in defaults.items()}
@@ -263,8 +264,8 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
         if before[key] != getattr(plan, key):
             raise ColabUtilsError(
                 f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}, found {before[key]} in "
-                f"{path}. Train into another run folder, or pass resume='never': older checkpoints are then moved to a "
-                "folder of their own."
+                f"{path}. Train into another run folder (RUN_NAME), or pass resume='never': older checkpoints are then "
+                "moved to a folder of their own."
             )
     broken = [name for name, tensor in state["model"].items() if not torch.isfinite(tensor).all()]
     if broken:
@@ -275,7 +276,7 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
     if before["device"] == "cpu" and plan.device.startswith("cuda"):
         warnings.warn(
             f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For a "
-            f"GPU's defaults ({models.GPU_MODEL} at 800 pixels) pass another run folder, or resume='never'.",
+            f"GPU's defaults ({models.GPU_MODEL} at 800 px) pass another run folder (RUN_NAME), or resume='never'.",
             ColabUtilsWarning,
             stacklevel=3,
         )
@@ -335,7 +336,7 @@ def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int
     if state and state["step"] >= steps:
         warnings.warn(
             f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. Pass "
-            "more steps or epochs, another run folder, or resume='never' to start anew.",
+            "more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew.",
             ColabUtilsWarning,
             stacklevel=3,
         )

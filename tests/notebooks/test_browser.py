@@ -175,7 +175,13 @@ def opened(request, browser, handed_out, tmp_path):
         page.on("requestfailed", lambda asked: said.append(f"request: {asked.url}") if url not in asked.url else None)
         page.goto(f"{url}/lab/tree/{name}.ipynb?reset", timeout=60_000)
         page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=60_000)
+        page.wait_for_timeout(3000)
+        if page.locator(".jp-Dialog").count():  # JupyterLab asks for the kernel where it has not found it in time
+            page.locator(".jp-Dialog .jp-mod-accept").click()
+            page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=60_000)
         yield name, page, said
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=PICTURES / f"{name}_end.png")  # of a failure, what was on the screen
         page.close()
 
 
@@ -267,7 +273,7 @@ def test_run_all_from_the_menu(opened):
     if name.startswith("04"):
         run_all(page)  # a second time, in the same session
     click_menu(page, "Settings", "Theme", "JupyterLab Dark")
-    page.wait_for_selector("body[data-jp-theme-light=false]", timeout=20_000)
+    page.wait_for_selector("body[data-jp-theme-light=false]", timeout=20_000, state="attached")
     time.sleep(1)
     take_pictures(page, f"{name}_dark")
     assert page.evaluate(FIND_UNREADABLE) == []

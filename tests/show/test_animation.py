@@ -107,7 +107,7 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
     for run in (stalled, unsteady, stalled):
         t = run.seconds / 2
         batches = int((run.steps.end_s <= t).sum())
-        expected.append(f"{batches} batches in {t:.2f} s")
+        expected.append(f"{batches} batches in {t:.1f} s")
     assert counts == expected
     waiting = [trace.batch[(trace.start_s < 4) & (trace.end_s > 4)] for trace in (*unsteady.loads, unsteady.steps)]
     loads = re.findall(r'<i class="load"[^>]*>([^<]*)<', done.stdout)[7:9]

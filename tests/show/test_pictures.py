@@ -167,7 +167,7 @@ def test_predictions_stand_beside_the_truth_and_weak_ones_are_left_out():
         "1 of 2 objects found (thick outlines), by 2 predictions with a score of 0.5 or more"
     )
     widths = [[lines.get_linewidth()[0] for lines in axis.collections] for axis in (truth, predicted)]
-    assert widths == [[5, 2], [5, 5]]
+    assert widths == [[4, 1.5], [4, 4]]
     colours = [[patch.get_edgecolor() for patch in axis.patches] for axis in (truth, predicted)]
     assert colours[0][0] == colours[1][0] == colours[1][1]  # all of them are balls
     assert colours[0][0] != colours[0][1]

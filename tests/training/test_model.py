@@ -12,12 +12,18 @@ import torch
 from torch import nn
 from torchvision.models import mobilenet_v3_large, resnet18, resnet50
 from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn, maskrcnn_resnet50_fpn_v2
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed, pack_target
-from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.sample_data import make_dataset
+from colab_utils.shards.write import write_shards
 from colab_utils.training import model as model_module
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import (
@@ -30,6 +36,7 @@ from colab_utils.training.model import (
     keep_boxes_exact,
     load_trained_model,
 )
+from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL
 
 
@@ -46,7 +53,7 @@ def count_outputs(model: MaskRCNN) -> tuple[int, int, int]:
     )
 
 
-@pytest.mark.parametrize("name", [GPU_MODEL, LIGHT_MODEL])
+@pytest.mark.parametrize("name", [GPU_MODEL, LIGHT_MODEL, model_module.TINY_MODEL])
 def test_random_weights_train_everything(name: str):
     model = build_mask_rcnn(name, num_classes=5, weights=None)
     assert type(model) is MaskRCNN
@@ -143,6 +150,56 @@ def test_no_weights_warns_and_starts_from_random(error, monkeypatch):
 def test_bad_arguments_are_refused_in_words(options, message):
     with pytest.raises(ColabUtilsError, match=message):
         build_mask_rcnn(**options)
+
+
+def build_plain_tiny() -> MaskRCNN:
+    """The tiny model for two classes and the background, made of torchvision's parts alone."""
+    stages = [Conv2dNormActivation(3, 24, stride=2)]
+    for a, b in ((24, 48), (48, 64), (64, 96)):
+        stages.append(nn.Sequential(Conv2dNormActivation(a, b, stride=2), Conv2dNormActivation(b, b)))
+    names = {"1": "0", "2": "1", "3": "2"}
+    return MaskRCNN(
+        BackboneWithFPN(nn.Sequential(*stages), names, [48, 64, 96], 32, extra_blocks=LastLevelMaxPool()),
+        rpn_anchor_generator=AnchorGenerator(((12,), (24,), (48,), (96,)), ((0.5, 1.0, 2.0),) * 4),
+        rpn_pre_nms_top_n_test=150,
+        rpn_post_nms_top_n_test=75,
+        box_head=TwoMLPHead(32 * 7 * 7, 128),
+        box_predictor=FastRCNNPredictor(128, 3),
+        mask_head=MaskRCNNHeads(32, (32, 32), 1),
+        mask_predictor=MaskRCNNPredictor(32, 32, 3),
+        min_size=96,
+        max_size=160,
+    )
+
+
+def test_the_tiny_model_trains_and_its_weights_load_into_plain_torchvision(tmp_path):
+    settings = {"n": 10, "width": 128, "height": 96, "objects": (1, 3), "categories": ("ball", "heart"), "workers": 1}
+    made = make_dataset(tmp_path / "data", **settings)
+    write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
+    report = train(
+        tmp_path / "shards", tmp_path / "run", model=model_module.TINY_MODEL, steps=12, batch_size=4, min_size=96,
+        learning_rate=0.005, workers=0, device="cpu",
+    )  # fmt: skip
+    assert report.plan.starts_from == "random", "there are no weights to download, and none are missed"
+    first, last = (sum(point.loss for point in part) for part in (report.losses[:3], report.losses[-3:]))
+    assert last < 0.9 * first
+    trained, plain = load_trained_model(tmp_path / "run"), build_plain_tiny().eval()
+    plain.load_state_dict(trained.state_dict())
+    images = [torch.rand(3, 96, 128), torch.rand(3, 80, 128)]
+    for model in (trained, plain):
+        model.roi_heads.score_thresh = 0.0
+    with torch.no_grad():
+        results, expected = trained(images), plain(images)
+    assert len(results[0]["labels"]) > 10
+    for result, other in zip(results, expected, strict=True):
+        assert all(torch.equal(result[key], other[key]) for key in ("boxes", "labels", "scores", "masks"))
+    dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)  # and back: trained by torchvision alone
+    image, target = dataset[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    sum(plain.train()([image / 255], [target]).values()).backward()
+    optimizer.step()
+    trained.load_state_dict(plain.state_dict())
+    assert not torch.equal(results[0]["scores"], trained(images)[0]["scores"])
 
 
 @pytest.mark.parametrize("weights", [None, "coco"])  # norms that train, and frozen ones

@@ -244,6 +244,22 @@ def test_a_setting_that_is_not_named_stays_as_it_was():
     assert choose_settings(asked, known, on_gpu=True)["min_size"] == 300
 
 
+@pytest.mark.parametrize(
+    ("model", "on_gpu", "size"),
+    [
+        (None, False, 192),  # the light model
+        (None, True, 800),
+        ("maskrcnn_mobilenet_v3_large_fpn", True, 800),
+        ("maskrcnn_tiny_fpn", False, 128),
+        ("maskrcnn_tiny_fpn", True, 128),
+    ],
+)
+def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
+    asked = dict.fromkeys(("model", "min_size", "max_size", "augment", "ema", "batch_size", "learning_rate"))
+    found = choose_settings(asked | {"model": model}, {}, on_gpu=on_gpu)
+    assert (found["min_size"], found["max_size"]) == (size, round(size * 5 / 3))
+
+
 def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
     report = train(shards, tmp_path, steps=2, **TINY)
     content = torch.load(report.checkpoint, weights_only=True)

@@ -166,6 +166,7 @@ def test_learning_rate_follows_the_batch_size():
     assert choose_rate("maskrcnn_resnet50_fpn", 16) == 0.02
     assert choose_rate("maskrcnn_resnet50_fpn", 2) == pytest.approx(0.0025)
     assert choose_rate(LIGHT_MODEL, 8) / choose_rate(LIGHT_MODEL, 2) == pytest.approx(2)
+    assert choose_rate("maskrcnn_tiny_fpn", 8) == choose_rate(LIGHT_MODEL, 8)
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
