@@ -133,8 +133,8 @@ class PreparedData:
         target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            shard_mb = max(0.01, min(4.0, source.ssd_bytes / 8e6))  # 8 shards or more
-            write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb, **self.sizes)
+            options: Any = {"shard_mb": max(0.01, min(4.0, source.ssd_bytes / 8e6)), **self.sizes}  # 8 shards or more
+            write_shards(source.folder, self.annotations, shards=target, **options)
         else:
             dataset = ShardDataset(source.folder)
             image, found = dataset[0]
