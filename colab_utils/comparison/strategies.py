@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.drive import DriveProfile, read_file
@@ -131,13 +130,15 @@ class MappedArrays(Dataset[_Sample]):
 class WholeShards(ShardDataset):
     """Shards on Drive as WebDataset streams them: each is read whole, and the next one after it.
 
-    ``order`` is the order of an epoch: the shards in random order, and the images of each. Every worker of a
+    ``order`` is that of the epochs: the shards in random order, and the images of each. Every worker of a
     ``DataLoader`` gets batches of each shard, so every worker reads it.
     """
 
     def __init__(self, folder: Path, profile: DriveProfile | None) -> None:
         super().__init__(folder)
-        self._files, self.order = _WholeFiles(folder, profile), _ShardOrder(self.shard_of)
+        self._files, random = _WholeFiles(folder, profile), np.random.default_rng(0)
+        turn = random.permutation(len(self.index.shards))[self.shard_of]
+        self.order: list[int] = np.lexsort((random.permutation(len(self)), turn)).tolist()
 
 
 class _WholeFiles(ShardFiles):
@@ -150,18 +151,6 @@ class _WholeFiles(ShardFiles):
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")
         view[:] = memoryview(self._read(self.folder / name))[start : start + len(view)]
-
-
-class _ShardOrder(Sampler[int]):
-    def __init__(self, shard_of: NDArray[np.int64]) -> None:
-        self._shard_of = shard_of
-
-    def __len__(self) -> int:
-        return len(self._shard_of)
-
-    def __iter__(self) -> Iterator[int]:
-        turn = np.random.permutation(self._shard_of.max() + 1)[self._shard_of]
-        return iter(np.lexsort((np.random.permutation(len(self)), turn)).tolist())
 
 
 def _count_bytes(sample: _Sample) -> int:
