@@ -496,6 +496,19 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
             main(["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "ssd")])
         assert waits() == list_shards
 
+    def test_compare(self, tiny_dataset, tmp_path, monkeypatch, capsys):
+        def stop(*_, drive_profile, **__):
+            raise ColabUtilsError(f"expected to be asked, found {drive_profile}")
+
+        monkeypatch.setattr("colab_utils.compare", stop)
+        options = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
+        for folder in (tmp_path, tiny_dataset.images):
+            slow_down(folder, "bad")
+            assert main(["compare", *options, "--report", str(tmp_path / "report")]) == 2
+        typical, bad = capsys.readouterr().err.splitlines()
+        assert "typical" in typical
+        assert "bad: 606 ms" in bad
+
     def test_training_from_shards(self, tiny_shards, list_shards, waits):
         slow_down(tiny_shards, "typical")
         dataset = ShardDataset(tiny_shards)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -51,7 +51,6 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
         show_chart(comparison_charts.plot_cold_start(content)),
         show_chart(comparison_charts.plot_epochs(content)),
         "<h2>All figures; hours are those of COCO</h2>", tabulate_comparison(content).to_html(), *show_notes(content),
-        "<h2>What did not help here, and when it would</h2>",
         "<h2>What each name means</h2>",
         *(_to_html("p", f"{row['title']} ({row['name']}): {row['idea']}") for row in rows),
         '<p class="quiet">All numbers of this page: <a href="comparison.json">comparison.json</a>.</p>',
@@ -78,32 +77,29 @@ def check_receipt_folder(folder: str | Path) -> None:
         )
 
 
-def tabulate_comparison(comparison: Comparison | Mapping[str, Any]) -> Table:
-    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's 118,287 images.
+def tabulate_comparison(content: Mapping[str, Any]) -> Table:
+    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's 118,287 images."""
 
-    Args:
-        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
-    """
-    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    return make_table([dict(_tabulate_row(row)) for row in content["strategies"]])
+    def tabulate(row: Mapping[str, Any]) -> dict[str, Any]:
+        def scale(key: str, factor: float = 1.0) -> float | None:
+            return None if row[key] is None else round(row[key] * factor, 1)
 
+        hours = _COCO_IMAGES / 3.6e6
+        return {
+            "": row["title"],
+            "images/s": scale("images_per_second"),
+            "waits": None if row["wait_share"] is None else f"{row['wait_share']:.0%}",
+            "first batch s": scale("first_batch_s"),
+            "CPU ms": scale("cpu_ms_per_image"),
+            "times": scale("ratio"),
+            "on SSD": None if row["ssd_bytes"] is None else format_bytes(row["ssd_bytes"]),
+            "once, h": scale("once_ms_per_image", hours),
+            "session, h": scale("session_ms_per_image", hours),
+            "epoch, h": scale("cold_ms_per_image", hours),
+            "same samples": f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip(),
+        }
 
-def _tabulate_row(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    def scale(key: str, factor: float = 1.0) -> float | None:
-        return None if row[key] is None else round(row[key] * factor, 1)
-
-    hours = _COCO_IMAGES / 3.6e6
-    yield "", row["title"]
-    yield "images/s", scale("images_per_second")
-    yield "waits", None if row["wait_share"] is None else f"{row['wait_share']:.0%}"
-    yield "first batch s", scale("first_batch_s")
-    yield "CPU ms", scale("cpu_ms_per_image")
-    yield "times", scale("ratio")
-    yield "on SSD", None if row["ssd_bytes"] is None else format_bytes(row["ssd_bytes"])
-    yield "once, h", scale("once_ms_per_image", hours)
-    yield "session, h", scale("session_ms_per_image", hours)
-    yield "epoch, h", scale("cold_ms_per_image", hours)
-    yield "same samples", f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()
+    return make_table([tabulate(row) for row in content["strategies"]])
 
 
 def show_chart(figure: Figure, heading: str = "h2") -> str:
@@ -121,8 +117,6 @@ def show_notes(content: Mapping[str, Any]) -> list[str]:
         notes.append(f"The training step is {content['step']}: it keeps 0.9 of a core busy, like one that feeds a GPU.")
     if content["drive"] != "as it is, not slowed":
         notes.append(f"Drive is a slowed folder on this machine, profile {content['drive']}")
-    if any(not row["comparable"] for row in content["strategies"]):
-        notes.append("A row that says no under “same samples” must not be compared with the others.")
     images, times = f"{content['dataset']['images']:,} images", f"{content['repeats']} repeats"
     quiet = (
         f"{images}, batches of {content['batch_size']}, {content['workers']} workers. Each figure is the median of "
