@@ -38,7 +38,8 @@ OVERRIDES = {
 }
 
 COUNT_CELLS = """() => {
-  const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(one => one.textContent);
+  const cells = [...document.querySelectorAll('.jp-CodeCell')].filter(one => !one.querySelector('.jp-Placeholder'));
+  const prompts = cells.map(one => one.querySelector('.jp-InputPrompt').textContent);
   return {
     done: prompts.filter(text => /[0-9]/.test(text)).length,
     waiting: prompts.filter(text => text.includes('*')).length,
@@ -174,15 +175,26 @@ def opened(request, browser, handed_out, tmp_path):
         page.on("console", lambda line: said.append(f"console: {line.text}") if line.type == "error" else None)
         page.on("requestfailed", lambda asked: said.append(f"request: {asked.url}") if url not in asked.url else None)
         page.goto(f"{url}/lab/tree/{name}.ipynb?reset", timeout=60_000)
-        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=60_000)
-        page.wait_for_timeout(3000)
-        if page.locator(".jp-Dialog").count():  # JupyterLab asks for the kernel where it has not found it in time
-            page.locator(".jp-Dialog .jp-mod-accept").click()
-            page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=60_000)
+        wait_for_kernel(page, url)
         yield name, page, said
         PICTURES.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=PICTURES / f"{name}_end.png")  # of a failure, what was on the screen
         page.close()
+
+
+def wait_for_kernel(page, url, limit_s=90):
+    """Until a kernel is connected and idle; JupyterLab asks which one where it has not found it in time."""
+    until = time.monotonic() + limit_s
+    while True:
+        page.wait_for_timeout(1000)
+        if page.locator(".jp-Dialog").count():
+            page.locator(".jp-Dialog .jp-mod-accept").click()
+        with urllib.request.urlopen(f"{url}/api/kernels", timeout=5) as answer:
+            kernels = json.load(answer)
+        if any(kernel["connections"] and kernel["execution_state"] == "idle" for kernel in kernels):
+            break
+        assert time.monotonic() < until, kernels
+    page.wait_for_timeout(1000)
 
 
 def click_menu(page, *labels):
@@ -197,7 +209,7 @@ def click_menu(page, *labels):
 def run_all(page, limit_s=500):
     """*Run All Cells* from the menu; returns when all ran, and fails where one does not."""
     click_menu(page, "Run", "Run All Cells")
-    page.wait_for_function(f"() => ({COUNT_CELLS})().waiting > 0", timeout=20_000)
+    page.wait_for_function(f"() => ({COUNT_CELLS})().waiting > 0 || ({FIND_ERRORS})().length", timeout=20_000)
     until = time.monotonic() + limit_s
     while (cells := page.evaluate(COUNT_CELLS))["waiting"]:
         assert time.monotonic() < until, f"{cells} after {limit_s} s"
