@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colab_utils.runtime import write_file
 from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
 from colab_utils.show.html import WIDE, build_page
 from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["PageLink", "write_demo_index", "write_notebook_page"]
 
@@ -34,7 +37,8 @@ details summary { cursor: pointer; font-size: 15px; }
 # the findings side by side where there is room, and the charts no higher than one screen
 _FIRST_SCREEN = """
 h1 { font-size: 1.7rem; margin: 0 0 .3em; }
-.first { display: grid; grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); gap: 0 2rem; }
+.first { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 0 2rem; }
+.first h2, .first p { margin: .3em 0; } .first li { line-height: 1.4; }
 .first h2 { font-size: 1.15rem; margin: .4em 0 .2em; }
 @media (max-width: 60rem) { .first { display: block; } }
 """
@@ -74,7 +78,7 @@ def write_demo_index(
     comparison: Mapping[str, Any] | None = None,
     good_day: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the first page: what a comparison found, the same on a good day, then the pages of the notebooks.
+    """Write the first page: what a comparison found, the same on a good day, and the pages of the notebooks.
 
     Args:
         path: the HTML file.
@@ -82,9 +86,8 @@ def write_demo_index(
         comparison: what ``comparison.json`` of a receipt holds; None leaves it out.
         good_day: the same of a second comparison, on a day when Drive is quick.
     """
-    parts = _show_comparison(comparison, good_day) if comparison else ["<h1>The notebooks</h1>"]
     total_s = sum(link.seconds for link in links)
-    parts.append(f"<h2>The notebooks, run in {total_s / 60:.1f} minutes</h2><ol>")
+    parts = [f"<h2>The notebooks, run in {total_s / 60:.1f} minutes</h2><ol>"]
     parts += [
         f'<li value="{number}"><a href="{escape(link.href)}">{escape(re.sub(r"^[0-9]+[.] ", "", link.title))}</a> '
         f'<span class="quiet">{link.seconds:.0f} s</span></li>'
@@ -92,34 +95,32 @@ def write_demo_index(
     ]
     parts.append("</ol>")
     if comparison:
-        parts += [
-            "<h2>All figures; hours are those of COCO</h2>",
-            tabulate_comparison(comparison).to_html(),
-            *show_notes(comparison),
-        ]
+        parts = _show_comparison(comparison, good_day, parts)
+        parts += ["<h2>All figures; hours are those of COCO</h2>", tabulate_comparison(comparison).to_html()]
+        parts += show_notes(comparison)
+    else:
+        parts.insert(0, "<h1>The notebooks</h1>")
     page = build_page("Data loading for Mask R-CNN: the demo", "\n".join(parts), style=WIDE + _FIRST_SCREEN)
     write_file(path, page.encode())
     return path
 
 
-def _show_comparison(comparison: Mapping[str, Any], good_day: Mapping[str, Any] | None) -> list[str]:
-    """The first screen: the finding, the bars beside those of a good day, and the first seconds."""
-    bars, steps = plot_comparison(comparison), plot_cold_start(comparison)
+def _show_comparison(
+    comparison: Mapping[str, Any], good_day: Mapping[str, Any] | None, notebooks: Sequence[str]
+) -> list[str]:
+    """The first screen: the finding, its bars and first seconds, and beside them a good day and the notebooks."""
+
+    def show(figure: Figure, heading: str) -> str:
+        figure.set_size_inches(9, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
+        return show_chart(figure, heading)
+
+    bars = plot_comparison(comparison)
     finding = bars.get_suptitle().replace("\n", " ")
-    for figure, width in ((bars, 9), (steps, 9)):
-        figure.set_size_inches(width, 1.1 + 0.42 * len(figure.axes[0].get_yticklabels()))
-    parts = [
-        f"<h1>{escape(finding)}</h1>",
-        '<div class="first"><div>',
-        show_chart(bars, ""),
-        show_chart(steps),
-        "</div>",
-    ]
+    parts = [f"<h1>{escape(finding)}</h1>", '<div class="first"><div>', show(bars, "")]
+    parts += [show(plot_cold_start(comparison), "h2"), "</div><div>"]
     if good_day:
-        bars = plot_comparison(good_day)
-        bars.set_size_inches(6, 1.1 + 0.42 * len(good_day["strategies"]))
-        parts += ["<div><h2>And on a good day</h2>", show_chart(bars, "p"), "</div>"]
-    return [*parts, "</div>"]
+        parts += ["<h2>And on a good day</h2>", show(plot_comparison(good_day), "p")]
+    return [*parts, *notebooks, "</div></div>"]
 
 
 def _convert_cell(exporter: Any, notebook: Any, cell: Any) -> str:

@@ -72,11 +72,6 @@ class StrategyTiming:
     timeline: tuple[tuple[float, float, float], ...] = ()
     """For each batch of the cold run: when it was asked for, when its step began and when it ended, seconds."""
 
-    @property
-    def epoch_minutes(self) -> float | None:
-        """An earlier name."""
-        return 60 / self.images_per_second if self.images_per_second else None
-
     def __str__(self) -> str:
         if self.images_per_second is None:
             return f"{self.title}: not timed, {self.note}"
@@ -144,7 +139,7 @@ def compare(
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        folder: where prepared data is kept for the next comparison; made if need be.
+        folder: where data is prepared, and the copies lie; made if need be.
         strategies: names of `STRATEGIES`, or your own `Strategy`; None takes them all.
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as they are.
         step: the training step, called as ``step(images, targets)``. It really trains its model, hundreds of times:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = ["describe_difference", "find_difference"]
 _CHECKED_IMAGES = 32  # of an epoch
 _KEPT_LEVELS = (1.0, 16.0)  # of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes
 _SHRUNK_LEVELS = (3.0, 48.0)  # the same after one resize and JPEG at quality 95
+_ALL_PIXELS = 2_000_000  # a larger image is compared by every second row and column, or third
 
 
 def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:
@@ -33,7 +35,13 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     """
     (image, target), (wanted_image, wanted) = sample, reference
     size, full = tuple(image.shape[-2:]), tuple(wanted_image.shape[-2:])
+    scale = torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)
     mean, peak = _KEPT_LEVELS if size == full else _SHRUNK_LEVELS
+    masks, wanted_masks = target["masks"], wanted["masks"]
+    if size == full:
+        rows = slice(None, None, 1 + math.isqrt(size[0] * size[1] // _ALL_PIXELS))
+        image, wanted_image = image[:, rows, rows], wanted_image[:, rows, rows]
+        masks, wanted_masks = masks[:, rows, rows], wanted_masks[:, rows, rows]
     pixels, wanted_pixels = (i.cpu().float() * (255 if i.is_floating_point() else 1) for i in (image, wanted_image))
     if size != full:
         wanted_pixels = functional.interpolate(wanted_pixels[None], size=size, mode="bilinear", antialias=True)[0]
@@ -44,13 +52,13 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
         return f"some pixels differ by {float(difference.max()):.0f} of 255"
     if target["labels"].tolist() != wanted["labels"].tolist():
         return f"labels are {target['labels'].tolist()}, not {wanted['labels'].tolist()}"
-    boxes = target["boxes"].cpu() - wanted["boxes"] * torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)
+    boxes = target["boxes"].cpu() - wanted["boxes"] * scale
     if boxes.numel() and float(boxes.abs().max()) > 1:
         return f"a box differs by {float(boxes.abs().max()):.1f} pixels"
-    for mask, wanted_mask in zip(target["masks"].cpu() > 0, wanted["masks"], strict=True):
-        # a smaller mask takes the nearest pixels, as in torchvision's own transform
-        there = functional.interpolate(wanted_mask[None, None].float(), size=size)[0, 0] > 0
-        iou = int((mask & there).sum()) / max(int((mask | there).sum()), 1)
+    for mask, there in zip(masks.cpu() > 0, wanted_masks > 0, strict=True):
+        if size != full:  # a smaller mask takes the nearest pixels, as in torchvision's own transform
+            there = functional.interpolate(there[None, None].byte(), size=size)[0, 0] > 0
+        iou = int((mask & there).count_nonzero()) / max(int((mask | there).count_nonzero()), 1)
         if iou < 0.99 and (mask | there).any():
             return f"a mask overlaps the reference by an IoU of {iou:.2f}"
     return ""

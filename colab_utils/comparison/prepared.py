@@ -19,7 +19,7 @@ from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.drive import DriveProfile, is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.runtime import require_space, show_progress, write_file
+from colab_utils.runtime import require_space, show_progress
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 
@@ -63,7 +63,7 @@ class PreparedData:
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        folder: where prepared data is kept.
+        folder: where data is prepared.
         profile: the speed of Drive, for the seconds of a copy; all is read at full speed.
         count: images at most.
         min_size: the shorter side that training needs, pixels.
@@ -126,30 +126,23 @@ class PreparedData:
         return self._made[kind]
 
     def _make(self, name: str) -> PreparedFiles:
-        """Write one kind to Drive where it is missing; a file keeps what that took, for the next comparison."""
+        """Write one kind to Drive in each comparison, and time that."""
         target = self.drive / f"{name}-{self.name}"
-        marker = target.with_name(f"{target.name}.seconds")
         source = self.get("files_on_ssd" if name == "shards" else "shards_on_ssd")
-        if not (marker.is_file() and target.is_dir()):
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-            write_file(marker, str(self._write(name, source, target)).encode())
-        files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
-        once_s = source.once_s + source.session_s + float(marker.read_text())
-        return PreparedFiles(target, files, _sum_bytes(files), once_s=once_s)
-
-    def _write(self, name: str, source: PreparedFiles, target: Path) -> float:
-        """Write one kind; returns the seconds that it took."""
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            shard_mb = max(0.01, min(4.0, source.ssd_bytes / 8e6))  # 8 shards or more
-            write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb, **self.sizes)
+            options: Any = {"shard_mb": max(0.01, min(4.0, source.ssd_bytes / 8e6)), **self.sizes}  # 8 shards or more
+            write_shards(source.folder, self.annotations, shards=target, **options)
         else:
             dataset = ShardDataset(source.folder)
             image, found = dataset[0]
             require_space(target, len(dataset) * (image.nbytes + found["masks"].nbytes), _CURE)
             (_write_tensors if name == "tensors" else _write_arrays)(dataset, target)
-        return perf_counter() - began_s
+        once_s = source.once_s + source.session_s + perf_counter() - began_s
+        files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
+        return PreparedFiles(target, files, _sum_bytes(files), once_s=once_s)
 
     def _copy(self, name: str, made: PreparedFiles) -> PreparedFiles:
         """Copy one kind from Drive to the local disk in each comparison: at full speed, and time it at Drive's."""

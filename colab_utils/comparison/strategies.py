@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.drive import DriveProfile, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.dataset import CocoFolder, ShardDataset, ShardFiles
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork
@@ -128,42 +127,6 @@ class MappedArrays(Dataset[_Sample]):
         return image, {**target, "masks": torch.from_numpy(masks)}
 
 
-class WholeShards(ShardDataset):
-    """Shards on Drive as WebDataset streams them: each is read whole, and the next one after it.
-
-    ``order`` is the order of an epoch: the shards in random order, and the images of each. Every worker of a
-    ``DataLoader`` gets batches of each shard, so every worker reads it.
-    """
-
-    def __init__(self, folder: Path, profile: DriveProfile | None) -> None:
-        super().__init__(folder)
-        self._files, self.order = _WholeFiles(folder, profile), _ShardOrder(self.shard_of)
-
-
-class _WholeFiles(ShardFiles):
-    """Reads files whole, and keeps those of two shards in memory."""
-
-    def __init__(self, folder: Path, profile: DriveProfile | None) -> None:
-        super().__init__(folder, profile)
-        self._read = lru_cache(4)(partial(read_file, profile=profile))
-
-    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        view = memoryview(buffer).cast("B")
-        view[:] = memoryview(self._read(self.folder / name))[start : start + len(view)]
-
-
-class _ShardOrder(Sampler[int]):
-    def __init__(self, shard_of: NDArray[np.int64]) -> None:
-        self._shard_of = shard_of
-
-    def __len__(self) -> int:
-        return len(self._shard_of)
-
-    def __iter__(self) -> Iterator[int]:
-        turn = np.random.permutation(self._shard_of.max() + 1)[self._shard_of]
-        return iter(np.lexsort((np.random.permutation(len(self)), turn)).tolist())
-
-
 def _count_bytes(sample: _Sample) -> int:
     return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
 
@@ -176,8 +139,8 @@ class EpochLoader:
     """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`."""
 
     def __init__(self, setting: Setting, dataset: Any, prefetch: _Prefetcher) -> None:
-        sizes, order = setting.prepared.reference.sizes, getattr(dataset, "order", None)
-        self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes, sampler=order)
+        sizes = setting.prepared.reference.sizes
+        self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
         with quiet_fork():
             self._batches = prefetch(dataset, batch_sampler=self._order)
         self.workers = getattr(self._batches, "num_workers", 0)
@@ -244,9 +207,7 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
         return PillowFolder(made.folder, setting.prepared.annotations, profile=profile)
     if name == "tensors":
         return SavedTensors(made.files, profile)
-    if kind == "shards_on_drive":
-        return WholeShards(made.folder, profile)
-    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder)
+    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder, profile=profile)
 
 
 def _open_in_memory(setting: Setting) -> EpochLoader:

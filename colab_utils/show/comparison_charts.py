@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
 __all__ = [
-    "describe_gain", "list_steps", "plot_cold_start", "plot_comparison", "plot_epochs", "plot_receipts",
-    "read_receipts", "summarise_receipt",
+    "describe_gain", "plot_cold_start", "plot_comparison", "plot_epochs", "plot_receipts", "read_receipts",
+    "summarise_receipt",
 ]  # fmt: skip
 
 _COURSE = {  # each step on top of the one before
@@ -65,34 +65,20 @@ def plot_comparison(comparison: Comparison | _Content) -> Figure:
     return figure
 
 
-def plot_first_seconds(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
-    """An earlier name."""
-    return plot_cold_start(comparison, seconds=seconds)
+def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
+    """`charts.plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of them ran.
 
-
-def name_strategy(name: str) -> str:
-    """An earlier name."""
-    return name.replace("_", " ")
-
-
-def list_steps(comparison: Comparison | _Content) -> dict[str, list[tuple[float, float]]]:
-    """When each step of a cold run began and ended, by strategy: the rows of `charts.plot_first_seconds`.
-
-    Of more than five strategies, those of the course are taken.
+    Of more than five strategies, those of the course are drawn.
 
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content, rows = _read_rows(comparison, "timeline")
-    shown = [name for name in rows if name in _COURSE] if len(rows) > len(_COURSE) else []
+    content, timed = _read_rows(comparison, "timeline")
+    course = [name for name in timed if name in _COURSE] if len(timed) > len(_COURSE) else []
     names = _name_rows(content)
-    return {names[name]: [(began, ended) for _, began, ended in rows[name]["timeline"]] for name in shown or rows}
-
-
-def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
-    """`charts.plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of them ran."""
-    rows = list_steps(comparison)
-    shown_s = seconds or min(spans[-1][1] for spans in rows.values())
+    rows = {names[name]: [(began, ended) for _, began, ended in timed[name]["timeline"]] for name in course or timed}
+    all_s = min(spans[-1][1] for spans in rows.values())
+    shown_s = seconds or all_s // 1 or all_s
     done = [f"{sum(ended <= shown_s for _, ended in rows[name])} with {name.strip('+ ')}" for name in rows]
     title = f"Batches in the first {charts.format_figure(shown_s)} seconds: "
     title += ", ".join(dict.fromkeys((done[0], done[-1])))

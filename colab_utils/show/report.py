@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -22,17 +22,11 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
 __all__ = [
-    "check_receipt_folder", "describe_null_results", "show_chart", "show_notes", "tabulate_comparison", "write_receipt",
+    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_receipt",
 ]  # fmt: skip
 
 _TITLE = "Receipt: ways of loading, side by side"
 _COCO_IMAGES = 118_287
-_AHEAD = "Loading ahead hides the step behind the loading, and no more: it helps where the two take about as long."
-_HELPS = dict.fromkeys(("thread_queue", "process_queue", "dataloader"), _AHEAD) | {
-    "shards_on_drive": "Shards make the copy to the SSD quick: they help there.",
-    "saved_tensors": "Its files are larger than the photos: it helps where decoding takes longer than reading.",
-}
-_IDLE = "The step hardly waits here: it helps where Drive is slower, or the step faster."
 
 
 def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
@@ -57,8 +51,6 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
         show_chart(comparison_charts.plot_cold_start(content)),
         show_chart(comparison_charts.plot_epochs(content)),
         "<h2>All figures; hours are those of COCO</h2>", tabulate_comparison(content).to_html(), *show_notes(content),
-        "<h2>What did not help here, and when it would</h2>",
-        *(_to_html("p", line) for line in describe_null_results(content).splitlines()),
         "<h2>What each name means</h2>",
         *(_to_html("p", f"{row['title']} ({row['name']}): {row['idea']}") for row in rows),
         '<p class="quiet">All numbers of this page: <a href="comparison.json">comparison.json</a>.</p>',
@@ -85,33 +77,29 @@ def check_receipt_folder(folder: str | Path) -> None:
         )
 
 
-def tabulate_comparison(comparison: Comparison | Mapping[str, Any], *, brief: bool = False) -> Table:
-    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's 118,287 images.
+def tabulate_comparison(content: Mapping[str, Any]) -> Table:
+    """What each strategy reached and what it costs: CPU milliseconds of an image, hours of COCO's 118,287 images."""
 
-    Args:
-        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
-        brief: only the five columns that you read first.
-    """
-    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    return make_table([dict([*_tabulate_row(row)][: 5 if brief else None]) for row in content["strategies"]])
+    def tabulate(row: Mapping[str, Any]) -> dict[str, Any]:
+        def scale(key: str, factor: float = 1.0) -> float | None:
+            return None if row[key] is None else round(row[key] * factor, 1)
 
+        hours = _COCO_IMAGES / 3.6e6
+        return {
+            "": row["title"],
+            "images/s": scale("images_per_second"),
+            "waits": None if row["wait_share"] is None else f"{row['wait_share']:.0%}",
+            "first batch s": scale("first_batch_s"),
+            "CPU ms": scale("cpu_ms_per_image"),
+            "times": scale("ratio"),
+            "on SSD": None if row["ssd_bytes"] is None else format_bytes(row["ssd_bytes"]),
+            "once, h": scale("once_ms_per_image", hours),
+            "session, h": scale("session_ms_per_image", hours),
+            "epoch, h": scale("cold_ms_per_image", hours),
+            "same samples": f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip(),
+        }
 
-def _tabulate_row(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    def scale(key: str, factor: float = 1.0) -> float | None:
-        return None if row[key] is None else round(row[key] * factor, 1)
-
-    hours = _COCO_IMAGES / 3.6e6
-    yield "", row["title"]
-    yield "images/s", scale("images_per_second")
-    yield "waits", None if row["wait_share"] is None else f"{row['wait_share']:.0%}"
-    yield "first batch s", scale("first_batch_s")
-    yield "CPU ms", scale("cpu_ms_per_image")
-    yield "times", scale("ratio")
-    yield "on SSD", None if row["ssd_bytes"] is None else format_bytes(row["ssd_bytes"])
-    yield "once, h", scale("once_ms_per_image", hours)
-    yield "session, h", scale("session_ms_per_image", hours)
-    yield "epoch, h", scale("cold_ms_per_image", hours)
-    yield "same samples", f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()
+    return make_table([tabulate(row) for row in content["strategies"]])
 
 
 def show_chart(figure: Figure, heading: str = "h2") -> str:
@@ -129,8 +117,6 @@ def show_notes(content: Mapping[str, Any]) -> list[str]:
         notes.append(f"The training step is {content['step']}: it keeps 0.9 of a core busy, like one that feeds a GPU.")
     if content["drive"] != "as it is, not slowed":
         notes.append(f"Drive is a slowed folder on this machine, profile {content['drive']}")
-    if any(not row["comparable"] for row in content["strategies"]):
-        notes.append("A row that says no under “same samples” must not be compared with the others.")
     images, times = f"{content['dataset']['images']:,} images", f"{content['repeats']} repeats"
     quiet = (
         f"{images}, batches of {content['batch_size']}, {content['workers']} workers. Each figure is the median of "
@@ -138,32 +124,6 @@ def show_notes(content: Mapping[str, Any]) -> list[str]:
         f"Machine: {machine}, torchvision {machine.torchvision}, Python {machine.python}.",
     )
     return [_to_html("p", note, "note") for note in notes if note] + [_to_html("p", text, "quiet") for text in quiet]
-
-
-def describe_null_results(content: Mapping[str, Any]) -> str:
-    """What is less than 1.1 times as fast as the baseline, and when it would help; a line each.
-
-    Example:
-        >>> row = {"name": "sequential", "title": "plain loop", "wait_share": 0.96, "comparable": True, "ratio": 1.0}
-        >>> ahead = row | {"name": "thread_queue", "title": "thread ahead", "ratio": 1.04}
-        >>> describe_null_results({"strategies": [row, ahead], "baseline": "sequential"})
-        'thread ahead: 1.0 times as fast as the plain loop. Loading ahead hides the step behind the loading, ...'
-    """
-    all_rows = (row if isinstance(row, Mapping) else asdict(row) for row in content["strategies"])
-    rows = {row["name"]: row for row in all_rows if row["ratio"] is not None and row["comparable"]}
-    base = rows.get(content["baseline"], {"title": content["baseline"], "wait_share": 0})
-    lines = [
-        f"{row['title']}: {row['ratio']:.1f} times as fast as the {base['title']}. "
-        + (_IDLE if base["wait_share"] < 0.1 else _HELPS.get(name, "It helps where Drive is not the limit."))
-        for name, row in rows.items()
-        if row is not base and row["ratio"] < 1.1
-    ]
-    loose, shards = (rows.get(name, base) for name in ("dataloader_on_ssd", "shards_on_ssd"))
-    if base not in (loose, shards) and shards["images_per_second"] < 1.1 * loose["images_per_second"]:
-        hours = (f"{row['session_ms_per_image'] * _COCO_IMAGES / 3.6e6:.1f} hours" for row in (shards, loose))
-        lines.append("{} read no faster than {}. They help before: the copy of COCO takes {}, and {} as files.".format(
-            shards["title"], loose["title"], *hours))  # fmt: skip
-    return "\n".join(lines) or f"Every other way was at least 1.1 times as fast as the {base['title']}."
 
 
 def _to_html(tag: str, text: str, css_class: str = "") -> str:

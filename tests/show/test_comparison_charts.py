@@ -12,7 +12,6 @@ from colab_utils.comparison.strategies import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.comparison_charts import (
     describe_gain,
-    list_steps,
     plot_cold_start,
     plot_comparison,
     plot_epochs,
@@ -101,16 +100,18 @@ def test_what_could_not_be_timed_has_no_bar(make_timing, lose, make_comparison):
 # -------------------------------------------------------------------------------------- first seconds, hours
 
 
-def test_the_rows_of_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
-    rows = list_steps(make_comparison(*course))
-    assert list(rows) == STEPS
-    assert rows["plain loop"][:2] == [(pytest.approx(2.4), 2.5), (pytest.approx(4.9), 5.0)]
-    more = make_comparison(*course, make_timing("saved_tensors"))
-    assert list(list_steps(more)) == ["plain loop", "2 workers", "shards on Drive", "shards on SSD", "make_loader"]
-    title = read_title(plot_cold_start(make_comparison(*course), seconds=5.02))
-    assert title == "Batches in the first 5 seconds: 2 with plain loop, 48 with make_loader"
+def test_the_first_seconds_are_those_of_the_course(course, make_timing, make_comparison, lose):
+    figure = plot_cold_start(make_comparison(*course), seconds=5.02)
+    assert read_title(figure) == "Batches in the first 5 seconds: 2 with plain loop, 48 with make_loader"
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == STEPS
+    plain = figure.axes[0].collections[0].get_paths()[0].get_extents()
+    assert plain.intervalx.tolist() == pytest.approx([2.4, 2.5])
+    more = plot_cold_start(make_comparison(*course, make_timing("saved_tensors")))
+    names = ["plain loop", "2 workers", "shards on Drive", "shards on SSD", "make_loader"]
+    assert [label.get_text() for label in more.axes[0].get_yticklabels()] == names
+    assert more.axes[0].get_xlim() == (0, 7)  # whole seconds that all of them ran
     with pytest.raises(ColabUtilsError, match="a strategy that was timed"):
-        list_steps(make_comparison(lose(course[0])))
+        plot_cold_start(make_comparison(lose(course[0])))
 
 
 def test_hours_are_those_of_coco_over_sessions_of_three_epochs(course, make_comparison):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.report import describe_null_results, tabulate_comparison, write_receipt
+from colab_utils.show.report import tabulate_comparison, write_receipt
 
 
 class Reader(HTMLParser):
@@ -88,7 +88,7 @@ def test_a_real_step_on_a_real_drive_carries_no_such_note(tmp_path, course, make
 
 
 def test_every_strategy_and_every_figure_is_in_the_table(course, make_comparison):
-    table = tabulate_comparison(make_comparison(*course))
+    table = tabulate_comparison(asdict(make_comparison(*course)))
     rows = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
     assert [row[""] for row in rows] == ["plain loop", "2 workers", "shards on Drive", "shards on SSD", "make_loader"]
     assert rows[-1] == {
@@ -104,14 +104,12 @@ def test_every_strategy_and_every_figure_is_in_the_table(course, make_comparison
         "epoch, h": "0.9",
         "same samples": "yes",
     }
-    assert tabulate_comparison(make_comparison(*course), brief=True).headings == table.headings[:5]
 
 
 def test_a_strategy_that_failed_keeps_its_row(tmp_path, course, lose, make_comparison):
     lost = lose(course[1], note="the disk is full", difference="not checked")
     text = read(make_comparison(course[0], lost), tmp_path)
     assert "no the disk is full" in text
-    assert "must not be compared" in text
 
 
 def test_all_text_is_escaped(tmp_path, make_timing, make_comparison):
@@ -130,7 +128,7 @@ def test_the_json_has_the_same_numbers(tmp_path, course, make_comparison):
     content = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
     assert [row["images_per_second"] for row in content["strategies"]] == [1.6, 3.2, 10, 32, 38.4]
     assert content["machine"]["cores"] >= 1
-    assert tabulate_comparison(content) == tabulate_comparison(make_comparison(*course))
+    assert tabulate_comparison(content) == tabulate_comparison(asdict(make_comparison(*course)))
 
 
 def test_writing_again_replaces_the_page(tmp_path, course, make_comparison):
@@ -153,38 +151,3 @@ def test_somebody_elses_page_stays(tmp_path, course, make_comparison):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         ("index.html", "<title>my thesis</title>")
     ]
-
-
-def test_what_did_not_help_says_when_it_would(make_timing, make_comparison):
-    rows = [
-        make_timing("sequential"),
-        make_timing("thread_queue", images_per_second=1.65, ratio=1.03),
-        make_timing("saved_tensors", images_per_second=1.3, ratio=0.8),
-        make_timing("dataloader_on_ssd", images_per_second=33.0, ratio=20.6, session_ms_per_image=152.0),
-        make_timing("shards_on_ssd"),
-        make_timing("packed"),
-    ]
-    ahead, saved, shards = describe_null_results(vars(make_comparison(*rows))).splitlines()
-    assert ahead.startswith("thread ahead: 1.0 times as fast as the plain loop. ")
-    assert "it helps where the two take about as long" in ahead
-    assert saved.startswith(".pt files on Drive: 0.8 times as fast as the plain loop. ")
-    assert "it helps where decoding" in saved
-    # 118,287 images: 2 ms each as shards, 152 ms each as files
-    assert shards == (
-        "shards on SSD read no faster than loose files on SSD. They help before: the copy of COCO takes 0.1 hours, and "
-        "5.0 hours as files."
-    )
-
-
-def test_where_loading_is_no_limit_nothing_is_called_useless(make_timing, make_comparison):
-    rows = [make_timing("sequential", wait_share=0.05), make_timing("packed", ratio=1.02)]
-    text = describe_null_results(vars(make_comparison(*rows)))
-    assert text == (
-        "make_loader: 1.0 times as fast as the plain loop. The step hardly waits here: it helps where Drive is slower, "
-        "or the step faster."
-    )
-
-
-def test_where_all_helped_that_is_said(course, make_comparison):
-    text = describe_null_results(vars(make_comparison(*course)))
-    assert text == "Every other way was at least 1.1 times as fast as the plain loop."
