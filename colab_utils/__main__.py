@@ -177,6 +177,7 @@ def _train(shards: str, run_folder: str, **options: Any) -> Any:
 def _compare(
     report: str, strategies: str = "", seconds: float = 30, against: Sequence[str] = (), **options: Any
 ) -> Any:  # fmt: skip
+    from colab_utils.drive import get_profile
     from colab_utils.show.report import check_receipt_folder, write_receipt
 
     if against:
@@ -190,6 +191,7 @@ def _compare(
     if not {"images", "annotations"} <= set(options):
         raise ColabUtilsError("expected --images and --annotations, or --against with receipts. See --help.")
     check_receipt_folder(report)
+    options.setdefault("drive_profile", get_profile(None, options["images"]) or "typical")
     names = [name.strip() for name in strategies.split(",")] if strategies else None
     found = colab_utils.compare(**options, folder=Path(report) / "work", strategies=names, timeline_s=seconds)
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
@@ -266,7 +268,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
     ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one a minute, and at an epoch's end)"),
     ("compare", "--strategies", {"metavar": "A,B,C"}, "names, separated by commas (13 of them)"),
-    ("compare", "--drive-profile", {"metavar": "NAME"}, "speed of the slowed Drive folder (typical)"),
+    ("compare", "--drive-profile", {"metavar": "NAME"}, "speed of Drive (that of a slowed folder, else typical)"),
     ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),
     ("compare", "--seconds", _NUMBER, "that each runs cold, for its timeline (30)"),
     ("compare", "--report", _DIR, "folder for the receipt"),

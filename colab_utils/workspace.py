@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,18 +15,16 @@ from urllib.parse import urlsplit
 import xxhash
 
 from colab_utils.data.archive import is_archive, unpack_dataset
-from colab_utils.data.coco import read_bytes, read_coco, write_subset
+from colab_utils.data.coco import read_bytes
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
 from colab_utils.shards.write import find_recipe, write_shards
 
 __all__ = [
     "SCENES", "EnsuredDataset", "EnsuredShards", "Workspace", "ensure_dataset", "ensure_shards",
-    "ensure_validation_shards", "publish_results",
 ]  # fmt: skip
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
@@ -238,8 +236,7 @@ def ensure_dataset(
         annotations: your COCO instance JSON; its name in the zip, where that holds several.
         n: images of a built-in dataset that is made now, one of 13 of them a photo of 12 megapixels; one that is there
             is taken as it is.
-        part: ``"val"`` is another dataset, to evaluate with. Where you named only one to train on, its first ``n``
-            images: the model has seen them, and ``note`` says so.
+        part: ``"val"`` is another dataset, to evaluate with.
 
     Raises:
         ColabUtilsError: only one of ``images`` and ``annotations`` is given, or they are not there; or what
@@ -252,7 +249,7 @@ def ensure_dataset(
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    name, paths, seen = _choose_source(workspace, images, annotations, part)
+    name, paths = _choose_source(workspace, images, annotations, part)
     folder, note = workspace.drive / ("dataset" if part == "train" else "dataset_val"), "Your own dataset."
     found = [Path(path) for path in paths] or [folder / "images", folder / "annotations.json"]
     if paths and is_archive(paths[0]):
@@ -268,12 +265,6 @@ def ensure_dataset(
         elif workspace.profile:
             note += f" The scene slows down what is read of its images: {workspace.profile}."
     slow_down(found[0], workspace.profile)
-    if seen:
-        coco, note = (
-            read_coco(found[1]),
-            "Images of your training data: the model has seen them, so its AP is too high.",
-        )
-        found[1] = write_subset(coco, range(min(n, len(coco))), workspace.ssd / f"{name}.json")
     if images:
         settings = {**_read_settings(workspace), part: paths}
         with guard_drive(workspace.drive):
@@ -299,11 +290,11 @@ def ensure_shards(
     Raises:
         ColabUtilsError: as `ensure_dataset` and `write_shards` do; the shards there are of another dataset.
     """
-    name, paths, seen = _choose_source(workspace, images, annotations, part)
+    name, paths = _choose_source(workspace, images, annotations, part)
     folder = workspace.shards_on_drive / name
     with guard_drive(folder), read_at_full_speed():
         is_there, text, changed = (folder / INDEX_NAME).is_file(), Path(*paths[1:]), False
-        if is_there and text.is_file() and not seen:  # your own annotations, which have changed since, perhaps
+        if is_there and text.is_file():  # your own annotations, which have changed since, perhaps
             changed = xxhash.xxh3_128_hexdigest(read_bytes(text)) != read_index(folder).fingerprint
     if images or changed or not is_there:
         data = ensure_dataset(workspace, images=images, annotations=annotations, n=n, part=part)
@@ -322,15 +313,12 @@ def _read_settings(workspace: Workspace) -> dict[str, list[str]]:
     return {}
 
 
-def _choose_source(workspace: Workspace, images: str, annotations: str, part: str) -> tuple[str, list[str], bool]:
-    """The dataset's name; if it is your own, where its images and annotations are, as you name or named them; and
-    whether training data takes the place of missing validation data.
-    """
+def _choose_source(workspace: Workspace, images: str, annotations: str, part: str) -> tuple[str, list[str]]:
+    """The dataset's name; if it is your own, where its images and annotations are, as you name or named them."""
     if bool(images) != bool(annotations) and not is_archive(images) and images != BUILT_IN:
         raise ColabUtilsError("expected IMAGES and ANNOTATIONS, found only one of them: name both or neither")
     settings = _read_settings(workspace)
-    seen = not images and part not in settings and part != "train" and bool(settings.get("train"))
-    paths = settings.get("train" if seen else part, [])
+    paths = settings.get(part, [])
     if images:
         inside = is_archive(images)  # of the zip is the name of the annotations
         paths = [
@@ -338,23 +326,9 @@ def _choose_source(workspace: Workspace, images: str, annotations: str, part: st
             annotations if inside else str(_to_path(annotations)),
         ]
     if not paths or images == BUILT_IN:
-        return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}", [], False
+        return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}", []
     stem = Path(paths[0]).name
     if is_archive(paths[0]):  # many exports have the same name
         stem = f"{Path(urlsplit(paths[0]).path).stem}-{xxhash.xxh32_hexdigest(paths[0].encode())}"
     name = re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")
-    return f"{name}-seen" if seen else name, paths, seen
-
-
-def ensure_validation_shards(
-    workspace: Workspace, train: EnsuredShards, *, images: str = "", annotations: str = "", n: int = 24
-) -> EnsuredShards:
-    """The shards of the part "val", copied to the SSD."""
-    val = ensure_shards(workspace, images=images, annotations=annotations, n=n, part="val")
-    copy_shards(val.folder, val.local)
-    return replace(val, folder=val.local)
-
-
-def publish_results(workspace: Workspace, number: str, **results: Any) -> Path:
-    """As `Workspace.publish`."""
-    return workspace.publish(number, **results)
+    return name, paths

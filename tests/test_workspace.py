@@ -496,6 +496,19 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
             main(["copy", "--shards", str(tiny_shards), "--to", str(tmp_path / "ssd")])
         assert waits() == list_shards
 
+    def test_compare(self, tiny_dataset, tmp_path, monkeypatch, capsys):
+        def stop(*_, drive_profile, **__):
+            raise ColabUtilsError(f"expected to be asked, found {drive_profile}")
+
+        monkeypatch.setattr("colab_utils.compare", stop)
+        options = ["--images", str(tiny_dataset.images), "--annotations", str(tiny_dataset.annotations)]
+        for folder in (tmp_path, tiny_dataset.images):
+            slow_down(folder, "bad")
+            assert main(["compare", *options, "--report", str(tmp_path / "report")]) == 2
+        typical, bad = capsys.readouterr().err.splitlines()
+        assert "typical" in typical
+        assert "bad: 606 ms" in bad
+
     def test_training_from_shards(self, tiny_shards, list_shards, waits):
         slow_down(tiny_shards, "typical")
         dataset = ShardDataset(tiny_shards)
@@ -559,17 +572,6 @@ def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own)
     named = ensure_shards(workspace, **own, part="val")
     assert (named.index.images, ensure_shards(workspace, part="val").name) == (12, named.name)
     assert ensure_shards(workspace).name == "built-in"  # the training data stay what they are
-
-
-def test_your_own_data_without_validation_is_evaluated_on_itself(workspace, own):
-    train = ensure_shards(workspace, **own)
-    seen = ensure_dataset(workspace, n=3, part="val")
-    assert "the model has seen them" in str(seen)
-    shards = ensure_shards(workspace, n=3, part="val")
-    assert (shards.name, shards.index.images) == (f"{train.name}-seen", 3)
-    assert set(ShardDataset(shards.folder).image_ids) < set(ShardDataset(train.folder).image_ids)
-    assert not (workspace.drive / "dataset_val").exists()
-    assert ensure_dataset(workspace, images="built-in", n=2, part="val").name == "built-in-val"
 
 
 def test_published_numbers_replace_those_before(workspace):

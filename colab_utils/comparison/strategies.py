@@ -25,7 +25,7 @@ from colab_utils.drive import DriveProfile, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.dataset import CocoFolder, ShardDataset, ShardFiles
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork
@@ -127,32 +127,6 @@ class MappedArrays(Dataset[_Sample]):
         return image, {**target, "masks": torch.from_numpy(masks)}
 
 
-class WholeShards(ShardDataset):
-    """Shards on Drive as WebDataset streams them: each is read whole, and the next one after it.
-
-    ``order`` is that of the epochs: the shards in random order, and the images of each. Every worker of a
-    ``DataLoader`` gets batches of each shard, so every worker reads it.
-    """
-
-    def __init__(self, folder: Path, profile: DriveProfile | None) -> None:
-        super().__init__(folder)
-        self._files, random = _WholeFiles(folder, profile), np.random.default_rng(0)
-        turn = random.permutation(len(self.index.shards))[self.shard_of]
-        self.order: list[int] = np.lexsort((random.permutation(len(self)), turn)).tolist()
-
-
-class _WholeFiles(ShardFiles):
-    """Reads files whole, and keeps those of two shards in memory."""
-
-    def __init__(self, folder: Path, profile: DriveProfile | None) -> None:
-        super().__init__(folder, profile)
-        self._read = lru_cache(4)(partial(read_file, profile=profile))
-
-    def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
-        view = memoryview(buffer).cast("B")
-        view[:] = memoryview(self._read(self.folder / name))[start : start + len(view)]
-
-
 def _count_bytes(sample: _Sample) -> int:
     return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
 
@@ -165,8 +139,8 @@ class EpochLoader:
     """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`."""
 
     def __init__(self, setting: Setting, dataset: Any, prefetch: _Prefetcher) -> None:
-        sizes, order = setting.prepared.reference.sizes, getattr(dataset, "order", None)
-        self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes, sampler=order)
+        sizes = setting.prepared.reference.sizes
+        self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
         with quiet_fork():
             self._batches = prefetch(dataset, batch_sampler=self._order)
         self.workers = getattr(self._batches, "num_workers", 0)
@@ -233,9 +207,7 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
         return PillowFolder(made.folder, setting.prepared.annotations, profile=profile)
     if name == "tensors":
         return SavedTensors(made.files, profile)
-    if kind == "shards_on_drive":
-        return WholeShards(made.folder, profile)
-    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder)
+    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder, profile=profile)
 
 
 def _open_in_memory(setting: Setting) -> EpochLoader:

@@ -16,7 +16,7 @@ import psutil
 
 from colab_utils.runtime import find_free_memory, format_bytes
 
-__all__ = ["Reading", "Resources", "measure_memory", "summarise_readings", "watch_resources"]
+__all__ = ["Reading", "Resources", "summarise_readings", "watch_resources"]
 
 _INTERVAL_S = 0.25
 # finding the PSS of a process takes the kernel 20 ms: share of the time for it; most seconds between two looks
@@ -142,16 +142,6 @@ def _find_growth(readings: Sequence[Reading]) -> float | None:
     first, last = (reading.main_bytes + sum(reading.worker_bytes) for reading in (same[0], same[-1]))
     own = (last - first) / (same[-1].batches - same[0].batches)
     return float(slope) if steady and slope * np.ptp(batches) > _LEAST_GROWTH * last and own > slope / 3 else None
-
-
-def measure_memory() -> int:
-    """PSS of this process and all its children, bytes.
-
-    Example:
-        >>> measure_memory() > 1_000_000
-        True
-    """
-    return sum(_measure_processes())
 
 
 def _measure_processes() -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class ShardFiles:
         self._open = lru_cache(OPEN_FILES)(partial(DriveFile, profile=profile, retries=Retries()))
 
     def __reduce__(self) -> Any:  # open files stay in this process
-        return type(self), (self.folder, self.profile)
+        return ShardFiles, (self.folder, self.profile)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         """Fill a writable buffer of bytes from ``start`` of a file that belongs to the shard of that number.

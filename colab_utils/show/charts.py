@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, make_figure
@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from colab_utils.diagnosis.diagnose import Diagnosis
-    from colab_utils.loading.arriving import Arrival
 
-__all__ = ["format_figure", "label_axes", "plot_bars", "plot_first_seconds", "plot_stages", "plot_training"]
+__all__ = [
+    "format_figure",
+    "label_axes",
+    "plot_bars",
+    "plot_first_seconds",
+]
 
 _BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#B8B8B8", "#1a1a1a"
 
@@ -50,7 +53,7 @@ def plot_first_seconds(
         worked_s = sum(max(0.0, min(end_s, shown_s) - begin_s) for begin_s, end_s in spans)
         waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
     first, last = next(iter(waits)), next(reversed(waits))
-    against = f"with {first}, {waits[last]} with {last}" if len(waits) > 1 else "of the time"
+    against = f"({first}) → {waits[last]} ({last})" if len(waits) > 1 else "of the time"
     title = title or f"The step waits {waits[first]} {against}"
     figure, axis = _make_rows(title, rows, unit="seconds", height=1.35 + 0.62 * len(rows))
     for row, (name, spans) in enumerate(rows.items()):
@@ -63,13 +66,6 @@ def plot_first_seconds(
         bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))
     axis.set_xlim(0, shown_s)
     return figure
-
-
-def plot_arrival(arrival: Arrival, steps: Sequence[tuple[float, float]]) -> Figure:
-    """`plot_first_seconds` of the copy of each shard and of training steps, timed by ``time.perf_counter``."""
-    copied = sorted(span for span in arrival.spans_s.values() if span[1] > 0)
-    trained = [(begin_s - arrival.began_s, end_s - arrival.began_s) for begin_s, end_s in steps]
-    return plot_first_seconds({"copy": copied, "training": trained})
 
 
 def plot_bars(
@@ -128,79 +124,6 @@ def plot_bars(
         axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
     else:
         axis.set_xlim(0, 1.02 * (longest or 1))
-    return figure
-
-
-def plot_stages(diagnosis: Diagnosis) -> Figure:
-    """What each stage of loading one image takes, in milliseconds, then all of loading, and the step under it.
-
-    The stages are one worker's time, and workers share it among them: where *loading* is longer than *step*, the step
-    waits.
-
-    Args:
-        diagnosis: from `diagnose`.
-    """
-    mean_ms = {stage.name: stage.mean_ms or stage.median_ms for stage in diagnosis.stages}
-    step_ms, wait_ms = mean_ms.pop("step", None), mean_ms.pop("wait", 0.0)
-    bars = mean_ms or {"wait": wait_ms}
-    largest, total_ms, workers = max(bars, key=lambda name: bars[name]), sum(bars.values()), diagnosis.workers
-    title = f"The step waits {diagnosis.stall_share:.0%} of the time"
-    if step_ms is None:
-        title = f"The loader alone gives {format_figure(diagnosis.images_per_second)} images/s"
-    if mean_ms:
-        title += f"; {largest} is {bars[largest] / max(total_ms, 1e-9):.0%} of loading an image"
-        loading = f"loading, {workers or 'no'} worker{'s' * (workers != 1)}"
-        bars = {**bars, loading: total_ms / max(1, workers)}
-    figure = plot_bars(
-        bars if step_ms is None else {**bars, "step": step_ms},
-        title=title,
-        unit="mean milliseconds per image",
-        notes={"step": f"({diagnosis.step})" if diagnosis.step.startswith("emulated") else ""},
-        highlight=[*bars][-1],
-    )
-    if step_ms is not None:
-        figure.axes[0].patches[-1].set_color(_ORANGE)
-    return figure
-
-
-def plot_training(
-    points: Sequence[Any], *, window: int = 10, note: str = "", marks: Mapping[int, str] | None = None
-) -> Figure:
-    """The loss at every step, and its running mean over ``window`` steps, which is what you look at.
-
-    Args:
-        points: with ``step`` and ``loss``: `TrainReport.losses`.
-        window: steps in the running mean; less where there are few points.
-        note: a few words for the end of the title.
-        marks: a few words for steps at which something happened, such as ``{78: "killed"}``.
-
-    Raises:
-        ColabUtilsError: there are no points.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> figure = plot_training([SimpleNamespace(step=n, loss=4 / n) for n in range(1, 41)])
-        >>> figure.get_suptitle()
-        'The loss fell from 1.17 to 0.11 in 40 steps'
-    """
-    import numpy as np
-
-    if not points:
-        raise ColabUtilsError("expected the losses of a training, found none: train at least one step")
-    steps, losses = [point.step for point in points], np.array([point.loss for point in points], float)
-    width = max(1, min(window, len(losses) // 2))
-    mean = np.convolve(losses, np.full(width, 1 / width), mode="valid")
-    verb = "fell" if mean[-1] < mean[0] else "did not fall: it went"
-    title = f"The loss {verb} from {mean[0]:.2f} to {mean[-1]:.2f} in {steps[-1] - steps[0] + 1:,} steps"
-    figure = make_figure(title + (f", {note}" if note else ""), width=12, height=5.2)
-    axis = figure.add_subplot()
-    axis.plot(steps, losses, color=_GREY, linewidth=1.5, marker="o" if len(losses) < 40 else "", markersize=4)
-    axis.plot(steps[width // 2 :][: len(mean)], mean, color=_BLUE, linewidth=3.5)
-    axis.margins(x=0.01)
-    _write(axis, f"mean of\n{width} steps", steps[-1], mean[-1], color=_BLUE)
-    for step, words in (marks or {}).items():
-        _mark(axis, step, words)
-    label_axes(axis, "step", "loss")
     return figure
 
 

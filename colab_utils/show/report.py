@@ -22,17 +22,11 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
 __all__ = [
-    "check_receipt_folder", "describe_null_results", "show_chart", "show_notes", "tabulate_comparison", "write_receipt",
+    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_receipt",
 ]  # fmt: skip
 
 _TITLE = "Receipt: ways of loading, side by side"
 _COCO_IMAGES = 118_287
-_AHEAD = "Loading ahead hides the step behind the loading, and no more: it helps where the two take about as long."
-_HELPS = dict.fromkeys(("thread_queue", "process_queue", "dataloader"), _AHEAD) | {
-    "shards_on_drive": "Shards make the copy to the SSD quick: they help there.",
-    "saved_tensors": "Its files are larger than the photos: it helps where decoding takes longer than reading.",
-}
-_IDLE = "The step hardly waits here: it helps where Drive is slower, or the step faster."
 
 
 def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
@@ -57,8 +51,6 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
         show_chart(comparison_charts.plot_cold_start(content)),
         show_chart(comparison_charts.plot_epochs(content)),
         "<h2>All figures; hours are those of COCO</h2>", tabulate_comparison(content).to_html(), *show_notes(content),
-        "<h2>What did not help here, and when it would</h2>",
-        *(_to_html("p", line) for line in describe_null_results(content).splitlines()),
         "<h2>What each name means</h2>",
         *(_to_html("p", f"{row['title']} ({row['name']}): {row['idea']}") for row in rows),
         '<p class="quiet">All numbers of this page: <a href="comparison.json">comparison.json</a>.</p>',
@@ -132,31 +124,6 @@ def show_notes(content: Mapping[str, Any]) -> list[str]:
         f"Machine: {machine}, torchvision {machine.torchvision}, Python {machine.python}.",
     )
     return [_to_html("p", note, "note") for note in notes if note] + [_to_html("p", text, "quiet") for text in quiet]
-
-
-def describe_null_results(content: Mapping[str, Any]) -> str:
-    """What is less than 1.1 times as fast as the baseline, and when it would help; a line each.
-
-    Example:
-        >>> row = {"name": "sequential", "title": "plain loop", "wait_share": 0.96, "comparable": True, "ratio": 1.0}
-        >>> ahead = row | {"name": "thread_queue", "title": "thread ahead", "ratio": 1.04}
-        >>> describe_null_results({"strategies": [row, ahead], "baseline": "sequential"})
-        'thread ahead: 1.0 times as fast as the plain loop. Loading ahead hides the step behind the loading, ...'
-    """
-    rows = {row["name"]: row for row in content["strategies"] if row["ratio"] is not None and row["comparable"]}
-    base = rows.get(content["baseline"], {"title": content["baseline"], "wait_share": 0})
-    lines = [
-        f"{row['title']}: {row['ratio']:.1f} times as fast as the {base['title']}. "
-        + (_IDLE if base["wait_share"] < 0.1 else _HELPS.get(name, "It helps where Drive is not the limit."))
-        for name, row in rows.items()
-        if row is not base and row["ratio"] < 1.1
-    ]
-    loose, shards = (rows.get(name, base) for name in ("dataloader_on_ssd", "shards_on_ssd"))
-    if base not in (loose, shards) and shards["images_per_second"] < 1.1 * loose["images_per_second"]:
-        hours = (f"{row['session_ms_per_image'] * _COCO_IMAGES / 3.6e6:.1f} hours" for row in (shards, loose))
-        lines.append("{} read no faster than {}. They help before: the copy of COCO takes {}, and {} as files.".format(
-            shards["title"], loose["title"], *hours))  # fmt: skip
-    return "\n".join(lines) or f"Every other way was at least 1.1 times as fast as the {base['title']}."
 
 
 def _to_html(tag: str, text: str, css_class: str = "") -> str:

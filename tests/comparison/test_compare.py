@@ -345,28 +345,6 @@ def test_a_worker_s_batches_are_timed_in_whole_rounds(race):
     assert rows["dataloader"].title == "2 workers"
 
 
-def test_shards_on_drive_are_read_whole_and_one_after_the_other(prepare, monkeypatch):
-    read, paths = strategies_module.read_file, []
-
-    def watch(path, *settings, **named):
-        paths.append(Path(path))
-        return read(path, *settings, **named)
-
-    prepared = prepare()
-    prepared.get("shards_on_drive")
-    monkeypatch.setattr(strategies_module, "read_file", watch)
-    loader = STRATEGIES["shards_on_drive"].open(Setting(prepared, None, 1, 0, "cpu"))
-    orders = []
-    for _ in range(2):
-        orders.append([target["image_id"] for samples in loader for _, target in samples])
-        files, count = [path.name for path in paths], len(set(paths))
-        assert len(files) <= count + 2  # each once; wide and tall images in turns may ask for one again
-        paths.clear()
-    loader.close()
-    assert count >= 4
-    assert sorted(orders[0]) == sorted(orders[1]) != orders[0]
-
-
 def test_without_shards_the_loose_files_are_still_compared(race, tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "drive").write_text("a file where the folder of shards should be")

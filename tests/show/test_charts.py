@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from matplotlib.text import Text
@@ -11,7 +9,7 @@ from matplotlib.text import Text
 from colab_utils.diagnosis.diagnose import Diagnosis, Stage
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import charts
-from colab_utils.show.charts import plot_bars, plot_stages, plot_training
+from colab_utils.show.charts import plot_bars
 from colab_utils.show.pictures import draw_pairs
 
 
@@ -53,7 +51,7 @@ def test_the_first_seconds_count_as_the_spans_do():
     rows = {"plain loop": make_spans(2, 4.5, 7), "shards": make_spans(*np.arange(0, 5, 0.5))}
     figure = charts.plot_first_seconds(rows)
     figure.draw_without_rendering()
-    assert figure.get_suptitle() == "The step waits 80% with plain loop, 0% with shards"
+    assert figure.get_suptitle() == "The step waits 80% (plain loop) → 0% (shards)"
     assert read_texts(figure) == ["waits 80%, 2 batches", "waits 0%, 10 batches"]  # of the 5 s that both have
     assert figure.axes[0].get_xlim() == (0, 5)
     drawn = [collection.get_paths() for collection in figure.axes[0].collections]
@@ -157,56 +155,6 @@ def make_diagnosis(*stages, stall_share=0.6, step="emulated 100 ms", workers=2):
 STAGES = (Stage("read", 60, 70, 1), Stage("decode", 15, 20, 15), Stage("wait", 13, 20, 1), Stage("step", 25, 26, 20))
 
 
-def test_loading_by_all_workers_stands_above_the_step():
-    figure = plot_stages(make_diagnosis(*STAGES))
-    assert figure.get_suptitle() == "The step waits 60% of the time; read is 80% of loading an image"
-    assert read_bars(figure) == {"read": 60, "decode": 15, "loading, 2 workers": 37.5, "step": 25}
-    assert read_texts(figure) == ["60", "15", "38", "25  (emulated 100 ms)"]
-
-
-@pytest.mark.parametrize(("workers", "bar"), [(0, ("loading, no workers", 75)), (1, ("loading, 1 worker", 75))])
-def test_without_workers_loading_takes_all_of_its_time(workers, bar):
-    assert bar in read_bars(plot_stages(make_diagnosis(*STAGES, workers=workers))).items()
-
-
-def test_a_loader_that_is_not_ours_shows_its_wait():
-    figure = plot_stages(make_diagnosis(Stage("wait", 40, 50, 1), Stage("step", 25, 26, 20), step="real"))
-    assert read_bars(figure) == {"wait": 40, "step": 25}
-
-
-def test_without_a_step_the_loader_alone_is_the_finding():
-    figure = plot_stages(make_diagnosis(Stage("read", 60, 70, 1), Stage("wait", 62, 70, 1), step="none"))
-    assert figure.get_suptitle().startswith("The loader alone gives 16 images/s")
-
-
-@pytest.mark.parametrize(
-    ("losses", "title"),
-    [
-        ([4.0, 3.0, 2.0, 1.0], "The loss fell from 3.50 to 1.50 in 4 steps"),
-        ([1.0, 2.0], "The loss did not fall: it went from 1.00 to 2.00 in 2 steps"),  # too few for a mean
-        ([1.5], "The loss did not fall: it went from 1.50 to 1.50 in 1 steps"),  # one step
-    ],
-)
-def test_training_says_where_the_loss_went(losses, title):
-    figure = plot_training([SimpleNamespace(step=n, loss=loss) for n, loss in enumerate(losses, 1)])
-    figure.draw_without_rendering()
-    assert figure.get_suptitle() == title
-
-
-def test_where_the_plug_was_pulled_is_marked():
-    figure = plot_training([SimpleNamespace(step=n, loss=4 / n) for n in range(1, 200)], marks={120: "killed"})
-    assert read_texts(figure) == ["mean of\n10 steps", "killed"]
-    assert figure.axes[0].lines[-1].get_xdata() == [120, 120]
-    figure.draw_without_rendering()
-    curve = figure.axes[0].lines[1].get_window_extent()
-    assert figure.axes[0].texts[0].get_window_extent().x0 > curve.x1  # no label lies on the curve
-
-
-def test_no_losses_is_said():
-    with pytest.raises(ColabUtilsError, match="losses of a training"):
-        plot_training([])
-
-
 NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]  # formulas, one of them wrong; what legends hide; other signs
 
 
@@ -222,7 +170,6 @@ def make_odd_figures():
         limit=(2, NAMES[2]),
     )
     yield charts.plot_first_seconds({name: [(0.0, 1.0)] for name in NAMES}, title=NAMES[2])
-    yield plot_training([SimpleNamespace(step=1, loss=1.0)], note=" ".join(NAMES), marks={1: NAMES[2]})
     target = {"boxes": np.array([[2, 2, 6, 6]] * 4), "labels": np.arange(4), "masks": np.ones((4, 8, 8), np.uint8)}
     sample = (np.zeros((3, 8, 8), np.uint8), target)
     yield draw_pairs([sample], [sample], class_names=dict(enumerate(NAMES)), titles=(NAMES[0], NAMES[2]))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from itertools import combinations
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 
-from colab_utils.diagnosis.diagnose import Diagnosis, Stage
-from colab_utils.show.charts import plot_bars, plot_first_seconds, plot_stages, plot_training
+from colab_utils.show.charts import plot_bars, plot_first_seconds
 from colab_utils.show.comparison_charts import plot_comparison, plot_epochs
 from colab_utils.show.pictures import PALETTE
 
@@ -54,15 +52,11 @@ def list_colours(figure):
 
 @pytest.fixture
 def figures(course, make_comparison):
-    stages = [Stage(name, 9, 10, 1) for name in ("read", "decode", "step")]
     comparison = make_comparison(*course)
-    points = [SimpleNamespace(step=n, loss=1 / n) for n in range(1, 30)]
     return {
         "bars": plot_bars({"a": 1.0, "b": 2.0}, title="", unit="", limit=(3, "limit")),
         "points": plot_bars({"a": 1.0, "b": 2.0}, title="", unit="", log=True),
         "first seconds": plot_first_seconds({"copy": [(0, 1)], "step": [(1, 2)]}),
-        "stages": plot_stages(Diagnosis("", 2, 16, 0.5, tuple(stages), (), "high", 40, "real")),
-        "training": plot_training(points, marks={9: "killed"}),
         "comparison": plot_comparison(comparison),
         "epochs": plot_epochs(comparison),
     }

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.report import describe_null_results, tabulate_comparison, write_receipt
+from colab_utils.show.report import tabulate_comparison, write_receipt
 
 
 class Reader(HTMLParser):
@@ -151,38 +151,3 @@ def test_somebody_elses_page_stays(tmp_path, course, make_comparison):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         ("index.html", "<title>my thesis</title>")
     ]
-
-
-def test_what_did_not_help_says_when_it_would(make_timing, make_comparison):
-    rows = [
-        make_timing("sequential"),
-        make_timing("thread_queue", images_per_second=1.65, ratio=1.03),
-        make_timing("saved_tensors", images_per_second=1.3, ratio=0.8),
-        make_timing("dataloader_on_ssd", images_per_second=33.0, ratio=20.6, session_ms_per_image=152.0),
-        make_timing("shards_on_ssd"),
-        make_timing("packed"),
-    ]
-    ahead, saved, shards = describe_null_results(asdict(make_comparison(*rows))).splitlines()
-    assert ahead.startswith("thread ahead: 1.0 times as fast as the plain loop. ")
-    assert "it helps where the two take about as long" in ahead
-    assert saved.startswith(".pt files on Drive: 0.8 times as fast as the plain loop. ")
-    assert "it helps where decoding" in saved
-    # 118,287 images: 2 ms each as shards, 152 ms each as files
-    assert shards == (
-        "shards on SSD read no faster than loose files on SSD. They help before: the copy of COCO takes 0.1 hours, and "
-        "5.0 hours as files."
-    )
-
-
-def test_where_loading_is_no_limit_nothing_is_called_useless(make_timing, make_comparison):
-    rows = [make_timing("sequential", wait_share=0.05), make_timing("packed", ratio=1.02)]
-    text = describe_null_results(asdict(make_comparison(*rows)))
-    assert text == (
-        "make_loader: 1.0 times as fast as the plain loop. The step hardly waits here: it helps where Drive is slower, "
-        "or the step faster."
-    )
-
-
-def test_where_all_helped_that_is_said(course, make_comparison):
-    text = describe_null_results(asdict(make_comparison(*course)))
-    assert text == "Every other way was at least 1.1 times as fast as the plain loop."
