@@ -304,7 +304,7 @@ _OURS = (
 STRATEGIES = {strategy.name: strategy for strategy in (*(_use(*row) for row in _USES), *_OURS)}
 """What people are told to use, and ours, by name; `compare` times them all where nothing is named."""
 
-COURSE_STRATEGIES = ("sequential", "dataloader", "shards_on_drive", "shards_on_ssd", "packed")
+COURSE_STRATEGIES = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")
 """The steps of the course in its order, each on top of the one before."""
 
 

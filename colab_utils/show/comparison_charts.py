@@ -25,9 +25,9 @@ __all__ = [
 
 _COURSE = {  # each step on top of the one before
     "sequential": "plain loop",
+    "thread_queue": "+ a thread ahead",
     "dataloader": "+ {}",
-    "shards_on_drive": "+ shards",
-    "shards_on_ssd": "+ local SSD",
+    "shards_on_ssd": "+ shards on the SSD",
     "packed": "+ make_loader",
 }
 _BLUE, _ORANGE, _GREY, _INK = PALETTE[0], PALETTE[1], "#777777", "#1a1a1a"
