@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -223,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scenarios", metavar="NAME,...", default="", help="some of them, separated by commas")
     options = parser.parse_args(arguments)
     work = options.work.absolute()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # /content is removed then, too
     try:
         python = build_environment(work / "env")
         wanted = [

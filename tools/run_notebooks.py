@@ -95,7 +95,7 @@ def run_demo(
     names = [f"{name}{suffix}" for name, _ in loaded for suffix in (".ipynb", ".html")]
     _prepare_output(output, [*names, "index.html"])
     work = Path(tempfile.mkdtemp(prefix="work-", dir=output))
-    folders = {"DRIVE_FOLDER": str(work / "drive"), "SSD_FOLDER": str(work / "ssd"), "USE_GOOGLE_DRIVE": False}
+    folders = {"DRIVE_FOLDER": str(work / "drive"), "SSD_FOLDER": str(work / "ssd")}
     runs: list[NotebookRun] = []
     try:
         cells = sum(cell.cell_type == "code" for _, notebook in loaded for cell in notebook.cells)

@@ -289,7 +289,7 @@ _USES: tuple[tuple[str, str, str, str, Callable[[Setting], _Prefetcher]], ...] =
     ("memory_mapped", "memory map on SSD", "All pixels and masks in one mapped file.", "arrays_on_ssd", _by_workers(0)),
     ("autotuned", "tuned pipeline", "Cache, shuffle, batch and prefetch, with sizes chosen on the way.", _FILES, _tune),
     ("dataloader_on_ssd", "loose files on SSD", "The image files are copied first.", "files_on_ssd", _WORKERS),
-    ("shards_on_drive", "shards on Drive", "Workers read shards whole, in turn.", "shards_on_drive", _WORKERS),
+    ("shards_on_drive", "shards on Drive", "Workers read single images out of shards.", "shards_on_drive", _WORKERS),
     ("shards_on_ssd", "shards on SSD", "The shards are copied to the local disk first.", "shards_on_ssd", _WORKERS),
 )  # fmt: skip
 _OURS = (
