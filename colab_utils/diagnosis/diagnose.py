@@ -59,8 +59,6 @@ class Diagnosis:
     """real, none, or emulated ..."""
     resources: Resources | None = None
     """What the loader used while it ran."""
-    workers: int = 0
-    """Of the loader; 0 where it does not say."""
 
     def __str__(self) -> str:
         best = sorted(self.fixes, key=lambda fix: -fix.images_per_second)[:_SHOWN_FIXES]
@@ -175,7 +173,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
     return Diagnosis(
         " ".join((verdict, *resources.dangers)), ceiling / rate, rate, now.wait_share,
-        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources, count_workers(loader),
+        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from tools.run_notebooks import inject_parameters
 from tools.setup_cell import ROOT
 from tools.workshop import write_workshop
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(1800)]
 NAMES = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 PICTURES = ROOT / "runs" / "browser"
 OVERRIDES = {
@@ -206,7 +206,7 @@ def click_menu(page, *labels):
             item.click()
 
 
-def run_all(page, limit_s=500):
+def run_all(page, limit_s=800):
     """*Run All Cells* from the menu; returns when all ran, and fails where one does not."""
     click_menu(page, "Run", "Run All Cells")
     page.wait_for_function(f"() => ({COUNT_CELLS})().waiting > 0 || ({FIND_ERRORS})().length", timeout=20_000)

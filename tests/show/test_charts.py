@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from colab_utils.diagnosis.diagnose import Diagnosis, Stage
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import charts
 from colab_utils.show.charts import plot_bars
@@ -146,13 +145,6 @@ def test_a_long_title_is_broken_not_cut():
     title = plot_bars({"a": 1.0}, title="word " * 40, unit="").get_suptitle()
     assert title.count("word") == 40
     assert "\n" in title
-
-
-def make_diagnosis(*stages, stall_share=0.6, step="emulated 100 ms", workers=2):
-    return Diagnosis("Verdict.", 2.5, 16.0, stall_share, stages, (), "high: 40 batches", 40, step, workers=workers)
-
-
-STAGES = (Stage("read", 60, 70, 1), Stage("decode", 15, 20, 15), Stage("wait", 13, 20, 1), Stage("step", 25, 26, 20))
 
 
 NAMES = ["$a_b$", "_x", r"$\nope$", "50% <b> \\n"]  # formulas, one of them wrong; what legends hide; other signs
