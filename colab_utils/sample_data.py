@@ -142,7 +142,7 @@ def _make_image(folder: Path, recipe: dict[str, Any], index: int) -> tuple[dict[
     allowed = [kind for kind, name in enumerate(_SHAPES) if name in recipe["categories"]]
     picture, ids, kinds = _paint(rng, width // scale, height // scale, objects, crowd, allowed, scale)
     number = 1000 * index + int(rng.integers(1000))  # with gaps, as in COCO
-    image = {"id": number, "file_name": f"{number:012d}.jpg", "width": width, "height": height}
+    image: dict[str, Any] = {"id": number, "file_name": f"{number:012d}.jpg", "width": width, "height": height}
     picture.save(folder / image["file_name"], "JPEG", quality=int(rng.integers(88, 94)))
     numbers = [k for k in np.unique(ids).tolist() if k >= _FIRST]
     return image, [_annotate(ids == k, kinds[k], crowd and k == _FIRST, scale) for k in numbers]
