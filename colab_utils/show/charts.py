@@ -111,7 +111,7 @@ def plot_bars(
         if high > low:
             axis.plot([low, high], [row, row], color=_INK, linewidth=1.5, marker="|", markersize=9)
         text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
-        inside = low * letters > longest * (len(text) + 2) and not log
+        inside = low * letters > longest * (len(text) + 5) and not log
         ink = "white" if inside and name in lit else _INK
         _write(axis, text, low if inside else high, row, inside=inside, color=ink)
         if name in guesses:
