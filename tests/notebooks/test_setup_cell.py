@@ -12,7 +12,10 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 from tools.setup_cell import ROOT, read_setup_cell, write_setup_cells
 from tools.workshop import MOST_BYTES, build_wheel, carry_wheel, write_workshop
@@ -166,3 +169,17 @@ def test_make_workshop_says_what_it_wrote(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert all(f"{path.name} (" in done.stdout for path in NOTEBOOKS)
     assert "Upload notebook" in done.stdout
+
+
+def test_an_interrupt_says_what_is_safe_and_ends_the_run():
+    code = nbformat.v4.new_code_cell
+    interrupt = code("import signal\nsignal.raise_signal(signal.SIGINT)")
+    notebook = nbformat.v4.new_notebook(cells=[code(read_setup_cell()), interrupt, code("print('never')")])
+    with pytest.raises(CellExecutionError):
+        client = NotebookClient(
+            notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+        )
+        client.execute()
+    (told,) = interrupt.outputs
+    assert told.text == "Stopped. What was finished is safe: run this cell again, and it goes on there.\n"
+    assert not notebook.cells[-1].outputs
