@@ -175,10 +175,9 @@ def test_an_interrupt_says_what_is_safe_and_ends_the_run():
     code = nbformat.v4.new_code_cell
     interrupt = code("import signal\nsignal.raise_signal(signal.SIGINT)")
     notebook = nbformat.v4.new_notebook(cells=[code(read_setup_cell()), interrupt, code("print('never')")])
+    place = {"metadata": {"path": str(ROOT)}}
+    client = NotebookClient(notebook, timeout=100, kernel_name="python3", resources=place)
     with pytest.raises(CellExecutionError):
-        client = NotebookClient(
-            notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
-        )
         client.execute()
     (told,) = interrupt.outputs
     assert told.text == "Stopped. What was finished is safe: run this cell again, and it goes on there.\n"
