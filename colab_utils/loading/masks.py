@@ -222,7 +222,7 @@ def sample_masks(
     grids = np.stack([starts, steps, np.ceil(steps), limits, shrinks], 1).astype(np.float32)
     # the part of each crop that samples can read, as stored
     lows, lasts = (edge.clip(0, limits - 1).astype(np.int64) for edge in (starts, starts + sides + 1))
-    lows, highs = ((edge * shrinks).astype(np.int64) for edge in (lows, lasts))
+    lows, highs = ((edge.astype(np.float32) * shrinks).astype(np.int64) for edge in (lows, lasts))
     highs += 1
     lows[flipped, 0], highs[flipped, 0] = (stored - highs)[flipped, 0], (stored - lows)[flipped, 0]
     lows, highs = np.maximum(lows, crops[:, :2]), np.minimum(highs, crops[:, 2:])

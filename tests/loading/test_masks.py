@@ -336,3 +336,12 @@ def test_flipped_boxes_are_those_of_the_flipped_masks():
     real = masks.crops[:, 2] > 0  # an empty mask has no box to mirror
     assert torch.equal(flipped[real], again.crops[real].float())
     assert torch.equal(flip_boxes(flipped, widths), masks.crops.float())
+
+
+def test_the_last_pixel_of_a_window_is_found_as_float32_rounds_it():
+    """3 * 10 / 6 is 5 in float32, and less in float64."""
+    image = np.ones((1, 1, 10), np.uint8)
+    masks, sizes, counts = pack([image])
+    boxes, objects = torch.tensor([[1.5, 0.0, 0.0, 0.0]]), torch.tensor([0])
+    targets = sample_masks(masks, objects, boxes, sizes=sizes, counts=counts, to_sizes=[(1, 6)], size=5)
+    assert targets.tolist() == [[[1.0] * 5] * 5]
