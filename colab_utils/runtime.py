@@ -147,7 +147,16 @@ def show_progress(label: str, *, total: int | None, unit: str = "it", scale: boo
         ...     _ = bar.update(2)
     """
     silent = not is_watched() or len(tqdm._instances) > 0  # a bar in a bar leaves stale lines in notebooks
-    return tqdm(total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=silent)
+    return _Bar(total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=silent)
+
+
+class _Bar(tqdm):
+    # tqdm's own lock is shared with forked processes: one that is killed while it draws would stop every later bar
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # a thread that held the lock is not in the forked process
+    os.register_at_fork(after_in_child=lambda: _Bar.set_lock(threading.RLock()))
 
 
 def is_watched() -> bool:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+
+import pytest
+
 from colab_utils import runtime
 
 
@@ -18,3 +24,21 @@ def test_one_progress_bar_at_a_time(monkeypatch, capsys):
     assert "outer: 100%" in shown
     assert "next: 100%" in shown
     assert "inner" not in shown
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_killed_while_it_draws_stops_no_later_bar(monkeypatch):
+    monkeypatch.setattr(runtime, "is_watched", lambda: True)
+    with runtime.show_progress("first", total=1) as bar:
+
+        def draw():
+            bar.get_lock().acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        process = multiprocessing.get_context("fork").Process(target=draw)
+        process.start()
+        process.join()
+        bar.update(1)
+    with runtime.show_progress("second", total=1) as later:
+        later.update(1)
+    assert process.exitcode == -signal.SIGKILL

@@ -373,7 +373,8 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
         shared = context.Value("q", 0), context.Event()
         with fork_pool(min(processes, len(jobs)), _start_worker, *shared) as pool:
             try:
-                return _collect([pool.submit(_write_shard, job) for job in jobs], total, allowed, bar, shared[0])
+                done = shared[0].get_obj()  # read without the lock, which a worker that was killed may hold
+                return _collect([pool.submit(_write_shard, job) for job in jobs], total, allowed, bar, done)
             finally:
                 shared[1].set()  # after an error each worker gives up at its next image
 

@@ -13,12 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-__all__ = [
-    "format_figure",
-    "label_axes",
-    "plot_bars",
-    "plot_first_seconds",
-]
+__all__ = ["format_figure", "label_axes", "plot_bars", "plot_first_seconds"]
 
 _BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#B8B8B8", "#1a1a1a"
 
