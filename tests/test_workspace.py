@@ -29,6 +29,7 @@ from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
+from tests.colab.mountpoint import check_mountpoint
 from tests.data.test_archive import write_zip
 
 REAL = "my Drive, my GPU"
@@ -51,14 +52,7 @@ class FakeColabDrive:
             raise ValueError("Mountpoint must not contain a space.")
         if os.path.isdir(os.path.join(mountpoint, "MyDrive")) and not force_remount:
             return
-        if os.path.islink(mountpoint):
-            raise ValueError("Mountpoint must not be a symlink")
-        if os.path.isdir(mountpoint) and os.listdir(mountpoint):
-            raise ValueError("Mountpoint must not already contain files")
-        if not os.path.isdir(mountpoint) and os.path.exists(mountpoint):
-            raise ValueError("Mountpoint must either be a directory or not exist")
-        if not os.path.exists(os.path.dirname(mountpoint)):
-            raise ValueError("Mountpoint must be in a directory that exists")
+        check_mountpoint(mountpoint)
         self.calls.append({"force_remount": force_remount, "timeout_ms": timeout_ms})
         if self.failure:
             raise self.failure

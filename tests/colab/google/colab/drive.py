@@ -4,6 +4,7 @@ import os
 import subprocess
 
 from google.colab import _message
+from mountpoint import check_mountpoint
 
 __all__ = ["flush_and_unmount", "mount"]
 
@@ -25,14 +26,7 @@ def mount(mountpoint, force_remount=False, timeout_ms=120000, readonly=False):
         )
         return
     subprocess.run(["umount", mountpoint], capture_output=True)
-    if os.path.islink(mountpoint):
-        raise ValueError("Mountpoint must not be a symlink")
-    if os.path.isdir(mountpoint) and os.listdir(mountpoint):
-        raise ValueError("Mountpoint must not already contain files")
-    if not os.path.isdir(mountpoint) and os.path.exists(mountpoint):
-        raise ValueError("Mountpoint must either be a directory or not exist")
-    if "/" in os.path.normpath(mountpoint) and not os.path.exists(os.path.dirname(os.path.normpath(mountpoint))):
-        raise ValueError("Mountpoint must be in a directory that exists")
+    check_mountpoint(mountpoint)
     if os.environ["COLAB_ANSWER"] == "timeout":
         raise ValueError(
             "mount failed: timeout during initial read of root folder; for more info: "
