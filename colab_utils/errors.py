@@ -14,6 +14,10 @@ class ColabUtilsError(Exception):
         colab_utils.errors.ColabUtilsError: expected a folder, found a file: photos.zip. Unzip it first.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the line alone; ``%tb`` shows where it comes from."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ColabUtilsWarning(UserWarning):
     """One line on something that was decided for you; the command line prints it as a note."""

@@ -112,11 +112,6 @@ class Workspace:
         return self.drive / "shards"
 
     @property
-    def shards_on_ssd(self) -> Path:
-        """The copy of the shards on this machine."""
-        return self.ssd / "shards"
-
-    @property
     def runs(self) -> Path:
         """Checkpoints and reports; on Drive, because they must outlast the machine."""
         return self.drive / "runs"
@@ -269,7 +264,7 @@ def ensure_dataset(
         settings = {**_read_settings(workspace), part: paths}
         with guard_drive(workspace.drive):
             write_file(workspace.drive / "settings.json", json.dumps(settings).encode())
-    folders = (folder / name for folder in (workspace.shards_on_drive, workspace.shards_on_ssd, workspace.runs))
+    folders = (folder / name for folder in (workspace.shards_on_drive, workspace.ssd / "shards", workspace.runs))
     return EnsuredDataset(name, found[0], found[1], note, *folders)
 
 
@@ -303,7 +298,7 @@ def ensure_shards(
             settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
             write_shards(data.images, data.annotations, shards=folder, **settings)
     note = "Found on Drive." if is_there else "Made now."
-    return EnsuredShards(name, folder, workspace.shards_on_ssd / name, workspace.runs / name, read_index(folder), note)
+    return EnsuredShards(name, folder, workspace.ssd / "shards" / name, workspace.runs / name, read_index(folder), note)
 
 
 def _read_settings(workspace: Workspace) -> dict[str, list[str]]:

@@ -98,7 +98,6 @@ def test_properties_name_what_lies_where(tmp_path):
     workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
     assert workspace.shards_on_drive == tmp_path / "d" / "shards"
     assert workspace.runs == tmp_path / "d" / "runs"
-    assert workspace.shards_on_ssd == tmp_path / "s" / "shards"
     with pytest.raises(FrozenInstanceError):
         workspace.drive = tmp_path
 

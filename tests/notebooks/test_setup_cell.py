@@ -182,3 +182,14 @@ def test_an_interrupt_says_what_is_safe_and_ends_the_run():
     (told,) = interrupt.outputs
     assert told.text == "Stopped. What was finished is safe: run this cell again, and it goes on there.\n"
     assert not notebook.cells[-1].outputs
+
+
+def test_an_error_of_ours_is_one_line_in_a_notebook(capsys):
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    done = shell.run_cell("from colab_utils import Workspace\nWorkspace.open(scene='a fine day')")
+    assert not done.success
+    shown = capsys.readouterr().out.strip().splitlines()
+    assert len(shown) == 1
+    assert shown[0].startswith("ColabUtilsError: expected SCENE as one of bad day, good day")
