@@ -1,11 +1,11 @@
 # make setup | demo | slides | workshop | badges | setup-cells
-# make test | lint | fuse | test-browser | test-colab | stress | peers | benchmark
+# make test | lint | fuse | test-browser | test-colab | stress | peers | benchmark | gpu
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo slides workshop badges setup-cells test fuse lint test-browser test-colab stress peers benchmark
+.PHONY: setup demo slides workshop badges setup-cells test fuse lint test-browser test-colab stress peers benchmark gpu
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -69,6 +69,10 @@ peers: setup
 # Every loader on the same work: make benchmark IMAGES=photos ANNOTATIONS=photos.json
 benchmark: setup
 	$(RUN) -m benchmarks.loaders --images $(IMAGES) --annotations $(ANNOTATIONS) --json runs/benchmarks/results.json
+
+# On a machine with a GPU and torch: what only a GPU can tell, in at most 25 minutes; needs no .venv
+gpu:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --json runs/benchmarks/gpu.json
 
 # After a fork or a rename: make badges REPO=owner/name; with REF=tag, badges and install lines name that tag
 badges:

@@ -13,7 +13,8 @@ import argparse
 import copy
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, islice
 from statistics import median
@@ -30,8 +31,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.show.table import make_table
-from colab_utils.training.losses import compute_losses
+from colab_utils.training import losses, regions
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms
+from colab_utils.training.regions import Samples
 from colab_utils.training.step import TrainingStep
 
 __all__ = [
@@ -42,6 +44,8 @@ __all__ = [
     "main",
     "make_step",
     "prepare_batches",
+    "record_samples",
+    "replay_samples",
     "tabulate_runs",
     "time_steps",
 ]
@@ -125,13 +129,59 @@ def make_step(model: nn.Module, device: str, changes: Sequence[str]) -> Callable
     if "folded norms" in changes:
         fold_norms(model)
     if "channels_last" in changes:
-        model.backbone.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)
     parameters = [parameter for parameter in model.to(device).parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4, fused=device == "cuda" or None)
     step = TrainingStep(model, device, optimizer=optimizer)
     if "packed batches" in changes:
         return lambda batch: step(batch.packed.to(device))
     return lambda batch: step(*move_dense(batch, device))
+
+
+@contextmanager
+def record_samples() -> Iterator[list[tuple[Samples, int]]]:
+    """Note which anchors and which regions `compute_losses` samples, and of how many places."""
+    found: list[tuple[Samples, int]] = []
+    real = regions.sample_regions
+
+    def sample(positive: Tensor, *others: Any, **settings: Any) -> Samples:
+        found.append((real(positive, *others, **settings), positive.shape[1]))
+        return found[-1][0]
+
+    regions.sample_regions = sample
+    try:
+        yield found
+    finally:
+        regions.sample_regions = real
+
+
+@contextmanager
+def replay_samples(model: Any, found: Sequence[tuple[Samples, int]], counts: Sequence[int]) -> Iterator[None]:
+    """Let torchvision's path of a model sample the same anchors and regions; ``counts`` are objects of each image."""
+    (anchors, _), (chosen, places) = found
+    samplers = model.rpn.fg_bg_sampler, model.roi_heads.fg_bg_sampler
+    model.rpn.fg_bg_sampler = partial(_pick_again, anchors, counts=None, first=0)
+    model.roi_heads.fg_bg_sampler = partial(_pick_again, chosen, counts=counts, first=places - max(1, *counts))
+    try:
+        yield
+    finally:
+        model.rpn.fg_bg_sampler, model.roi_heads.fg_bg_sampler = samplers
+
+
+def _pick_again(
+    samples: Samples, labels: list[Tensor], *, counts: Sequence[int] | None, first: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """As torchvision's sampler answers. The objects of an image follow its proposals, which fill ``first`` places."""
+    chosen: tuple[list[Tensor], list[Tensor]] = [], []
+    for number, label in enumerate(labels):
+        index, positive = (part[number][samples.exists[number]] for part in (samples.places, samples.positive))
+        if counts is not None:
+            index = torch.where(index >= first, index - first + len(label) - counts[number], index)
+        for part, wanted in zip(chosen, (positive, ~positive), strict=True):
+            mask = torch.zeros_like(label, dtype=torch.uint8)
+            mask[index[wanted]] = 1
+            part.append(mask)
+    return chosen
 
 
 def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> float:
@@ -143,10 +193,10 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
     worst, moved = 0.0, copy.deepcopy(model).to(device).train()
     for batch in batches:
         with torch.no_grad():  # two graphs in float32 are more than most GPUs hold
-            torch.manual_seed(0)
-            expected = moved(*move_dense(batch, device))
-            torch.manual_seed(0)
-            found = compute_losses(moved, batch.packed.to(device))
+            with record_samples() as samples:
+                found = losses.compute_losses(moved, batch.packed.to(device))
+            with replay_samples(moved, samples, batch.packed.counts.tolist()):
+                expected = moved(*move_dense(batch, device))
         differences = [abs(found[name].item() / loss.item() - 1) for name, loss in expected.items() if loss]
         worst = float(np.max([worst, *differences]))  # of a NaN too
     if not worst <= DIFFERENCE:

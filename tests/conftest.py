@@ -43,6 +43,12 @@ def few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture
+def few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask head takes no more regions than there are: 32 of them are most of a tiny model's memory."""
+    monkeypatch.setattr("colab_utils.training.losses._REGIONS", 1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def short_waits() -> None:
     """What is tried again where Drive fails is tried at once."""

@@ -23,7 +23,7 @@ __all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks", "send"]
 
 Ints = NDArray[np.int64]
 
-CHUNK_BYTES = 64_000_000  # of memory for what is worked on at once
+CHUNK_BYTES = {"cpu": 64_000_000, "cuda": 256_000_000}  # of memory for what is worked on at once
 DRAWN_BYTES, SAMPLED_BYTES = 64, 16  # that a pixel takes then
 
 
@@ -149,7 +149,7 @@ def _draw_rows(bits: Tensor, tables: _Tables, dense: Tensor) -> None:
     to = (np.cumsum(areas) - areas)[of] + (top[of] + row) * widths + np.where(step > 0, left[of], widths - 1 - left[of])
     # with a pixel's number among all drawn ones: its bit, and its place
     table = np.stack([wide, tables.offsets[of] * 8 + row * wide - begins, to - step * begins, step])
-    most = CHUNK_BYTES // DRAWN_BYTES
+    most = CHUNK_BYTES[bits.device.type] // DRAWN_BYTES
     cuts = np.searchsorted(begins, np.arange(0, wide.sum() + most, most))
     for first, last in pairwise(np.unique(cuts).tolist()):
         part, begin, length = send(table[:, first:last], bits.device), int(begins[first]), int(wide[first:last].sum())
@@ -231,22 +231,27 @@ def sample_masks(
     device = masks.bits.device
     targets = torch.zeros((len(of), size, size), dtype=torch.float32, device=device)
     with torch.autocast(device.type, enabled=False):  # half precision would round the weights
-        for row, low, span in _cut_chunks(lows, highs, grids[:, 2].astype(np.int64), size):
+        most = CHUNK_BYTES[device.type] // SAMPLED_BYTES
+        for row, low, span in _cut_chunks(lows, highs, grids[:, 2].astype(np.int64), size, pixels=most):
             crop, (x, y) = crops[row], low.T
             stride = crop[:, 2] - crop[:, 0]
             first = tables.offsets[of[row]] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
             across = np.stack([signs[row], np.where(flipped[row], stored[row, 0] - 1 - x, -x), span[:, 0]])
             down = np.stack([np.ones_like(y), -y, span[:, 1]])
             pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())
-            columns = _weigh_pixels(grids[row, :, 0].T, across, (size, pixels.shape[2]), device)
-            rows = _weigh_pixels(grids[row, :, 1].T, down, (size, pixels.shape[1]), device)
+            both = np.concatenate([across, down], 1)  # in one go: a GPU has fewer calls to wait for
+            weights = _weigh_pixels(
+                np.concatenate([*grids[row].transpose(2, 0, 1)]).T, both, (size, max(pixels.shape[1:])), device
+            )
+            columns, rows = (
+                part[..., :count] for part, count in zip(weights.chunk(2), pixels.shape[:0:-1], strict=True)
+            )
             targets.index_add_(0, send(row, device), rows @ (pixels @ columns.mT))
     return targets
 
 
-def _cut_chunks(lows: Ints, highs: Ints, grids: Ints, size: int) -> Iterator[tuple[Ints, Ints, Ints]]:
+def _cut_chunks(lows: Ints, highs: Ints, grids: Ints, size: int, *, pixels: int) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Proposals of like sizes together, the largest in blocks of rows: their numbers, first pixels (x, y), lengths."""
-    pixels = CHUNK_BYTES // SAMPLED_BYTES
     width, height = (highs - lows).clip(0).T
     most = (pixels // width.clip(1)).clip(1)
     blocks = -(-height // most) * (width > 0)

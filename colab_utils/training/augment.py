@@ -50,7 +50,8 @@ def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[i
     """
     if transform._skip_resize:
         return [(height, width) for height, width in sizes]
-    return [_resize(transform, size, transform.torch_choice([*transform.min_size])) for size in sizes]
+    sides = [*transform.min_size]
+    return [_resize(transform, size, transform.torch_choice(sides) if sides[1:] else sides[0]) for size in sizes]
 
 
 def resize_all(

@@ -1,14 +1,12 @@
 """The forward pass in training: the losses of torchvision's Mask R-CNN on a packed batch.
 
-Images are resized on the device, anchors are matched in chunks, and mask targets are sampled from packed masks: no
-dense mask is made.
+All images of a batch are matched, sampled and pooled together, and mask targets are sampled from packed masks: no dense
+mask is made, and the device is waited for once.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,32 +15,34 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchvision.models.detection import MaskRCNN
-from torchvision.models.detection._utils import Matcher
+from torchvision.models.detection._utils import BoxCoder
 from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
-from torchvision.models.detection.image_list import ImageList
-from torchvision.models.detection.roi_heads import RoIHeads, fastrcnn_loss
+from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
-from torchvision.ops import box_iou
+from torchvision.ops import MultiScaleRoIAlign
 
+from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
+from colab_utils.training import regions
 from colab_utils.training.augment import Size, choose_sizes, fit_shape
+from colab_utils.training.regions import Canvas, Objects, Samples
 
-__all__ = ["compute_losses", "make_input", "match_boxes", "match_in_chunks"]
+__all__ = ["compute_losses", "make_input"]
 
-_CHUNK_PAIRS = 1 << 21  # of an object and an anchor: box_iou takes about 40 bytes for each
+_REGIONS = 32  # the mask head takes a multiple of so many on a GPU: each new shape costs cuDNN a new plan
 
 
 def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool] | None = None) -> dict[str, Tensor]:
     """The losses that ``model(images, targets)`` gives in training mode, from a packed batch on the model's device.
 
-    The model's own backbone, proposals and heads run, with its own settings. Three parts are replaced: `make_input`
-    does the work of its transform, `match_in_chunks` matches anchors, and ``sample_masks`` takes each mask
-    target, 28 x 28 pixels, from the stored bits. torchvision resizes all masks of an image and makes floats of them;
-    here memory for masks follows the boxes of the proposals, not the image's area times its objects. With the same
-    random state the losses equal torchvision's, except for rounding.
+    The model's own layers run, with its own settings. What torchvision does image by image between them is done for
+    the whole batch (`colab_utils.training.regions`), and ``sample_masks`` takes each mask target, 28 x 28 pixels, from
+    the stored bits. torchvision resizes all masks of an image and makes floats of them; here memory for masks follows
+    the boxes of the proposals, not the image's area times its objects. With the same sampled anchors and regions the
+    losses equal torchvision's, except for rounding; each is as likely to be sampled as with torchvision.
 
     Source: ``GeneralizedRCNN.forward`` and ``RoIHeads.forward`` in torchvision ``models/detection``.
 
@@ -74,22 +74,26 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
     _check_input(model, batch)
     flips = [False] * len(batch) if flips is None else flips
     sizes = choose_sizes(model.transform, batch.sizes.tolist())
-    images, targets = make_input(model.transform, batch, sizes, flips=flips)
-    features = model.backbone(images.tensors)
+    images, objects = make_input(model.transform, batch, sizes, flips=flips)
+    features = model.backbone(images)
     if isinstance(features, Tensor):
-        features = OrderedDict([("0", features)])
-    with match_in_chunks(model.rpn):
-        proposals, proposal_losses = model.rpn(images, features, targets)
-    heads = model.roi_heads
-    # torchvision checks that there are masks, but does not read them here
-    checked = [{**target, "masks": target["labels"]} for target in targets]
-    proposals, matched, labels, regression = heads.select_training_samples(proposals, checked)
-    pooled = heads.box_head(heads.box_roi_pool(features, proposals, _list_shapes(images)))
-    loss_classifier, loss_box_reg = fastrcnn_loss(*heads.box_predictor(pooled), labels, regression)
+        features = {"0": features}
+    shape, heads = (images.shape[2], images.shape[3]), model.roi_heads
+    limits = send(np.array(sizes, np.float32)[:, [1, 0, 1, 0]], images.device)
+    proposal_losses, proposals = _compute_proposal_losses(model.rpn, [*features.values()], objects, limits, shape)
+    boxes, matched, samples = _pick_regions(heads, proposals, objects)
+    canvas = _make_canvas(heads.box_roi_pool, features, shape)
+    image_of = torch.arange(len(batch), device=images.device)[:, None].expand_as(matched)
+    pooled = heads.box_head(regions.pool_regions(heads.box_roi_pool, canvas, boxes.flatten(0, 1), image_of.flatten()))
+    labels = regions.gather_rows(objects.labels, matched) * samples.positive
+    scores, said = (part.view(*labels.shape, -1) for part in heads.box_predictor(pooled))
+    if heads.mask_roi_pool.featmap_names != heads.box_roi_pool.featmap_names:
+        canvas = _make_canvas(heads.mask_roi_pool, features, shape)
     return {
-        "loss_classifier": loss_classifier,
-        "loss_box_reg": loss_box_reg,
-        "loss_mask": _compute_mask_loss(heads, features, images, proposals, matched, labels, batch, flips),
+        **_compute_region_losses(
+            heads, scores, said, boxes, regions.gather_rows(objects.boxes, matched), labels, samples
+        ),
+        "loss_mask": _compute_mask_loss(heads, canvas, boxes, matched, labels, batch, sizes, flips),
         **proposal_losses,
     }
 
@@ -111,7 +115,7 @@ def _check_input(model: Any, batch: Any) -> None:
 
 def make_input(
     transform: GeneralizedRCNNTransform, batch: PackedBatch, sizes: Sequence[Size], *, flips: Sequence[bool]
-) -> tuple[ImageList, list[dict[str, Tensor]]]:
+) -> tuple[Tensor, Objects]:
     """A packed batch as the model's backbone takes it, on the batch's device, with the settings of its transform.
 
     Args:
@@ -122,22 +126,29 @@ def make_input(
 
     Returns:
         The images, float32 [B, 3, H, W], mirrored, normalised, resized (bilinear) and padded with zeros as torchvision
-        does it; and for each image ``boxes``, float32 [N, 4] in pixels of the resized image, and ``labels``, int64 [N].
+        does it; and their objects, boxes in pixels of the resized images.
     """
     device = batch.pixels.device
-    shape = fit_shape(sizes, step=transform.size_divisible)
-    padded = torch.zeros((len(batch), 3, *shape), device=device)
     mean, std = send(np.array([transform.image_mean, transform.image_std], np.float32), device)[..., None, None]
-    for row, image, (height, width), flip in zip(padded, batch.split_images(), sizes, flips, strict=True):
-        normal = (image.flip(2) if flip else image).float().div_(255).sub_(mean).div_(std)
-        resized = functional.interpolate(normal[None], (height, width), mode="bilinear", align_corners=False)
-        row[:, :height, :width] = resized[0]
-    counts = batch.counts.tolist()
-    boxes = _resize_boxes(batch, sizes, flips).split(counts)
-    targets = [
-        {"boxes": part, "labels": labels} for part, labels in zip(boxes, batch.labels.split(counts), strict=True)
-    ]
-    return ImageList(padded, list(sizes)), targets
+    shape = fit_shape(sizes, step=transform.size_divisible)
+    images = mean.expand(len(batch), 3, *shape).contiguous()  # the mean becomes zero
+    pixels, first = batch.pixels.float().div_(255), 0
+    for number, ((height, width), size, flip) in enumerate(zip(batch.sizes.tolist(), sizes, flips, strict=True)):
+        image = pixels.as_strided((1, 3, height, width), (0, 1, 3 * width, 3), first)
+        image = functional.interpolate(image.flip(3) if flip else image, size, mode="bilinear")
+        images.as_strided(image.shape, images.stride(), number * images.stride(0)).copy_(image)
+        first += 3 * height * width
+    return images.sub_(mean).div_(std), _pad_objects(batch, _resize_boxes(batch, sizes, flips))
+
+
+def _pad_objects(batch: PackedBatch, boxes: Tensor) -> Objects:
+    """The objects of each image in as many places as the image with most of them has, one at least."""
+    counts, most = batch.counts.numpy(), max(1, *batch.counts.tolist())
+    place = send(np.repeat(np.arange(len(batch)) * most, counts) + number_within(counts), boxes.device)
+    padded, labels = boxes.new_zeros(len(batch) * most, 4), batch.labels.new_zeros(len(batch) * most)
+    exists = send(np.arange(most) < counts[:, None], boxes.device)
+    padded.index_copy_(0, place, boxes)
+    return Objects(padded.view(-1, most, 4), labels.index_copy_(0, place, batch.labels).view(-1, most), exists)
 
 
 def _resize_boxes(batch: PackedBatch, sizes: Sequence[Size], flips: Sequence[bool]) -> Tensor:
@@ -151,96 +162,110 @@ def _resize_boxes(batch: PackedBatch, sizes: Sequence[Size], flips: Sequence[boo
     return boxes * send(ratios[:, [1, 0, 1, 0]][image_of], device)
 
 
-def _compute_mask_loss(
-    heads: RoIHeads, features: dict[str, Tensor], images: ImageList, proposals: list[Tensor], matched: list[Tensor],
-    labels: list[Tensor], batch: PackedBatch, flips: Sequence[bool],
-) -> Tensor:  # fmt: skip
-    """The loss of the masks of all positive proposals.
+def _compute_proposal_losses(
+    rpn: RegionProposalNetwork, features: list[Tensor], objects: Objects, limits: Tensor, shape: Size
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """The losses of the proposal network, and its proposals; ``limits`` as `find_proposals` takes them."""
+    grids = tuple((part.shape[2], part.shape[3]) for part in features)
+    anchors = regions.make_anchors(rpn.anchor_generator, shape, grids, limits.device)
+    told = rpn.head(features)
+    scores, said = (
+        torch.cat([part.permute(0, 2, 3, 1).reshape(len(part), -1, width) for part in parts], 1)
+        for parts, width in zip(told, (1, 4), strict=True)
+    )
+    scores, levels = scores[..., 0], [part[0].numel() for part in told[0]]
+    proposals = regions.find_proposals(rpn, scores, said, anchors, levels=levels, limits=limits, side=max(shape))
+    matches = regions.match_objects(rpn.proposal_matcher, objects, anchors[None])
+    sampler = rpn.fg_bg_sampler
+    samples = regions.sample_regions(
+        matches >= 0, matches == rpn.proposal_matcher.BELOW_LOW_THRESHOLD, count=sampler.batch_size_per_image,
+        share=sampler.positive_fraction,
+    )  # fmt: skip
+    total = samples.exists.sum()
+    wanted = regions.gather_rows(objects.boxes, regions.gather_rows(matches, samples.places).clamp(min=0))
+    difference = _compare_boxes(
+        rpn.box_coder, regions.gather_rows(said, samples.places), wanted, anchors[samples.places], samples
+    )
+    found = functional.binary_cross_entropy_with_logits(
+        scores.gather(1, samples.places), samples.positive.float(), samples.exists.float(), reduction="sum"
+    )
+    return {"loss_objectness": found / total, "loss_rpn_box_reg": difference / total}, proposals
 
-    ``matched`` has the object of its image that each proposal is compared with; ``labels`` are 0 for the background.
+
+def _compare_boxes(coder: BoxCoder, said: Tensor, objects: Tensor, boxes: Tensor, samples: Samples) -> Tensor:
+    """How far what a model said of positive boxes is from what it should say; the others do not count."""
+    others = ~samples.positive[..., None]
+    wanted = regions.encode_boxes(coder, objects, boxes).masked_fill(others, 0.0)
+    return functional.smooth_l1_loss(said.masked_fill(others, 0.0), wanted, beta=1 / 9, reduction="sum")
+
+
+def _pick_regions(
+    heads: RoIHeads, proposals: tuple[Tensor, Tensor], objects: Objects
+) -> tuple[Tensor, Tensor, Samples]:
+    """The regions that the heads are trained on: [B, S, 4], the object that each is compared with, and which count.
+
+    The objects themselves are proposals, too.
     """
-    boxes, label, match = map(torch.cat, (proposals, labels, matched))
+    boxes = torch.cat([proposals[0], objects.boxes], 1)
+    exists = torch.cat([proposals[1], objects.exists], 1)
+    matcher, sampler = heads.proposal_matcher, heads.fg_bg_sampler
+    matches = regions.match_objects(matcher, objects, boxes)
+    samples = regions.sample_regions(
+        (matches >= 0) & exists, (matches == matcher.BELOW_LOW_THRESHOLD) & exists,
+        count=sampler.batch_size_per_image, share=sampler.positive_fraction,
+    )  # fmt: skip
+    return (
+        regions.gather_rows(boxes, samples.places),
+        regions.gather_rows(matches, samples.places).clamp(min=0),
+        samples,
+    )
+
+
+def _make_canvas(pooler: MultiScaleRoIAlign, features: Mapping[str, Tensor], shape: Size) -> Canvas:
+    return regions.join_levels([part for name, part in features.items() if name in pooler.featmap_names], shape)
+
+
+def _compute_region_losses(
+    heads: RoIHeads, scores: Tensor, said: Tensor, boxes: Tensor, objects: Tensor, labels: Tensor, samples: Samples
+) -> dict[str, Tensor]:
+    """The losses of class and box, as ``fastrcnn_loss`` computes them."""
+    total = samples.exists.sum()
+    classified = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none")
+    of_class = said.view(*labels.shape, -1, 4).gather(2, labels[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
+    difference = _compare_boxes(heads.box_coder, of_class, objects, boxes, samples)
+    return {
+        "loss_classifier": (classified * samples.exists.flatten()).sum() / total,
+        "loss_box_reg": difference / total,
+    }
+
+
+def _compute_mask_loss(
+    heads: RoIHeads, canvas: Canvas, boxes: Tensor, matched: Tensor, labels: Tensor, batch: PackedBatch,
+    sizes: Sequence[Size], flips: Sequence[bool],
+) -> Tensor:  # fmt: skip
+    """The loss of the masks of all positive regions.
+
+    ``matched`` has the object of its image that each region is compared with; ``labels`` are 0 for the background.
+    """
     # the device is read once for all images: each reading waits for it
-    table = torch.cat([boxes.float(), label[:, None], match[:, None]], 1).cpu().numpy()
+    table = torch.cat([boxes.float(), labels[..., None], matched[..., None]], 2).flatten(0, 1).cpu().numpy()
     positive = np.flatnonzero(table[:, 4] > 0)
-    image_of = np.repeat(np.arange(len(proposals)), [len(part) for part in proposals])[positive]
-    rows = send(positive, boxes.device)
-    positives = boxes[rows].split(np.bincount(image_of, minlength=len(proposals)).tolist())
-    pooled = heads.mask_roi_pool(features, list(positives), _list_shapes(images))
-    logits = heads.mask_predictor(heads.mask_head(pooled))
+    image_of = positive // labels.shape[1]
+    filled = np.zeros(
+        len(positive) if boxes.device.type == "cpu" else -(-len(positive) // _REGIONS) * _REGIONS, np.int64
+    )
+    filled[: len(positive)] = positive  # cuDNN meets few shapes
+    rows = send(filled, boxes.device)
+    pooled = regions.pool_regions(heads.mask_roi_pool, canvas, boxes.flatten(0, 1)[rows], rows // labels.shape[1])
+    logits = heads.mask_predictor(heads.mask_head(pooled))[: len(positive)]
     if not len(logits):
         return logits.sum() * 0
     first_object = np.cumsum(batch.counts.numpy()) - batch.counts.numpy()  # of each image
     objects = table[positive, 5].astype(np.int64) + first_object[image_of]
     targets = sample_masks(
         batch.masks, torch.from_numpy(objects), torch.from_numpy(table[positive, :4]), sizes=batch.sizes,
-        counts=batch.counts, flips=flips, to_sizes=images.image_sizes, size=logits.shape[-1],
+        counts=batch.counts, flips=flips, to_sizes=sizes, size=logits.shape[-1],
     )  # fmt: skip
-    chosen = logits[torch.arange(len(objects), device=logits.device), label[rows]]
+    label = labels.flatten()[rows[: len(positive)]]
+    chosen = logits.gather(1, label[:, None, None, None].expand(-1, 1, *logits.shape[2:]))[:, 0]
     return functional.binary_cross_entropy_with_logits(chosen.float(), targets)
-
-
-def _list_shapes(images: ImageList) -> list[Size]:
-    """The padded shape, for each image. From these shapes torchvision's pooling computes the scale of each feature map
-    in its first batch, and keeps it. From the images' own sizes that scale is wrong where the batch has much padding.
-    """
-    height, width = images.tensors.shape[-2:]
-    return [(height, width)] * len(images.image_sizes)
-
-
-def match_boxes(matcher: Matcher, objects: Tensor, boxes: Tensor) -> Tensor:
-    """The result of ``matcher(box_iou(objects, boxes))``, without the matrix of N objects times M boxes.
-
-    For an image of 300 objects and 243,000 anchors the matrix takes 290 MB, and ``box_iou`` ten times that.
-
-    Args:
-        matcher: torchvision's.
-        objects: float32 [N, 4], one or more: x0, y0, x1, y1 in pixels.
-        boxes: float32 [M, 4].
-
-    Returns:
-        int64 [M]: the object of each box, -1 for none, -2 for one between the thresholds.
-
-    Example:
-        >>> matcher = Matcher(0.7, 0.3, allow_low_quality_matches=True)
-        >>> boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 2], [6, 6, 9, 9]])
-        >>> match_boxes(matcher, torch.tensor([[0.0, 0, 4, 4]]), boxes).tolist()
-        [0, -2, -1]
-    """
-    chunks = boxes.split(max(1, _CHUNK_PAIRS // len(objects)))
-    best, values, overlaps = [], [], torch.empty(0)
-    highest = objects.new_full((len(objects),), -1.0)
-    for chunk in chunks:
-        overlaps = box_iou(objects, chunk)
-        value, index = overlaps.max(0)
-        best.append(index)
-        values.append(value)
-        highest = torch.maximum(highest, overlaps.amax(1))
-    every, value = torch.cat(best), torch.cat(values)
-    matches = every.masked_fill(value < matcher.high_threshold, matcher.BETWEEN_THRESHOLDS)
-    matches = matches.masked_fill(value < matcher.low_threshold, matcher.BELOW_LOW_THRESHOLD)
-    if not matcher.allow_low_quality_matches:
-        return matches
-    # an object keeps the boxes that overlap it most, even if the overlap is small
-    parts = [overlaps] if len(chunks) == 1 else (box_iou(objects, chunk) for chunk in chunks)
-    closest = torch.cat([(part == highest[:, None]).any(0) for part in parts])
-    return torch.where(closest, every, matches)
-
-
-class _ChunkedMatcher(Matcher):
-    """A model's matcher of anchors, which is given objects and anchors in place of their overlaps."""
-
-    def __call__(self, pair: Any) -> Tensor:
-        return match_boxes(self, *pair)
-
-
-@contextmanager
-def match_in_chunks(rpn: RegionProposalNetwork) -> Iterator[None]:
-    """Let a model's anchors be matched by `match_boxes`."""
-    matcher, similarity = rpn.proposal_matcher, rpn.box_similarity
-    limits = matcher.high_threshold, matcher.low_threshold, matcher.allow_low_quality_matches
-    rpn.proposal_matcher, rpn.box_similarity = _ChunkedMatcher(*limits), lambda objects, anchors: (objects, anchors)
-    try:
-        yield
-    finally:
-        rpn.proposal_matcher, rpn.box_similarity = matcher, similarity

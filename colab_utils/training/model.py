@@ -38,6 +38,9 @@ __all__ = [
     "choose_precision", "fold_norms", "keep_boxes_exact", "load_trained_model",
 ]  # fmt: skip
 
+Norms = Literal["frozen", "trained"]
+"""What training does with the batch norms of pretrained weights."""
+
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
 TINY_MODEL = "maskrcnn_tiny_fpn"
@@ -57,6 +60,7 @@ def build_mask_rcnn(
     weights: str | Path | None = "coco",
     min_size: int = 800,
     max_size: int = 1333,
+    norms: Norms = "frozen",
     class_names: Mapping[int, str] | None = None,
 ) -> MaskRCNN:
     """Build a Mask R-CNN with the right number of classes, in training mode.
@@ -72,6 +76,9 @@ def build_mask_rcnn(
             else of its newest. ``None``: random weights, every layer trains.
         min_size: Shorter side in pixels that the model resizes each image to.
         max_size: Limit of the longer side in pixels.
+        norms: ``"frozen"`` keeps the statistics of pretrained batch norms, as Detectron2 does: a batch of a few images
+            has no better ones, and `fold_norms` then folds them away. ``"trained"`` trains them, as torchvision does
+            with maskrcnn_resnet50_fpn_v2. Random weights are always trained.
         class_names: The name of each label, as ``ShardDataset.class_names``: the weights of classes with the same
             name are kept. Other classes, and all classes without this argument, start from random last layers.
 
@@ -88,7 +95,7 @@ def build_mask_rcnn(
     """
     if num_classes < 2:
         raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}")
-    sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size}
+    sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size, "norms": norms}
     known: Mapping[int, str] = _COCO_NAMES
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
     if weights is not None and weights != "coco":
@@ -109,10 +116,13 @@ def build_mask_rcnn(
     return model
 
 
-def assemble_mask_rcnn(name: str, *, num_classes: int, starts_from: str, min_size: int, max_size: int) -> MaskRCNN:
+def assemble_mask_rcnn(
+    name: str, *, num_classes: int, starts_from: str, min_size: int, max_size: int, norms: Norms = "frozen"
+) -> MaskRCNN:
     """Build the layers of a model without pretrained weights, as a checkpoint needs them; see ``build_mask_rcnn``.
 
-    From ``"random"`` weights all layers train, from ``"imagenet"`` or ``"coco"`` the first ones are frozen.
+    From ``"random"`` weights all layers train, from ``"imagenet"`` or ``"coco"`` the first ones are frozen, and all
+    norms unless ``norms`` is ``"trained"``.
 
     Raises:
         ColabUtilsError: Unknown name.
@@ -126,8 +136,18 @@ def assemble_mask_rcnn(name: str, *, num_classes: int, starts_from: str, min_siz
             f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these."
         )
     model = BUILDERS[name](num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size)
+    if starts_from != "random" and norms == "frozen":
+        _freeze_norms(model)
     model.starts_from = starts_from
     return model
+
+
+def _freeze_norms(model: nn.Module) -> None:
+    """Replace every batch norm by one that keeps its statistics; the state keeps its names."""
+    for module in [*model.modules()]:
+        for name, norm in module.named_children():
+            if type(norm) is nn.BatchNorm2d:
+                setattr(module, name, FrozenBatchNorm2d(norm.num_features, eps=norm.eps))
 
 
 def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
@@ -160,7 +180,7 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
 def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     """The model of a checkpoint, in training mode."""
     plan = state["plan"]
-    names = ("num_classes", "starts_from", "min_size", "max_size")
+    names = ("num_classes", "starts_from", "min_size", "max_size", "norms")
     model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
     model.load_state_dict(state.get("ema") or state["model"])
     return model
@@ -176,7 +196,7 @@ def _assemble_resnet_v2(num_classes: int, *, pretrained: bool, **sizes: int) -> 
 
 def _assemble_resnet(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
     # COCO_V1 was trained with an epsilon of 0, see overwrite_eps in torchvision's mask_rcnn.py.
-    norm = partial(FrozenBatchNorm2d, eps=0.0) if pretrained else nn.BatchNorm2d
+    norm = partial(nn.BatchNorm2d, eps=0.0) if pretrained else nn.BatchNorm2d
     stages = 3 if pretrained else 5
     backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=stages)
     return MaskRCNN(backbone, num_classes, **sizes)
@@ -184,7 +204,7 @@ def _assemble_resnet(num_classes: int, *, pretrained: bool, **sizes: int) -> Mas
 
 def _assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
     # Momentum 0.1, not MobileNet's 0.01: running statistics must settle within a few hundred steps.
-    norm = partial(FrozenBatchNorm2d, eps=1e-3) if pretrained else partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
+    norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.1)
     body = mobilenet_v3_large(weights=None, norm_layer=norm).features
     if pretrained:
         for stage in body[:4]:  # the stages up to stride 4, as torchvision freezes them for its own MobileNet

@@ -51,6 +51,7 @@ def train(
     min_size: int | None = None,
     max_size: int | None = None,
     augment: Augment | Transforms | None = None,
+    norms: models.Norms | None = None,
     ema: float | None = None,
     workers: int | Literal["auto"] = "auto",
     log: Callable[[TrainingPlan | LogLine], object] | None = None,
@@ -93,6 +94,8 @@ def train(
         max_size: Limit of the longer side in pixels. Default: five thirds of ``min_size``.
         augment: ``"flip"``, the default, mirrors half of the images; ``"multiscale"`` also takes 0.6 to 1 of
             ``min_size``; ``"none"``; or your own ``torchvision.transforms.v2`` of (image, target), on the device.
+        norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms; ``"trained"`` trains them. See
+            ``build_mask_rcnn``.
         ema: Average the weights with this decay, say 0.999, and evaluate the average. Default: no average.
         workers: Loading workers, see ``make_loader``. ``"auto"`` is one on a CPU, whose cores the step needs.
         log: Called with the plan, then with a line every ``log_steps`` steps. Default: a progress bar instead.
@@ -112,8 +115,9 @@ def train(
     """
     transforms = augment if callable(augment) else None
     asked = {
-        "model": model, "min_size": min_size, "max_size": max_size, "augment": "own" if transforms else augment,
-        "ema": ema, "batch_size": None if batch_size == "auto" else batch_size, "learning_rate": learning_rate,
+        "model": model, "norms": norms, "min_size": min_size, "max_size": max_size, "learning_rate": learning_rate,
+        "augment": "own" if transforms else augment, "ema": ema,
+        "batch_size": None if batch_size == "auto" else batch_size,
     }  # fmt: skip
     _check_values(
         **asked, shards=shards, val_shards=val_shards, steps=steps, epochs=epochs, resume=resume, log_steps=log_steps,
@@ -128,12 +132,11 @@ def train(
         plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks, seed=seed)
         step = _build_step(plan, dataset.class_names, weights=weights, state=state, device=torch_device, ranks=ranks)
         plan = _plan_batches(plan, step, dataset, rows)
-        loader = make_loader(
+        loader = stack.enter_context(closing(make_loader(
             Subset(dataset, rows), batch_size=plan.batch_size, device=torch_device, seed=seed,
             workers=1 if workers == "auto" and torch_device.type == "cpu" else workers,
             deliver="dense" if transforms else "packed", transforms=transforms,
-        )  # fmt: skip
-        stack.enter_context(closing(loader))
+        )))  # fmt: skip
         plan = _plan_steps(plan, loader, state, steps=steps, epochs=epochs or 1)
         if ranks.is_first:
             folder.prepare(anew=resume == "never")
@@ -141,10 +144,7 @@ def train(
         stack.callback(trainer.writer.close)
         if state:
             trainer.load_state(state)
-        own_log = log if ranks.is_first else None
-        if own_log:
-            own_log(plan)
-        return trainer.run(log=own_log, log_steps=log_steps)
+        return trainer.run(log=log if ranks.is_first else None, log_steps=log_steps)
 
 
 def _check_values(**values: Any) -> None:
@@ -160,6 +160,7 @@ def _check_values(**values: Any) -> None:
         "ema": (lambda value: 0 < value < 1, "between 0 and 1, say 0.999"),
         "learning_rate": (lambda value: 0 < value < float("inf"), "above 0, say 0.005"),
         "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
+        "norms": (get_args(models.Norms).__contains__, "as 'frozen' or 'trained'"),
         "model": (models.BUILDERS.__contains__, f"as one of {', '.join(models.MODEL_NAMES)}"),
     }
     for name, value in values.items():
@@ -217,8 +218,8 @@ def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gp
     """Fill in the settings that nobody asked for: from the run's own plan, else the defaults.
 
     Args:
-        asked: ``model``, ``min_size``, ``max_size``, ``augment``, ``ema``, ``batch_size``, ``learning_rate``; None
-            where nothing is asked for.
+        asked: ``model``, ``min_size``, ``max_size``, ``augment``, ``norms``, ``ema``, ``batch_size`` and
+            ``learning_rate``; None where nothing is asked for.
         known: The plan of an earlier session; empty for a new run.
         on_gpu: Whether it is trained on a GPU.
 
@@ -232,7 +233,7 @@ def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gp
     light = 128 if model == models.TINY_MODEL else 192 if model == models.LIGHT_MODEL and not on_gpu else 800
     min_size = found["min_size"] or light
     defaults = {"model": model, "min_size": min_size, "max_size": round(min_size * 5 / 3), "augment": "flip",
-                "batch_size": 0, "learning_rate": 0}  # fmt: skip
+                "norms": "frozen", "batch_size": 0, "learning_rate": 0}  # fmt: skip
     return found | {name: found[name] or default for name, default in defaults.items()}
 
 
@@ -260,7 +261,7 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
         raise ColabUtilsError(
             f"expected the transforms that the run of {path} was begun with, found none. Pass them again as augment."
         )
-    for key in ("dataset", "model", "num_classes", "min_size", "max_size", "seed"):
+    for key in ("dataset", "model", "num_classes", "min_size", "max_size", "norms", "seed"):
         if before[key] != getattr(plan, key):
             raise ColabUtilsError(
                 f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}, found {before[key]} in "
@@ -288,14 +289,14 @@ def _build_step(
 ) -> TrainingStep:  # fmt: skip
     """The model on its device, the same in every process, with its optimiser; as in a checkpoint's ``state``."""
     torch.manual_seed(plan.seed)
-    sizes = {"num_classes": plan.num_classes, "min_size": plan.min_size, "max_size": plan.max_size}
+    sizes = {name: getattr(plan, name) for name in ("num_classes", "min_size", "max_size", "norms")}
     if state:
         network = models.assemble_mask_rcnn(plan.model, starts_from=plan.starts_from, **sizes)
     else:  # the other processes take what the first one could download
         weights = weights if ranks.is_first else None
         network = ranks.send(models.build_mask_rcnn(plan.model, weights=weights, class_names=class_names, **sizes))
     models.fold_norms(network)
-    network.backbone.to(memory_format=torch.channels_last)
+    network.to(memory_format=torch.channels_last)
     if plan.augment == "multiscale":
         network.transform.min_size = list_scales(plan.min_size)
     step = TrainingStep(network, device, ranks=ranks)

@@ -56,12 +56,14 @@ class Trainer:
         self._position = loader.state_dict()
         self._is_evaluating = False
 
-    def run(self, *, log: Callable[[LogLine], object] | None, log_steps: int) -> TrainReport:
-        """Train until the plan's last step, and evaluate; without ``log``, show a progress bar.
+    def run(self, *, log: Callable[[TrainingPlan | LogLine], object] | None, log_steps: int) -> TrainReport:
+        """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it, show a progress bar.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
         """
+        if log:
+            log(self.plan)
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
         with self._defer_interrupt() as interrupts, self._save_on_error(), steps as bar:
@@ -368,6 +370,8 @@ class TrainingPlan:
     """What is not as it was in those sessions."""
     augment: str = "flip"
     """By name; "own" for transforms of your own."""
+    norms: str = "frozen"
+    """Whether pretrained batch norms are "frozen" or "trained"."""
     ema: float | None = None
     """Decay of the averaged weights."""
     ranks: int = 1
@@ -378,6 +382,7 @@ class TrainingPlan:
     def __str__(self) -> str:
         together = f" by {self.ranks} processes" if self.ranks > 1 else ""
         skipped = f", {self.skipped_images} without objects left out" if self.skipped_images else ""
+        trained = ", norms trained" if self.norms == "trained" else ""
         averaged = f", weights averaged ({self.ema:g})" if self.ema else ""
         resumed = f", resumed after step {self.first_step}" if self.first_step else ""
         changed = f" ({self.changed})" if self.changed else ""
@@ -385,7 +390,8 @@ class TrainingPlan:
             f"{self.model} from {self.starts_from} weights on {self.device} in {self.precision}{together}: "
             f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of {self.batch_size}, "
             f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}"
-            f"{averaged}, {self.steps} steps{resumed}{changed}" + (f"\nmemory: {self.memory}" if self.memory else "")
+            f"{trained}{averaged}, {self.steps} steps{resumed}{changed}"
+            + (f"\nmemory: {self.memory}" if self.memory else "")
         )
 
 

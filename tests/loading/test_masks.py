@@ -126,7 +126,7 @@ def dense_images():
 def test_any_masks_and_flips(images, way, chunk, data):
     flips = [data.draw(st.booleans()) for _ in images]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK_BYTES", chunk)
+        patch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
         dense = expand(way, *pack(images), flips=torch.tensor(flips))
     for drawn, masks, flip in zip(dense, images, flips, strict=True):
         assert torch.equal(drawn, torch.from_numpy(masks).flip(-1 if flip else ()))
@@ -186,7 +186,7 @@ def make_boxes(kind, count, *, height, width, seed=0):
     ["inside", "partly outside", "far outside", "tiny", "huge", "empty", "turned round", "whole pixels", "the image"],
 )
 def test_targets_are_those_of_torchvision(device, kind, chunk, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
     images = [make_blobs(0, objects=9), make_blobs(1, objects=0), make_blobs(2, objects=8)]
     flips = [False, True, True]
     masks, sizes, counts = pack(images)
@@ -215,7 +215,7 @@ def test_targets_of_any_masks_and_boxes(images, chunk, data):
     boxes = [data.draw(st.tuples(numbers, numbers, numbers, numbers)) for _ in objects]
     objects, boxes = torch.tensor(objects, dtype=torch.int64), torch.tensor(boxes, dtype=torch.float32).view(-1, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK_BYTES", chunk)
+        patch.setattr(module, "CHUNK_BYTES", {"cpu": chunk, "cuda": chunk})
         targets = sample_masks(
             masks, objects, boxes, sizes=sizes, counts=counts, flips=flips, to_sizes=to_sizes, size=5
         )

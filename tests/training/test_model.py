@@ -82,14 +82,21 @@ def test_coco_weights_are_loaded_and_heads_replaced(name, build, num_classes, mo
     loaded = model.state_dict()
     heads = ("roi_heads.box_predictor", "roi_heads.mask_predictor")
     for key, value in state.items():
-        if num_classes == 91 or not key.startswith(heads):
+        if (num_classes == 91 or not key.startswith(heads)) and "num_batches" not in key:
             assert torch.equal(loaded[key], value), key
     frozen = {key.split(".")[2] for key, p in model.named_parameters() if not p.requires_grad}
     assert frozen - {"bn1"} == {"conv1", "layer1"}  # torchvision trains three of the five stages
-    if name == "maskrcnn_resnet50_fpn":
-        norms = [module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)]
-        assert norms
-        assert {norm.eps for norm in norms} == {0.0}
+    norms = [module for module in model.modules() if isinstance(module, FrozenBatchNorm2d)]
+    assert {norm.eps for norm in norms} == {1e-5 if "v2" in name else 0.0}
+    assert len(norms) == fold_norms(model) == (69 if "v2" in name else 53)  # v2 has them in pyramid and heads, too
+    build(weights=None, weights_backbone=None, num_classes=num_classes).load_state_dict(model.state_dict())
+
+
+def test_norms_are_trained_where_that_is_wanted(monkeypatch):
+    patch_download(monkeypatch, maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None).state_dict())
+    model = build_mask_rcnn("maskrcnn_resnet50_fpn_v2", num_classes=91, norms="trained")
+    assert fold_norms(model) == 0
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) == 69
 
 
 def test_light_model_takes_imagenet_weights(monkeypatch):
@@ -219,7 +226,14 @@ NAMES = {1: "cat", 2: "dog", 3: "cow"}
 def run(monkeypatch):
     """A run whose best checkpoint holds the averaged weights of a tiny model."""
     model = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None, min_size=64, max_size=96)
-    plan = {"model": TINY_MODEL, "num_classes": 4, "starts_from": "random", "min_size": 64, "max_size": 96}
+    plan = {
+        "model": TINY_MODEL,
+        "num_classes": 4,
+        "starts_from": "random",
+        "min_size": 64,
+        "max_size": 96,
+        "norms": "frozen",
+    }
     ids = {label: 10 * label for label in NAMES}
     newer = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None)
     best = {"plan": plan, "model": newer.state_dict(), "ema": model.state_dict(), "class_names": NAMES}
@@ -372,9 +386,9 @@ def tiny():
 
 
 def find_losses(model, samples, dtype, *, way):
-    """Losses, and the dtype of the proposals."""
+    """Losses, and the dtype of the proposals' regression."""
     seen = []
-    hook = model.roi_heads.box_roi_pool.register_forward_pre_hook(lambda pool, given: seen.append(given[1][0].dtype))
+    hook = model.rpn.head.register_forward_hook(lambda head, given, told: seen.append(told[1][0].dtype))
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         if way == "packed":
@@ -398,6 +412,9 @@ def test_boxes_are_exact_in_half_precision(tiny, samples, way):
     rounded, dtype = find_losses(copy.deepcopy(tiny), samples, torch.bfloat16, way=way)
     assert dtype == torch.bfloat16
     off = abs(rounded["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
+    if way == "packed":  # ours computes boxes in float32 in any case
+        assert off < 0.02
+        return
     assert off > 2 * abs(found["loss_rpn_box_reg"] / expected["loss_rpn_box_reg"] - 1)
 
 

@@ -233,7 +233,7 @@ def test_settings_that_are_not_known(options, message, tmp_path):
 
 def test_a_setting_that_is_not_named_stays_as_it_was():
     known = {"model": "maskrcnn_resnet50_fpn", "min_size": 480, "max_size": 640, "augment": "multiscale", "ema": 0.99,
-             "batch_size": 6, "learning_rate": 0.3}  # fmt: skip
+             "norms": "trained", "batch_size": 6, "learning_rate": 0.3}  # fmt: skip
     nothing = dict.fromkeys(known)
     assert choose_settings(nothing, known, on_gpu=False) == known
     assert (
@@ -255,7 +255,7 @@ def test_a_setting_that_is_not_named_stays_as_it_was():
     ],
 )
 def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
-    asked = dict.fromkeys(("model", "min_size", "max_size", "augment", "ema", "batch_size", "learning_rate"))
+    asked = dict.fromkeys(("model", "min_size", "max_size", "augment", "norms", "ema", "batch_size", "learning_rate"))
     found = choose_settings(asked | {"model": model}, {}, on_gpu=on_gpu)
     assert (found["min_size"], found["max_size"]) == (size, round(size * 5 / 3))
 
