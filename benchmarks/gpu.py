@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -74,7 +75,7 @@ def measure_real_data(
     """Images per second of training from shards, and on one batch of them that lies ready."""
     model, images = make_model(name, num_classes=dataset.num_classes, min_size=min_size), 0
     step = make_step(model, device, CHANGES)
-    with make_loader(dataset, batch_size=batch_size, deliver="packed", drop_last=True) as loader:
+    with closing(make_loader(dataset, batch_size=batch_size, deliver="packed", drop_last=True)) as loader:
         batches = (batch for _ in range(1000) for batch in loader)
         ready = next(batches)
         rates = []
@@ -191,9 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for names, run in list_runs(options.models, options.batch_sizes, **settings):
             if perf_counter() - began_s > 60 * options.minutes:
                 results["left_out"].append(names)
-                continue
-            print(*names.values(), file=sys.stderr, flush=True)
-            results["rows"].append(names | run())
+            else:
+                print(*names.values(), file=sys.stderr, flush=True)
+                results["rows"].append(names | run())
             write_file(options.json, json.dumps(results, indent=1, default=str).encode())
         if options.device == "cuda":
             machine = results["machine"]

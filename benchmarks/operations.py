@@ -1,9 +1,9 @@
 """What one training step asks of a device, counted without one: `python -m benchmarks.operations --json FILE`.
 
 A fast GPU waits for its next operation, and for every value that the CPU reads from it. Both can be counted on a CPU:
-the operations that torch dispatches in one step (forward, backward, optimizer), the readings (``nonzero``, scalars,
-``nms``), and the bytes of the largest tensor. Ours beside the step of torchvision's references, on the same images.
-The counts say nothing about the time that an operation takes.
+the operations that torch dispatches in one step (forward, backward, optimizer), the readings (``nonzero``, scalars),
+the calls of ``nms``, and the bytes of the largest tensor. Ours beside the step of torchvision's references, on the same
+images. The counts say nothing about the time that an operation takes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from colab_utils.training import regions
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, fold_norms
 from colab_utils.training.step import TrainingStep
 
-__all__ = ["Counted", "count_step", "main", "make_batch"]
+__all__ = ["Counted", "count_step", "main", "make_batch", "make_small"]
 
 MODELS = ("maskrcnn_resnet50_fpn", GPU_MODEL, LIGHT_MODEL)
 BATCH_SIZES = (2, 8, 16)
-MIN_SIZE, USUAL_SIZE = (
-    256,
-    800,
-)  # pixels: a batch of 16 at 800 would need 20 GB; limits are scaled down by the same area
-WAITING = ("nonzero", "_local_scalar_dense", "masked_select", "nms")
+MIN_SIZE, USUAL_SIZE = 64, 800  # pixels: the calls are the same ones, and a batch of 16 takes seconds
+REGIONS = 16  # of each image, not 512
+STRIDES, RATIOS = (4, 8, 16, 32, 64), 3
+WAITING = ("nonzero", "_local_scalar_dense", "masked_select")
 
 
 class Counted(TorchDispatchMode):
@@ -46,12 +45,13 @@ class Counted(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations, self.waits, self.largest_bytes = 0, 0, 0
+        self.operations, self.waits, self.suppressions, self.largest_bytes = 0, 0, 0, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         self.operations += 1
         self.waits += function.overloadpacket.__name__ in WAITING
+        self.suppressions += function.overloadpacket.__name__ == "nms"
         self.largest_bytes = max(self.largest_bytes, made.nbytes if isinstance(made, Tensor) else 0)
         return made
 
@@ -75,12 +75,26 @@ def make_batch(size: int, *, objects: int = 8) -> Batch:
     return Batch(packed, packed.to_images("cpu"), packed.to_targets("cpu"))
 
 
+def make_small(name: str) -> Any:
+    """A model that samples few regions of small images, which makes it quick and changes no count but of bytes."""
+    model: Any = make_model(name, num_classes=2, min_size=MIN_SIZE)
+    model.roi_heads.fg_bg_sampler.batch_size_per_image = REGIONS
+    return model
+
+
+def _count_candidates(model: Any, side: int) -> int:
+    """Boxes of an image of 4:3 that go into the non-maximum suppression."""
+    cells = (-(-side // stride) * -(-side * 4 // (3 * stride)) for stride in STRIDES)
+    return sum(min(model.rpn.pre_nms_top_n(), RATIOS * count) for count in cells)
+
+
 def count_step(model: Any, batch: Batch, *, ours: bool) -> dict[str, int]:
     """Operations, waits and bytes of the largest tensor of one step, after one that is not counted.
 
-    Optimizers are those that a GPU gets by default. Limits of memory are a GPU's, for smaller images.
+    Optimizers are those that a GPU gets by default. Limits of memory are a GPU's, scaled down as the images are.
     """
-    model, area = copy.deepcopy(model), (model.transform.min_size[0] / USUAL_SIZE) ** 2
+    model, side = copy.deepcopy(model).train(), model.transform.min_size[0]
+    candidates = _count_candidates(model, side) / _count_candidates(model, USUAL_SIZE)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if ours:
         fold_norms(model)
@@ -90,7 +104,11 @@ def count_step(model: Any, batch: Batch, *, ours: bool) -> dict[str, int]:
         step, given = ReferenceStep(model, "cpu"), batch
         step.optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, weight_decay=1e-4, foreach=True)
     with ExitStack() as stack:
-        for limits, share in ((regions._PAIRS, area), (regions._NMS_BOXES, 1.0), (masks.CHUNK_BYTES, 1.0)):
+        for limits, share in (
+            (regions._PAIRS, (side / USUAL_SIZE) ** 2),
+            (regions._NMS_BOXES, candidates),
+            (masks.CHUNK_BYTES, 1.0),
+        ):
             stack.enter_context(patch.dict(limits, cpu=int(limits["cuda"] * share)))
         step(given)
         with Counted() as counted:
@@ -98,6 +116,7 @@ def count_step(model: Any, batch: Batch, *, ours: bool) -> dict[str, int]:
     return {
         "operations": counted.operations,
         "waits": counted.waits + ours,  # the one copy to the CPU, which a CPU does not see
+        "nms": counted.suppressions,
         "largest_mb": round(counted.largest_bytes / 1e6),
     }
 
@@ -113,7 +132,8 @@ def tabulate_counts(rows: Sequence[dict[str, Any]]) -> str:
         table.append({
             "model": name, "batch": size, "operations": f"{ours['operations']:,}",
             "references'": f"{theirs['operations']:,}", "ratio": f"{ours['operations'] / theirs['operations']:.2f}",
-            "waits": ours["waits"], "references' waits": theirs["waits"],
+            "waits": ours["waits"], "references' waits": theirs["waits"], "nms": ours["nms"],
+            "references' nms": theirs["nms"],
             "largest MB": ours["largest_mb"], "references' MB": theirs["largest_mb"],
         })  # fmt: skip
     return str(make_table(table)) if table else "nothing was counted"
@@ -129,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measure() -> None:
         for name in options.models:
-            model = make_model(name, num_classes=2, min_size=MIN_SIZE)
+            model = make_small(name)
             for size in options.batch_sizes:
                 batch = make_batch(size)
                 for step in ("ours", "references"):

@@ -14,12 +14,13 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -44,8 +45,8 @@ __all__ = [
     "main",
     "make_step",
     "prepare_batches",
-    "record_samples",
-    "replay_samples",
+    "record_choices",
+    "repeat_choices",
     "tabulate_runs",
     "time_steps",
 ]
@@ -139,33 +140,34 @@ def make_step(model: nn.Module, device: str, changes: Sequence[str]) -> Callable
 
 
 @contextmanager
-def record_samples() -> Iterator[list[tuple[Samples, int]]]:
-    """Note which anchors and which regions `compute_losses` samples, and of how many places."""
-    found: list[tuple[Samples, int]] = []
-    real = regions.sample_regions
+def record_choices() -> Iterator[list[Any]]:
+    """Note the proposals of `compute_losses`, the anchors that it samples, and the regions, one after the other."""
+    found: list[Any] = []
 
-    def sample(positive: Tensor, *others: Any, **settings: Any) -> Samples:
-        found.append((real(positive, *others, **settings), positive.shape[1]))
-        return found[-1][0]
+    def note(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **settings: found.append(real(*given, **settings)) or found[-1]
 
-    regions.sample_regions = sample
-    try:
+    with ExitStack() as stack:
+        for name in ("find_proposals", "sample_regions"):
+            stack.enter_context(patch.object(regions, name, note(getattr(regions, name))))
         yield found
-    finally:
-        regions.sample_regions = real
 
 
 @contextmanager
-def replay_samples(model: Any, found: Sequence[tuple[Samples, int]], counts: Sequence[int]) -> Iterator[None]:
-    """Let torchvision's path of a model sample the same anchors and regions; ``counts`` are objects of each image."""
-    (anchors, _), (chosen, places) = found
-    samplers = model.rpn.fg_bg_sampler, model.roi_heads.fg_bg_sampler
-    model.rpn.fg_bg_sampler = partial(_pick_again, anchors, counts=None, first=0)
-    model.roi_heads.fg_bg_sampler = partial(_pick_again, chosen, counts=counts, first=places - max(1, *counts))
-    try:
+def repeat_choices(model: Any, found: Sequence[Any], counts: Sequence[int]) -> Iterator[None]:
+    """Let torchvision's path of a model take the same proposals, anchors and regions; its own order of proposals with
+    equal scores is another one. ``counts`` are objects of each image.
+    """
+    (boxes, exists), anchors, chosen = found
+    proposals = [image[there] for image, there in zip(boxes, exists, strict=True)]
+    with ExitStack() as stack:
+        for part, name, value in (
+            (model.rpn, "filter_proposals", lambda *given: (proposals, None)),
+            (model.rpn, "fg_bg_sampler", partial(_pick_again, anchors, counts=None, first=0)),
+            (model.roi_heads, "fg_bg_sampler", partial(_pick_again, chosen, counts=counts, first=boxes.shape[1])),
+        ):
+            stack.enter_context(patch.object(part, name, value))
         yield
-    finally:
-        model.rpn.fg_bg_sampler, model.roi_heads.fg_bg_sampler = samplers
 
 
 def _pick_again(
@@ -193,9 +195,9 @@ def compare_losses(model: nn.Module, batches: Sequence[Batch], device: str) -> f
     worst, moved = 0.0, copy.deepcopy(model).to(device).train()
     for batch in batches:
         with torch.no_grad():  # two graphs in float32 are more than most GPUs hold
-            with record_samples() as samples:
+            with record_choices() as choices:
                 found = losses.compute_losses(moved, batch.packed.to(device))
-            with replay_samples(moved, samples, batch.packed.counts.tolist()):
+            with repeat_choices(moved, choices, batch.packed.counts.tolist()):
                 expected = moved(*move_dense(batch, device))
         differences = [abs(found[name].item() / loss.item() - 1) for name, loss in expected.items() if loss]
         worst = float(np.max([worst, *differences]))  # of a NaN too

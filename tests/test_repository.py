@@ -315,6 +315,7 @@ def test_a_slug_that_is_none_is_refused(badges, tmp_path, slug):
         (["slides"], "-m tools.slides"),
         (["test-browser"], "-m pytest -m browser"),
         (["test-colab"], "-m tools.run_as_colab"),
+        (["gpu"], "-m benchmarks.gpu --json"),
     ],
 )
 def test_make_runs_what_the_readme_says(arguments, command):

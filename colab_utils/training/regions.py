@@ -30,7 +30,7 @@ __all__ = [
 
 _PAIRS = {"cuda": 1 << 25, "cpu": 1 << 21}  # of an object and a box that are compared at once, 40 bytes each
 _NMS_BOXES = {"cuda": 1 << 15, "cpu": 1 << 12}  # of one call: a GPU compares all pairs, in n² / 8 bytes
-_KEPT_SHAPES = 32
+_KEPT_SHAPES = 16  # of anchors: 4 MB each
 
 
 class Objects(NamedTuple):
@@ -203,10 +203,9 @@ def find_proposals(
     down = torch.arange(images, device=index.device)[:, None].expand_as(across)
     apart = boxes + (torch.stack([across, down], 2) * (side + 1)).repeat(1, 1, 2)
     alive, count = torch.zeros_like(score, dtype=torch.bool), max(1, _NMS_BOXES[_kind(boxes)] // index.shape[1])
-    for first in range(0, images, count):
-        part = slice(first, first + count)
-        kept = nms(apart[part].flatten(0, 1), score[part].flatten(), rpn.nms_thresh)
-        alive[part].view(-1).index_fill_(0, kept, True)
+    flat = (part.flatten(0, 1).split(count * index.shape[1]) for part in (apart, score, alive))
+    for together, ranks, lives in zip(*flat, strict=True):
+        lives.index_fill_(0, nms(together, ranks, rpn.nms_thresh), True)
     top = score.masked_fill(~(alive & large), -1.0).topk(min(rpn.post_nms_top_n(), index.shape[1]), 1)
     return gather_rows(boxes, top.indices), top.values >= 0
 

@@ -8,7 +8,7 @@ from torch.nn.parallel import DataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn, roi_heads
 
-from benchmarks.step import record_samples, replay_samples
+from benchmarks.step import record_choices, repeat_choices
 from colab_utils.data.coco import read_coco
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed, pack_target
@@ -62,10 +62,10 @@ def real_samples(coco_mini):
 def compute_both(model, packed, images, targets, flips=FLIPS):
     """The losses by torchvision and by ours, with the same sizes, anchors and regions."""
     torch.manual_seed(1)  # of the sizes
-    with record_samples() as samples:
+    with record_choices() as choices:
         found = compute_losses(model, packed, flips=flips)
     torch.manual_seed(1)
-    with replay_samples(model, samples, packed.counts.tolist()):
+    with repeat_choices(model, choices, packed.counts.tolist()):
         return model(images, targets), found
 
 
