@@ -111,6 +111,40 @@ def test_an_image_without_objects_is_all_background(real_samples):
     )
 
 
+def draw_sample(height, width, count):
+    """An image of noise, with so many squares of 3 to 11 pixels."""
+    chance = torch.Generator().manual_seed(count)
+    corners = torch.stack([torch.randint(0, side - 12, (count,), generator=chance) for side in (width, height)], 1)
+    boxes = torch.cat([corners, corners + torch.randint(3, 12, (count, 1), generator=chance)], 1)
+    masks = torch.zeros(count, height, width, dtype=torch.uint8)
+    for mask, (x0, y0, x1, y1) in zip(masks, boxes.tolist(), strict=True):
+        mask[y0:y1, x0:x1] = 1
+    ones = torch.ones(count, dtype=torch.int64)
+    target = {"boxes": boxes.float(), "labels": ones, "masks": masks, "image_id": 1, "area": ones, "iscrowd": 0 * ones}
+    return torch.randint(0, 255, (3, height, width), dtype=torch.uint8, generator=chance), target
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(40, 60, 0), (50, 50, 0)],  # height, width, objects
+        [(40, 60, 1)],
+        [(200, 300, 1000), (60, 60, 1)],
+        [(30, 900, 4), (600, 20, 2), (64, 64, 0)],
+    ],
+    ids=["no objects at all", "one image", "1,000 objects", "very different sizes"],
+)
+def test_unusual_batches_have_torchvisions_losses(shapes):
+    samples = [draw_sample(*shape) for shape in shapes]
+    flips = [False] * len(samples)
+    packed, images, targets = make_batch(samples, flips)
+    torch.manual_seed(0)
+    model = build_mask_rcnn(TINY_MODEL, num_classes=2, weights=None, min_size=64).train()
+    expected, found = compute_both(model, packed, images, targets, flips=flips)
+    for name, loss in expected.items():
+        assert found[name].item() == pytest.approx(loss.item(), rel=1e-4, abs=1e-6), name
+
+
 def test_gradients_point_the_same_way(real_samples):
     packed, images, targets = make_batch(real_samples, FLIPS)
     model = build(real_samples)
