@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
-from time import perf_counter
+from time import perf_counter, sleep
 
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, explain_write, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
@@ -28,6 +28,7 @@ from colab_utils.shards.format import (
 __all__ = ["COPY_STREAMS", "CopyReport", "Copying", "check_space", "copy_shards", "read_target"]
 
 COPY_STREAMS = 4  # files at the same time
+_POLL_S = 0.02
 PIECE_BYTES = 1 << 20  # of a file, between two looks at whether to stop
 _DISK_MARGIN = 1.02
 
@@ -136,9 +137,10 @@ class Copying:
             pending = {pool.submit(self.copy_file, *file) for file in files}
             try:
                 while pending:
-                    done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
+                    sleep(_POLL_S)  # Ctrl-C within futures.wait would leave its locks held
+                    for done in [future for future in pending if future.done()]:
+                        done.result()
+                        pending.remove(done)
                     bar.set_postfix_str(str(self.retries), refresh=False)
                     while not self._progress.empty():
                         bar.update(self._progress.get())

@@ -8,12 +8,12 @@ from __future__ import annotations
 import multiprocessing
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -42,6 +42,7 @@ from colab_utils.shards.images import Storage, dump_record, make_record, store_i
 __all__ = ["READ_STREAMS", "Sample", "ShardReport", "find_recipe", "read_image", "try_sample", "write_shards"]
 
 READ_STREAMS = 4  # files that a process reads at the same time
+_POLL_S = 0.02
 _MEASURED_IMAGES = 16  # from which the images of a shard are worked out
 _RANGES = {"max_bad": (0, 1), "shard_mb": (1e-9, 1024), "step_ms": (1e-9, 10**6)}
 
@@ -398,7 +399,8 @@ def _collect(
     pending = set(futures)
     try:
         while pending:
-            pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).not_done
+            sleep(_POLL_S)  # Ctrl-C within futures.wait would leave its locks held, and the pool could never end
+            pending = {future for future in pending if not future.done()}
             results = [future.result() for future in futures if future not in pending]
             bad = [image for result in results for image in result.skipped]
             count = sum(result.info.images + len(result.skipped) for result in results) if done is None else done.value
