@@ -13,11 +13,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import psutil
@@ -29,7 +30,7 @@ from colab_utils.errors import ColabUtilsError
 __all__ = [
     "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
     "find_free_space", "fork_pool", "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched",
-    "quiet_fork", "require_linux", "require_space", "show_progress", "write_file",
+    "pop_done", "quiet_fork", "require_linux", "require_space", "show_progress", "write_file",
 ]  # fmt: skip
 
 COLAB_ROOT = Path("/content")
@@ -210,6 +211,21 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool
+
+
+def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
+    """Sleep a moment; then take the futures that are done out of ``pending``.
+
+    Ctrl-C within ``concurrent.futures.wait`` would leave locks of futures held, and their pool could never end.
+
+    Example:
+        >>> pop_done(set())
+        set()
+    """
+    sleep(0.02)
+    done = {future for future in pending if future.done()}
+    pending -= done
+    return done
 
 
 @contextmanager

@@ -123,7 +123,7 @@ def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
     assert any(fault in line for line in find_faults(package))
 
 
-CODE_LINES = 9_210  # of the package: 9,000 before the batched step; this number falls, and never rises
+CODE_LINES = 9_204  # of the package: 9,000 before the batched step; this number falls, and never rises
 MODULES = 65
 CONFIGURED = {"train", "make_loader", "compare", "write_shards"}  # what people configure may be longer
 LONGEST, CONFIGURED_LONGEST = 50, 60  # code lines of a function

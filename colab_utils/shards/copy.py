@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
-from time import perf_counter, sleep
+from time import perf_counter
 
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, explain_write, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import format_bytes, require_space, show_progress
+from colab_utils.runtime import format_bytes, pop_done, require_space, show_progress
 from colab_utils.shards.format import (
     INDEX_NAME,
     WRITER_NAME,
@@ -28,7 +28,6 @@ from colab_utils.shards.format import (
 __all__ = ["COPY_STREAMS", "CopyReport", "Copying", "check_space", "copy_shards", "read_target"]
 
 COPY_STREAMS = 4  # files at the same time
-_POLL_S = 0.02
 PIECE_BYTES = 1 << 20  # of a file, between two looks at whether to stop
 _DISK_MARGIN = 1.02
 
@@ -137,10 +136,8 @@ class Copying:
             pending = {pool.submit(self.copy_file, *file) for file in files}
             try:
                 while pending:
-                    sleep(_POLL_S)  # Ctrl-C within futures.wait would leave its locks held
-                    for done in [future for future in pending if future.done()]:
-                        done.result()
-                        pending.remove(done)
+                    for future in pop_done(pending):
+                        future.result()
                     bar.set_postfix_str(str(self.retries), refresh=False)
                     while not self._progress.empty():
                         bar.update(self._progress.get())

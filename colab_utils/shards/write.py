@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from colab_utils.data.coco import CocoDataset, read_coco, resolve_image
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import count_cores, fork_pool, format_bytes, require_space, show_progress, write_file
+from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
 from colab_utils.shards.arrays import ArraysBuilder, dump_arrays, load_arrays, read_head
 from colab_utils.shards.format import (
     BLOCK_BYTES,
@@ -42,7 +42,6 @@ from colab_utils.shards.images import Storage, dump_record, make_record, store_i
 __all__ = ["READ_STREAMS", "Sample", "ShardReport", "find_recipe", "read_image", "try_sample", "write_shards"]
 
 READ_STREAMS = 4  # files that a process reads at the same time
-_POLL_S = 0.02
 _MEASURED_IMAGES = 16  # from which the images of a shard are worked out
 _RANGES = {"max_bad": (0, 1), "shard_mb": (1e-9, 1024), "step_ms": (1e-9, 10**6)}
 
@@ -399,8 +398,7 @@ def _collect(
     pending = set(futures)
     try:
         while pending:
-            sleep(_POLL_S)  # Ctrl-C within futures.wait would leave its locks held, and the pool could never end
-            pending = {future for future in pending if not future.done()}
+            pop_done(pending)
             results = [future.result() for future in futures if future not in pending]
             bad = [image for result in results for image in result.skipped]
             count = sum(result.info.images + len(result.skipped) for result in results) if done is None else done.value

@@ -258,12 +258,12 @@ def test_an_interrupt_while_drive_is_waited_for_is_not_kept_waiting(tiny_dataset
     def lose():
         raise DriveLostError("lost")
 
-    def interrupt(seconds):
+    def interrupt(pending):
         time.sleep(1)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(write, "read_image", fail)
-    monkeypatch.setattr(write, "sleep", interrupt)
+    monkeypatch.setattr(write, "pop_done", interrupt)
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (3600.0,))
     with pytest.raises(KeyboardInterrupt):
         run((tiny_dataset.images, tiny_dataset.annotations), folder, workers=workers)
