@@ -82,7 +82,7 @@ def match_objects(matcher: Matcher, objects: Objects, boxes: Tensor) -> Tensor:
         >>> match_objects(Matcher(0.7, 0.3, allow_low_quality_matches=True), found, boxes).tolist()
         [[0, -2, -1]]
     """
-    chunks = boxes.split(max(1, _PAIRS[_kind(boxes)] // objects.exists.numel()), 1)
+    chunks = boxes.split(max(1, _PAIRS[boxes.device.type] // objects.exists.numel()), 1)
     best, values, overlaps = [], [], boxes[:0]
     highest = objects.boxes.new_full(objects.exists.shape, -1.0)
     for chunk in chunks:
@@ -202,7 +202,7 @@ def find_proposals(
     across = torch.cat(level_of).expand(images, -1)
     down = torch.arange(images, device=index.device)[:, None].expand_as(across)
     apart = boxes + (torch.stack([across, down], 2) * (side + 1)).repeat(1, 1, 2)
-    alive, count = torch.zeros_like(score, dtype=torch.bool), max(1, _NMS_BOXES[_kind(boxes)] // index.shape[1])
+    alive, count = torch.zeros_like(score, dtype=torch.bool), max(1, _NMS_BOXES[boxes.device.type] // index.shape[1])
     flat = (part.flatten(0, 1).split(count * index.shape[1]) for part in (apart, score, alive))
     for together, ranks, lives in zip(*flat, strict=True):
         lives.index_fill_(0, nms(together, ranks, rpn.nms_thresh), True)
@@ -262,7 +262,3 @@ def pool_regions(pooler: MultiScaleRoIAlign, canvas: Canvas, boxes: Tensor, imag
     rois = torch.cat([images[:, None], torch.addcmul(place, boxes, scale)], 1)
     pooled: Tensor = roi_align(canvas.features, rois, pooler.output_size, 1.0, pooler.sampling_ratio)
     return pooled
-
-
-def _kind(values: Tensor) -> str:
-    return "cuda" if values.is_cuda else "cpu"
