@@ -29,7 +29,7 @@ import torch
 from benchmarks import step as steps
 from benchmarks.command import make_parser, run_to_end
 from benchmarks.operations import make_batch
-from benchmarks.step import CHANGES, REFERENCES, compare_losses, make_model, make_step, time_steps
+from benchmarks.step import CHANGES, COMPILED, REFERENCES, compare_losses, make_model, make_step, time_steps
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -131,6 +131,8 @@ def list_runs(
             for size in sizes:
                 label = f"+ {CHANGES[number - 1]}" if number else REFERENCES
                 add("step", name, size, partial(time, name, size, CHANGES[:number], 8, False), label)
+    for name in models:
+        add("step", name, 8, partial(time, name, 8, (*CHANGES, COMPILED), 8, False), f"+ {COMPILED}")
     for changes, label in (((), REFERENCES), (CHANGES, "ours")):
         add("300 objects an image", models[0], 2, partial(time, models[0], 2, changes, 300, False), label)
         add("float16, as a T4", models[-1], 4, partial(time, models[-1], 4, changes, 8, True), label)

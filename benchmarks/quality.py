@@ -2,6 +2,8 @@
 
 Both train the same model from the same random weights on the built-in dataset, in the same order, for several seeds:
 once from dense targets, through ``model(images, targets)`` with torchvision's transform, and once from packed batches.
+With ``--norms``, frozen batch norms beside trained ones instead: the backbone is first trained on other images, and its
+weights are taken as published ones are.
 """
 
 from __future__ import annotations
@@ -14,26 +16,47 @@ from pathlib import Path
 from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
+from torch import Tensor
 from torchvision.transforms import v2
 
 from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_judged_data
+from colab_utils.sample_data import make_dataset
+from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
+from colab_utils.training.model import load_trained_model
 from colab_utils.training.train import train
 
-__all__ = ["main", "tabulate_runs", "train_once"]
+__all__ = ["main", "pretrain", "tabulate_runs", "train_once"]
 
 WAYS = ("torchvision", "packed")
+NORMS = ("frozen norms", "trained norms")
+IMAGES, SEED = 400, 1000  # that the backbone is trained on first
 
 
-def train_once(way: str, seed: int, work: Path, steps: int) -> dict[str, float]:
+def pretrain(work: Path, steps: int) -> dict[str, Tensor]:
+    """The weights of a backbone that was trained on other images, by the names of published ones."""
+    run = work / f"pretrained-{steps}"
+    made = make_dataset(work / "others-data", n=IMAGES, seed=SEED)
+    write_shards(made.images, made.annotations, shards=work / "others")
+    train(work / "others", run, steps=steps, weights=None, log=lambda line: None)
+    body = load_trained_model(run).backbone.body
+    return {f"features.{name}": value for name, value in body.state_dict().items()}
+
+
+def train_once(
+    way: str, seed: int, work: Path, steps: int, backbone: dict[str, Tensor] | None = None
+) -> dict[str, float]:
     """AP of boxes and masks on images that were not trained on, and the mean loss of the last tenth of the steps."""
-    augment: Any = v2.RandomHorizontalFlip(0.5) if way == "torchvision" else "flip"
-    with TemporaryDirectory(dir=work) as run:
+    settings: dict[str, Any] = {"augment": v2.RandomHorizontalFlip(0.5) if way == "torchvision" else "flip"}
+    settings |= {"norms": way.partition(" ")[0]} if way in NORMS else {"weights": None}
+    fetched = patch("colab_utils.training.model._fetch_pretrained", return_value=backbone)
+    with TemporaryDirectory(dir=work) as run, fetched:
         report = train(
-            work / "train", Path(run) / "run", steps=steps, seed=seed, weights=None, log=lambda line: None,
-            val_shards=work / "val", augment=augment,
+            work / "train", Path(run) / "run", steps=steps, seed=seed, log=lambda line: None, val_shards=work / "val",
+            **settings,
         )  # fmt: skip
     assert report.ap is not None
     last = [point.loss for point in report.losses[-max(1, steps // 10) :]]
@@ -57,16 +80,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser("quality", __doc__, builtin="quality")
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each path (%(default)s)")
+    parser.add_argument("--norms", type=int, metavar="STEPS", help="frozen or trained norms, after so many steps")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
 
     def measure() -> None:
         make_judged_data(options.work)
+        backbone = pretrain(options.work, options.norms) if options.norms else None
         runs: list[Run] = [
-            ({"way": way, "seed": str(seed)}, partial(train_once, way, seed, options.work, options.steps))
-            for seed, way in product(range(options.seeds), WAYS)
+            ({"way": way, "seed": str(seed)}, partial(train_once, way, seed, options.work, options.steps, backbone))
+            for seed, way in product(range(options.seeds), NORMS if backbone else WAYS)
         ]
-        measure_in_turns(runs, rows, repeats=1, about={"steps": options.steps}, path=options.json)
+        measure_in_turns(
+            runs, rows, repeats=1, about={"steps": options.steps, "norms": options.norms}, path=options.json
+        )
 
     return run_to_end(measure, lambda: tabulate_runs(rows))
 

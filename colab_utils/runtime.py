@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -199,6 +200,7 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
     require_linux("start worker processes")
 
     def begin() -> None:
+        gc.freeze()  # what the parent has left to collect, such as tensors on a GPU, is not collected here
         end_with_parent()
         initializer(*arguments)
 

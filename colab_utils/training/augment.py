@@ -11,7 +11,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.shards.images import fit_size
 
-__all__ = ["Augment", "Size", "choose_sizes", "fit_shape", "list_scales", "resize_all"]
+__all__ = ["Augment", "Size", "choose_sizes", "fit_shape", "list_scales", "list_shapes", "resize_all"]
 
 Augment = Literal["none", "flip", "multiscale"]
 """Augmentation by name: nothing; random flips left to right; flips, and each image resized to one of several sizes."""
@@ -75,13 +75,24 @@ def _resize(transform: GeneralizedRCNNTransform, size: Sequence[int], side: floa
     return fit_size(*size, min_size=float(side), max_size=transform.max_size)
 
 
-def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
+def fit_shape(sizes: Iterable[Sequence[int]], *, step: int, shapes: Sequence[Size] = ()) -> Size:
     """The shape that a batch of images of these sizes is padded to, as torchvision does it: the largest sides, each
-    rounded up to a multiple of ``step``.
+    rounded up to a multiple of ``step``; or the first of ``shapes`` that holds it.
 
     Example:
         >>> fit_shape([(800, 1066), (750, 1000)], step=32)
         (800, 1088)
     """
     height, width = (-(-max(sides) // step) * step for sides in zip(*sizes, strict=True))
-    return height, width
+    return next((shape for shape in shapes if height <= shape[0] and width <= shape[1]), (height, width))
+
+
+def list_shapes(sizes: NDArray[np.integer], *, step: int) -> list[Size]:
+    """The shape that holds every wide image, and the one that holds every tall one, where there are any.
+
+    Example:
+        >>> list_shapes(np.array([(800, 1066), (750, 1000), (1200, 800)]), step=32)
+        [(800, 1088), (1216, 800)]
+    """
+    is_wide = sizes[:, 1] >= sizes[:, 0]
+    return [fit_shape(sizes[kind].tolist(), step=step) for kind in (is_wide, ~is_wide) if kind.any()]

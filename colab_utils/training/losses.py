@@ -35,7 +35,9 @@ __all__ = ["compute_losses", "make_input"]
 _REGIONS = 32  # the mask head takes a multiple of so many on a GPU: each new shape costs cuDNN a new plan
 
 
-def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool] | None = None) -> dict[str, Tensor]:
+def compute_losses(
+    model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool] | None = None, shapes: Sequence[Size] = ()
+) -> dict[str, Tensor]:
     """The losses that ``model(images, targets)`` gives in training mode, from a packed batch on the model's device.
 
     The model's own layers run, with its own settings. What torchvision does image by image between them is done for
@@ -50,6 +52,7 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
         model: in training mode, as ``build_mask_rcnn`` or torchvision makes it.
         batch: B images, with or without objects.
         flips: bool [B]: the images to mirror left to right; none by default.
+        shapes: the batch is padded to the first of these that holds it, where there is one; see `fit_shape`.
 
     Returns:
         ``loss_classifier``, ``loss_box_reg``, ``loss_mask``, ``loss_objectness`` and ``loss_rpn_box_reg``: float32
@@ -74,7 +77,7 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
     _check_input(model, batch)
     flips = [False] * len(batch) if flips is None else flips
     sizes = choose_sizes(model.transform, batch.sizes.tolist())
-    images, objects = make_input(model.transform, batch, sizes, flips=flips)
+    images, objects = make_input(model.transform, batch, sizes, flips=flips, shapes=shapes)
     features = model.backbone(images)
     if isinstance(features, Tensor):
         features = {"0": features}
@@ -114,8 +117,9 @@ def _check_input(model: Any, batch: Any) -> None:
 
 
 def make_input(
-    transform: GeneralizedRCNNTransform, batch: PackedBatch, sizes: Sequence[Size], *, flips: Sequence[bool]
-) -> tuple[Tensor, Objects]:
+    transform: GeneralizedRCNNTransform, batch: PackedBatch, sizes: Sequence[Size], *, flips: Sequence[bool],
+    shapes: Sequence[Size] = (),
+) -> tuple[Tensor, Objects]:  # fmt: skip
     """A packed batch as the model's backbone takes it, on the batch's device, with the settings of its transform.
 
     Args:
@@ -123,6 +127,7 @@ def make_input(
         batch: B images.
         sizes: height and width that each image is resized to, see `choose_sizes`.
         flips: bool [B]: the images to mirror left to right.
+        shapes: to pad to, as in `fit_shape`.
 
     Returns:
         The images, float32 [B, 3, H, W], mirrored, normalised, resized (bilinear) and padded with zeros as torchvision
@@ -130,7 +135,7 @@ def make_input(
     """
     device = batch.pixels.device
     mean, std = send(np.array([transform.image_mean, transform.image_std], np.float32), device)[..., None, None]
-    shape = fit_shape(sizes, step=transform.size_divisible)
+    shape = fit_shape(sizes, step=transform.size_divisible, shapes=shapes)
     images = mean.expand(len(batch), 3, *shape).contiguous()  # the mean becomes zero
     pixels, first = batch.pixels.float().div_(255), 0
     for number, ((height, width), size, flip) in enumerate(zip(batch.sizes.tolist(), sizes, flips, strict=True)):

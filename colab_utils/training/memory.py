@@ -21,7 +21,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import format_bytes
 from colab_utils.training.augment import resize_all
 from colab_utils.training.model import LIGHT_MODEL
-from colab_utils.training.step import MOST_PARTS, TrainingStep
+from colab_utils.training.step import MOST_PARTS, TrainingStep, keep_buffers
 
 __all__ = ["MemoryPlan", "checkpoint_activations", "plan_memory"]
 
@@ -75,28 +75,25 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
         tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
     else:
         tries = [(batch_size, parts, False) for parts in (1, 2, 4, MOST_PARTS) if parts <= max(1, batch_size)]
-    kept = [buffer.clone() for buffer in model.buffers()]
     # the optimiser's averages and those of the weights come later
     reserve = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     limit = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
     shorter_sides, model.transform.min_size = model.transform.min_size, (max(model.transform.min_size),)
     try:
-        for images, parts, checkpointing in [*tries, (*tries[-1][:2], True)]:
-            step.parts = parts
-            if checkpointing:
-                checkpoint_activations(model)
-            batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(step.device)
-            torch.cuda.reset_peak_memory_stats(step.device)
-            fits = step.add_gradients(batch, synchronize=False) is not None
-            peak = torch.cuda.max_memory_allocated(step.device)
-            step.free_memory()
-            if fits and peak < (1 if checkpointing else _MARGIN) * limit:
-                return MemoryPlan(images, parts, checkpointing, peak, limit)
+        with keep_buffers(model):
+            for images, parts, checkpointing in [*tries, (*tries[-1][:2], True)]:
+                step.parts = parts
+                if checkpointing:
+                    checkpoint_activations(model)
+                batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(step.device)
+                torch.cuda.reset_peak_memory_stats(step.device)
+                fits = step.add_gradients(batch, synchronize=False) is not None
+                peak = torch.cuda.max_memory_allocated(step.device)
+                step.free_memory()
+                if fits and peak < (1 if checkpointing else _MARGIN) * limit:
+                    return MemoryPlan(images, parts, checkpointing, peak, limit)
     finally:
         model.transform.min_size = shorter_sides
-        with torch.no_grad():
-            for buffer, before in zip(model.buffers(), kept, strict=True):
-                buffer.copy_(before)
     raise ColabUtilsError(
         f"expected images that fit into the GPU's memory one by one, found that an image with {int(counts.max()):,} "
         f"objects does not ({format_bytes(limit)} are free), with activation checkpointing, too. Free memory: min_size "

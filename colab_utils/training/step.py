@@ -12,18 +12,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
 from colab_utils.loading.batch import PackedBatch
+from colab_utils.runtime import show_progress
+from colab_utils.training.augment import Size, list_shapes
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
-__all__ = ["MOST_PARTS", "Ranks", "TrainingStep", "choose_rate", "compute_rate", "join_ranks", "make_optimizer"]
+__all__ = [
+    "MOST_PARTS", "Ranks", "TrainingStep", "choose_rate", "compute_rate", "join_ranks", "keep_buffers",
+    "make_optimizer",
+]  # fmt: skip
 
 Images = PackedBatch | list[Tensor] | None
 """A packed batch, or images as torchvision takes them; None where a process has none of a batch's images."""
@@ -32,6 +39,7 @@ Targets = list[dict[str, Tensor]] | None
 """As torchvision takes them; None with a packed batch, which brings its own."""
 
 MOST_PARTS = 8  # of a batch: it is halved at most three times
+_GRAPH_RUNS = 3  # of each shape: torch warms up, records the graph, and replays it
 _MAX_GRADIENT_NORM = 10.0  # far above the usual norm: it only limits the first steps from random weights
 _WARMUP_STEPS = 500
 _PATIENCE = timedelta(minutes=30)  # of the other processes for the first one, while it evaluates
@@ -88,12 +96,49 @@ class TrainingStep:
         # Only float16 underflows; a disabled scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
         self.parts, self.is_applying = 1, False  # is_applying: some weights have moved, and others have not
-        self._network: nn.Module = _SummedLosses(model)
+        self._memory_error = ""
+        self._losses = _SummedLosses(model)
+        self._network: nn.Module = self._losses
         if self.ranks.count > 1:
             # buffers: the first process saves its own statistics of batch norm, the others' are of other images
             self._network = DistributedDataParallel(
                 self._network, broadcast_buffers=False, gradient_as_bucket_view=True
             )
+
+    def compile(self, sizes: NDArray[np.integer], *, batch_size: int) -> None:
+        """Compile backbone, feature pyramid and proposal head by ``torch.compile``, which makes CUDA graphs of them.
+
+        Packed batches are then padded to two shapes, that of the wide images and that of the tall ones; each takes a
+        minute or more to compile, which is done here. A batch of other shapes or of fewer images runs as before.
+
+        Args:
+            sizes: Height and width of all images in the model's input, int [I, 2], see ``resize_all``.
+            batch_size: Images in each batch, over all processes.
+
+        Raises:
+            ColabUtilsError: ``torch.compile`` does not take the network, or finds no compiler.
+        """
+        model = cast("Any", self.model)
+        shapes = list_shapes(sizes, step=model.transform.size_divisible)
+        images = -(-batch_size // (self.ranks.count * self.parts))
+        for part in (model.backbone, model.rpn.head):
+            part.compile(mode="reduce-overhead", dynamic=False)
+        try:
+            with keep_buffers(model), show_progress("compiling", total=len(shapes), unit="shape") as bar:
+                for shape in shapes:
+                    for _ in range(_GRAPH_RUNS):
+                        with self._cast():
+                            features = model.backbone(torch.zeros(images, 3, *shape, device=self.device))
+                            told = model.rpn.head([*features.values()])
+                            total = torch.stack([part.float().sum() for parts in told for part in parts]).sum()
+                        total.backward()
+                    bar.update()
+        except Exception as error:
+            found = f"found {describe_error(error)}"
+            raise ColabUtilsError(f"expected a network that torch.compile takes, {found}. Train without it.") from error
+        finally:
+            self.optimizer.zero_grad()
+        self._losses.shapes = shapes
 
     def __call__(
         self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None, total: int | None = None
@@ -110,7 +155,8 @@ class TrainingStep:
                 size = -(-count // self.parts)
                 raise ColabUtilsError(
                     f"expected {size} of the {count} images of a batch to fit into the GPU's memory, found that they "
-                    "do not. Train with a smaller min_size or a lighter model; several processes: smaller batches."
+                    f"do not ({self._memory_error}). Train with a smaller min_size or a lighter model; several "
+                    "processes: smaller batches."
                 )
             self.parts *= 2
             warnings.warn(
@@ -143,7 +189,7 @@ class TrainingStep:
                 given = [None if each is None else each[part] for each in (images, targets, flips)]
                 apart = self.ranks.count > 1 and not (synchronize and is_last)
                 with self._network.no_sync() if apart else nullcontext():  # type: ignore[operator]
-                    with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+                    with self._cast():
                         loss = self._network(*given)
                     share = min(size, count - first) / (total or count) if count else 0.0
                     # of several processes torch takes the mean of the gradients: the sum is meant
@@ -152,8 +198,16 @@ class TrainingStep:
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
+            self._memory_error = str(error).partition(". ")[0]
             return None
         return loss_sum
+
+    @contextmanager
+    def _cast(self) -> Iterator[None]:
+        # once training runs, nothing more is compiled: that would take minutes
+        stance = torch.compiler.set_stance("eager_on_recompile") if self._losses.shapes else nullcontext()
+        with stance, torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+            yield
 
     def apply_gradients(self) -> None:
         """Move the weights: what follows `add_gradients`."""
@@ -195,16 +249,28 @@ class _SummedLosses(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.shapes = model, list[Size]()
 
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
         if images is None:  # this process has no image of the batch, and the others wait for its gradients
             return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
         if isinstance(images, PackedBatch):
-            losses = compute_losses(self.model, images, flips=flips)
+            losses = compute_losses(self.model, images, flips=flips, shapes=self.shapes)
         else:
             losses = self.model(images, targets)
         return torch.stack([loss.float() for loss in losses.values()]).sum()
+
+
+@contextmanager
+def keep_buffers(model: nn.Module) -> Iterator[None]:
+    """Put the statistics of a model's norms back afterwards."""
+    kept = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), kept, strict=True):
+                buffer.copy_(before)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

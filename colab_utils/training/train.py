@@ -21,7 +21,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.loading.transforms import Transforms
 from colab_utils.training import model as models
-from colab_utils.training.augment import Augment, list_scales
+from colab_utils.training.augment import Augment, list_scales, resize_all
 from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.memory import plan_memory
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer
@@ -53,6 +53,7 @@ def train(
     augment: Augment | Transforms | None = None,
     norms: models.Norms | None = None,
     ema: float | None = None,
+    compile: bool = False,
     workers: int | Literal["auto"] = "auto",
     log: Callable[[TrainingPlan | LogLine], object] | None = None,
     log_steps: int = 10,
@@ -97,6 +98,8 @@ def train(
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms; ``"trained"`` trains them. See
             ``build_mask_rcnn``.
         ema: Average the weights with this decay, say 0.999, and evaluate the average. Default: no average.
+        compile: Compile the backbone and the proposal network first, a minute or more, see ``TrainingStep.compile``.
+            Off by default: no GPU has shown yet what it gains.
         workers: Loading workers, see ``make_loader``. ``"auto"`` is one on a CPU, whose cores the step needs.
         log: Called with the plan, then with a line every ``log_steps`` steps. Default: a progress bar instead.
         log_steps: Steps between log lines.
@@ -121,7 +124,7 @@ def train(
     }  # fmt: skip
     _check_values(
         **asked, shards=shards, val_shards=val_shards, steps=steps, epochs=epochs, resume=resume, log_steps=log_steps,
-        checkpoint_steps=checkpoint_steps, seed=seed,
+        checkpoint_steps=checkpoint_steps, seed=seed, compile=compile,
     )  # fmt: skip
     with ExitStack() as stack:
         torch_device = _choose_device(device)
@@ -132,6 +135,8 @@ def train(
         plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks, seed=seed)
         step = _build_step(plan, dataset.class_names, weights=weights, state=state, device=torch_device, ranks=ranks)
         plan = _plan_batches(plan, step, dataset, rows)
+        if compile:
+            step.compile(resize_all(dataset.sizes[rows], step.model.transform), batch_size=plan.batch_size)
         loader = stack.enter_context(closing(make_loader(
             Subset(dataset, rows), batch_size=plan.batch_size, device=torch_device, seed=seed,
             workers=1 if workers == "auto" and torch_device.type == "cpu" else workers,
@@ -141,7 +146,6 @@ def train(
         if ranks.is_first:
             folder.prepare(anew=resume == "never")
         trainer = Trainer(plan, step, loader, folder, dataset, validation, checkpoint_steps=checkpoint_steps)
-        stack.callback(trainer.writer.close)
         if state:
             trainer.load_state(state)
         return trainer.run(log=log if ranks.is_first else None, log_steps=log_steps)
@@ -160,6 +164,7 @@ def _check_values(**values: Any) -> None:
         "ema": (lambda value: 0 < value < 1, "between 0 and 1, say 0.999"),
         "learning_rate": (lambda value: 0 < value < float("inf"), "above 0, say 0.005"),
         "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
+        "compile": (lambda value: not value or values["augment"] != "own", "of False beside transforms of your own"),
         "norms": (get_args(models.Norms).__contains__, "as 'frozen' or 'trained'"),
         "model": (models.BUILDERS.__contains__, f"as one of {', '.join(models.MODEL_NAMES)}"),
     }

@@ -8,7 +8,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -66,7 +66,7 @@ class Trainer:
             log(self.plan)
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
-        with self._defer_interrupt() as interrupts, self._save_on_error(), steps as bar:
+        with closing(self.writer), self._defer_interrupt() as interrupts, self._save_on_error(), steps as bar:
             self.timer = StepTimer(self.step.device)
             for batch in self._load_batches():
                 self._train(batch)
@@ -286,8 +286,14 @@ class EMA:
         """Take in the model's weights; ``steps`` were done before this one."""
         decay = min(self._decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_([*self.model.parameters()], [*model.parameters()], 1 - decay)
-        for averaged, current in zip(self.model.buffers(), model.buffers(), strict=True):
-            averaged.copy_(current)
+        if statistics := _list_statistics(model):
+            torch._foreach_copy_(_list_statistics(self.model), statistics)
+
+
+def _list_statistics(model: nn.Module) -> list[Tensor]:
+    """What training changes beside the weights: the buffers of batch norms that are trained."""
+    norms = (module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+    return [buffer for norm in norms for buffer in norm.buffers()]
 
 
 class StepTimer:

@@ -89,8 +89,8 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
     own = {"packed_masks"} if plain else set()
     assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers"} | own
     for id in {"shards", "resize", "data_and_workers", "local_files", *own}:
-        assert found[id].measured_images_per_second > 1.5 * now.now.images_per_second, id
-        assert found[id].forecast_images_per_second > 1.5 * now.now.images_per_second, id
+        assert found[id].measured_images_per_second > 1.2 * now.now.images_per_second, id
+        assert found[id].forecast_images_per_second > 1.2 * now.now.images_per_second, id
     assert "6% of the pixels" in found["resize"].sentence
     assert found["data_and_workers"].name.startswith("resize once offline, and ")
     assert found["local_files"].sentence.startswith("Copy the files: about ")

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks.step import record_choices, repeat_choices
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
-from colab_utils.training.evaluate import describe_detections, detect
+from colab_utils.training.evaluate import describe_detections, detect, evaluate
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms, load_trained_model
+from colab_utils.training.model import (
+    LIGHT_MODEL,
+    assemble_mask_rcnn,
+    fold_norms,
+    keep_boxes_exact,
+    load_trained_model,
+)
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
 from colab_utils.training.trainer import EMA
@@ -25,6 +34,8 @@ from tests.tiny_model import TINY_MODEL
 pytestmark = pytest.mark.usefixtures("one_thread", "few_objects", "few_regions")
 REAL = torch.cuda.is_available()
 simulated = pytest.mark.skipif(REAL, reason="there is a real one, which tells no waits and takes no limit")
+real = pytest.mark.skipif(not REAL, reason="no GPU")
+HALF = [("cpu", torch.bfloat16), *(pytest.param("cuda", kind, marks=real) for kind in (torch.float16, torch.bfloat16))]
 QUICK = {"model": TINY_MODEL, "weights": None, "min_size": 64, "workers": 0, "batch_size": 4, "device": "cuda"}
 
 
@@ -251,3 +262,95 @@ def test_a_gpu_that_is_full_is_said(shards, tmp_path, monkeypatch):
     full = pytest.raises(ColabUtilsError, match=r"room .* on the GPU")
     with SimulatedGpu(monkeypatch, limit=500_000), full:
         train(shards, tmp_path, steps=1, **QUICK)
+
+
+@pytest.mark.parametrize(("device", "precision"), HALF)
+def test_losses_in_half_precision_are_those_of_torchvision(shards, device, precision):
+    if device == "cuda" and precision == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this GPU has no bfloat16")
+    batch, model = read_batch(shards, 2), make_model(shards).to(device)
+    keep_boxes_exact(model)
+    with torch.autocast(device, precision), torch.no_grad():
+        with record_choices() as choices:
+            found = compute_losses(model, batch.to(device))
+        with repeat_choices(model, choices, batch.counts.tolist()):
+            expected = model(batch.to_images(device), batch.to_targets(device))
+    for name, loss in expected.items():
+        assert found[name].item() == pytest.approx(loss.item(), rel=0.05), name
+
+
+@real
+def test_steps_in_float16_train(shards, monkeypatch):
+    monkeypatch.setattr("colab_utils.training.step.choose_precision", lambda device: torch.float16)
+    step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards).to("cuda")
+    before = [parameter.detach().clone() for parameter in step.model.parameters() if parameter.requires_grad]
+    losses = torch.stack([step(batch) for _ in range(20)]).tolist()
+    assert step.scaler.is_enabled()
+    assert all(map(math.isfinite, losses))
+    moved = (parameter for parameter in step.model.parameters() if parameter.requires_grad)
+    assert any(not torch.equal(a, b) for a, b in zip(before, moved, strict=True))
+
+
+@real
+def test_a_step_is_waited_for_three_times_and_the_average_never(shards):
+    step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards).to("cuda")
+    ema = EMA(step.model, decay=0.9)
+    for _ in range(3):
+        step(batch)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step(batch)
+            torch.cuda.set_sync_debug_mode("error")
+            ema.update(step.model, steps=3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [str(one.message) for one in found if "synchronizing" in str(one.message)]
+    assert 1 <= len(waits) <= 3, waits
+
+
+@real
+def test_workers_and_evaluation_start_after_cuda(shards):
+    dataset = ShardDataset(shards, contiguous_labels=True)
+    model = make_model(shards).to("cuda")
+    with_workers = make_loader(dataset, batch_size=4, workers=2, deliver="packed", device="cuda", seed=1)
+    alone = make_loader(dataset, batch_size=4, workers=0, deliver="packed", seed=1)
+    for there, here in zip(with_workers, alone, strict=True):
+        assert torch.equal(there.pixels.cpu(), here.pixels)
+    assert 0 <= evaluate(model, dataset, device="cuda").segm <= 1
+
+
+@real
+def test_a_compiled_step_has_the_losses_of_another(shards):
+    batch, losses = read_batch(shards).to("cuda"), []
+    for compiles in (False, True):
+        step = TrainingStep(make_model(shards), "cuda")
+        if compiles:
+            step.compile(np.array([(96, 120)]), batch_size=4)
+        torch.manual_seed(0)
+        losses.append([step(batch).item() for _ in range(3)])
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
+@real
+def test_three_hundred_objects_train_where_torchvisions_path_runs_out_of_memory(tmp_path):
+    made = make_dataset(tmp_path / "data", n=4, width=640, height=480, objects=(300, 300), workers=1)
+    write_shards(made.images, made.annotations, shards=tmp_path / "shards", workers=1)
+    settings = QUICK | {"min_size": 800, "max_size": 1333, "batch_size": 2}
+    torch.cuda.reset_peak_memory_stats()
+    train(tmp_path / "shards", tmp_path / "free", epochs=1, **settings)
+    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    dataset = ShardDataset(tmp_path / "shards", contiguous_labels=True)
+    batch, classes = read_batch(tmp_path / "shards", 2), dataset.num_classes
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.5 * peak / total)
+    try:
+        report = train(tmp_path / "shards", tmp_path / "tight", epochs=1, **settings)
+        assert report.steps == 2
+        sizes = {"min_size": 800, "max_size": 1333}
+        model = assemble_mask_rcnn(TINY_MODEL, num_classes=classes, starts_from="random", **sizes).to("cuda")
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            sum(model(batch.to_images("cuda"), batch.to_targets("cuda")).values()).backward()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -376,6 +376,7 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
         ({"steps": 1, "epochs": 1}, "epochs of at least 1, and no steps beside them, found 1"),  # two lengths
         ({"resume": "maybe"}, "'auto' or 'never'"),  # unknown choice
         ({"batch_size": 0}, "batch_size of at least 1, found 0"),  # empty batches
+        ({"augment": lambda *pair: pair, "compile": True}, "expected compile of False beside transforms of your own"),
         ({"device": "gpu"}, "expected a device such as 'cpu' or 'cuda', found 'gpu'"),  # no such device
         ({"device": "cuda"}, "expected a GPU for device 'cuda', found none"),  # no GPU
         (
