@@ -24,7 +24,7 @@ _JSON_START = b'{\n "command": '
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 on bad input, 130 on Ctrl-C."""
+    """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on Ctrl-C."""
     options = vars(_make_parser().parse_args(arguments))  # the rest is passed on to the command's function
     command, run, target = options.pop("command"), options.pop("run"), options.pop("json")
     with warnings.catch_warnings():
@@ -56,6 +56,9 @@ def _finish(report: Any, command: str, target: str) -> int:
         if target:
             write_file(Path(target), text.encode())
         _print(f"{report}\n")
+    if getattr(getattr(report, "change", None), "fails", False):
+        print("error: expected no slower loop than --fail-below allows, found one. See the last line.", file=sys.stderr)
+        return 3
     bad = getattr(report, "bad", ())
     if bad:
         more = f" ({len(bad)} bad shards in all)" if len(bad) > 1 else ""
@@ -124,10 +127,14 @@ def _check(repair: str = "", **dataset: Any) -> Any:
 
 def _diagnose(
     images: str = "", annotations: str = "", shards: str = "", step_ms: float = 100, batch_size: int = 4,
-    workers: int | Literal["auto"] = "auto", verify: bool = False,
+    workers: int | Literal["auto"] = "auto", verify: bool = False, against: str = "", fail_below: float | None = None,
 ) -> Any:  # fmt: skip
+    from colab_utils.diagnosis.change import compare_runs, read_run
     from colab_utils.diagnosis.timing import EmulatedStep
 
+    if fail_below is not None and not against:
+        raise ColabUtilsError("expected --against FILE beside --fail-below. Name the JSON of an earlier run.")
+    before = read_run(against) if against else None  # before the work: a wrong file is said at once
     if shards and not (images or annotations):
         dataset: Any = colab_utils.ShardDataset(shards)
     elif images and annotations and not shards:
@@ -136,9 +143,13 @@ def _diagnose(
         raise ColabUtilsError("expected --images and --annotations together, or --shards alone. See --help.")
     loader = colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
     try:
-        return colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
+        found = colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
     finally:
         loader.close()
+    if before is None:
+        return found
+    now = {"images_per_second": found.images_per_second, "wait_share": found.stall_share, "error": found.error}
+    return dataclasses.replace(found, change=compare_runs(before, now, fail_below=fail_below or 0.0))
 
 
 def _preprocess(
@@ -253,6 +264,8 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("diagnose preprocess", "--workers", _AUTO, "worker processes (auto)"),
     ("diagnose compare", "--step-ms", _NUMBER, "emulated step, ms a batch (100)"),
     ("diagnose", "--verify", {"action": "store_true"}, "apply the fixes that can be applied here, and measure"),
+    ("diagnose", "--against", {"metavar": "JSON"}, "say what changed since this earlier result"),
+    ("diagnose", "--fail-below", {"metavar": "RATIO", "type": float}, "exit status 3 if images/s fall below it: 0.9"),
     ("preprocess train", "--min-size", _COUNT, "shorter side in training, px (800)"),
     ("preprocess train", "--max-size", _COUNT, "limit of the longer side, px (1333; train: 5/3 of --min-size)"),
     ("preprocess", "--storage", {"choices": ("auto", "keep", "shrink", "pixels")},

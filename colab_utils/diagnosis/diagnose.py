@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from colab_utils.diagnosis.causes import Cause, refine_causes
+from colab_utils.diagnosis.change import Change
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
 from colab_utils.diagnosis.resources import Resources, summarise_readings, watch_resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, make_stage, put_back, time_batches
-from colab_utils.diagnosis.watchdog import watch
+from colab_utils.diagnosis.watchdog import WatchedLoader
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import find_free_memory
@@ -59,13 +61,20 @@ class Diagnosis:
     """real, none, or emulated ..."""
     resources: Resources | None = None
     """What the loader used while it ran."""
+    error: float = 0.0
+    """Standard error of the mean time of a batch, as a share of it."""
+    change: Change | None = None
+    """Beside an earlier one."""
+    causes: tuple[Cause, ...] = ()
+    """Why training waits, the largest share first; empty where the loader is fine."""
 
     def __str__(self) -> str:
         best = sorted(self.fixes, key=lambda fix: -fix.images_per_second)[:_SHOWN_FIXES]
         more = [f"({len(self.fixes) - len(best)} more)"] if len(self.fixes) > len(best) else []
         used = str(self.resources).splitlines() if self.resources else []
-        lines = (*map(str, self.stages), *map(str, best), *more, *used)
-        return "\n".join([self.verdict, *(f"  {line}" for line in lines)])
+        changed = [str(self.change)] if self.change else []
+        lines = (*map(str, self.stages), *map(str, best), *more, *used, *changed)
+        return "\n".join([self.verdict, *map(str, self.causes), *(f"  {line}" for line in lines)])
 
 
 def diagnose(
@@ -145,7 +154,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
             found = f"expected a step that takes batch {count}, found {describe_error(error)}"
             raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
 
-    watched = watch(loader, timeout_s=_TIMEOUT_S, on_stall="raise")
+    watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
     with watch_resources(lambda: count) as used:
         on_batch = partial(_keep_batch, kept)
         now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, on_batch=on_batch)
@@ -165,6 +174,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     stages = [*of_sample.values(), *of_batch]
     if isinstance(loader, Loader) and of_sample and waits:
         stages.append(_estimate_handoff(now, of_sample, count_workers(loader)))
+    causes = refine_causes(watched.summary().causes, stages, slower=slower) if waits else []
     stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
@@ -173,7 +183,8 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
     return Diagnosis(
         " ".join((verdict, *resources.dangers)), ceiling / rate, rate, now.wait_share,
-        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources,
+        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources, now.error, None,
+        tuple(causes),
     )  # fmt: skip
 
 
@@ -217,6 +228,6 @@ def _estimate_handoff(now: BatchTimes, stages: dict[str, Stage], workers: int) -
 
 
 def _describe_confidence(now: BatchTimes) -> str:
-    count, error = len(now.batch_s), float(now.batch_s.std() / np.sqrt(len(now.batch_s)) / now.batch_s.mean())
+    count, error = len(now.batch_s), now.error
     level = "high" if count >= 20 and error < 0.05 else "medium" if count >= 8 and error < 0.15 else "low"
     return f"{level}: {count} batches, the mean batch time is sure to {error:.0%}"

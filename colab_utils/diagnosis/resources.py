@@ -18,9 +18,7 @@ from colab_utils.runtime import find_free_memory, format_bytes
 
 __all__ = ["Reading", "Resources", "summarise_readings", "watch_resources"]
 
-_INTERVAL_S = 0.25
-# finding the PSS of a process takes the kernel 20 ms: share of the time for it; most seconds between two looks
-_LOOKING_SHARE, _LOOKING_S = 0.03, 3.0
+_LONGEST_LOOK_S = 0.1  # that counts: finding the PSS of a process takes the kernel 20 ms
 _LEAST_READINGS = 8
 _NEARLY_FULL = 0.8
 _LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
@@ -77,10 +75,13 @@ class Resources:
 
 
 @contextmanager
-def watch_resources(count_batches: Callable[[], int]) -> Iterator[list[Reading]]:
-    """Take a reading four times a second, in a thread; ``count_batches`` tells how many batches there were.
+def watch_resources(
+    count_batches: Callable[[], int], *, delay_s: float = 0, interval_s: float = 0.25, share: float = 0.03
+) -> Iterator[list[Reading]]:
+    """Take a reading each ``interval_s`` seconds, in a thread; ``count_batches`` tells how many batches there were.
 
-    Processes are looked into as often as takes 3 % of the time, for more would slow down the loader; or each 3 s.
+    The first one is taken after ``delay_s``. Processes are looked into as often as takes this ``share`` of the time,
+    for more would slow down the loader.
 
     Example:
         >>> with watch_resources(lambda: 0) as readings:
@@ -92,13 +93,14 @@ def watch_resources(count_batches: Callable[[], int]) -> Iterator[list[Reading]]
     ended = threading.Event()
 
     def watch() -> None:
-        due_s = 0.0
-        while not (readings and ended.wait(_INTERVAL_S)):
+        due_s, pause_s = 0.0, delay_s
+        while not (delay_s or readings) or not ended.wait(pause_s):
             if (began_s := perf_counter()) >= due_s:
                 memory = _measure_processes()
-                due_s = perf_counter() + min((perf_counter() - began_s) / _LOOKING_SHARE, _LOOKING_S)
+                due_s = perf_counter() + min(perf_counter() - began_s, _LONGEST_LOOK_S) / share
             shm = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
             readings.append(Reading(count_batches(), find_free_memory(), shm, memory[0], memory[1:]))
+            pause_s = interval_s
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -15,11 +15,11 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from time import monotonic, monotonic_ns, sleep
+from time import monotonic, monotonic_ns, sleep, thread_time_ns
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
@@ -28,9 +28,10 @@ import numpy as np
 
 from colab_utils.loading.workers import describe_exit
 
-__all__ = ["Activity", "WorkerMonitor", "read_ending"]
+__all__ = ["Activity", "SampleTimes", "WorkerMonitor", "read_ending"]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
+_SLOWEST = 8  # samples of each worker whose times are kept
 _SIGNAL = 60  # a real-time signal that nothing known uses
 _METHODS = ("__getitem__", "read_packed", "read_into")
 _JOBS = {"stacks.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
@@ -61,6 +62,33 @@ class Activity(NamedTuple):
     bytes_read: int = 0
 
 
+class SampleTimes(NamedTuple):
+    """How long samples took in workers that were forked under watch."""
+
+    samples: int = 0
+    wall_s: float = 0.0
+    """Of all of them, in sum."""
+    cpu_s: float = 0.0
+    """Of it, CPU time."""
+    queued_s: float = 0.0
+    """Of it, waiting for a free core."""
+    slowest: tuple[tuple[float, int], ...] = ()
+    """Seconds and index of the slowest ones, the slowest first."""
+
+
+class _Queue(threading.local):
+    """How long the calling thread has waited for a free core, as Linux's ``schedstat`` says; 0 where it does not."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        with suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def read(self) -> int:
+        """Nanoseconds so far."""
+        return int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
+
+
 class WorkerMonitor:
     """What forked workers note where this process can see it, and the way to ask for their stacks.
 
@@ -71,9 +99,11 @@ class WorkerMonitor:
         while hasattr(dataset, "dataset"):  # below a Subset
             dataset = dataset.dataset
         self.dataset = dataset
-        # a row for each worker: its pid; for each of its threads the sample, and since when it is at it
-        columns = 1 + 2 * _THREADS
+        # a row for each worker: its pid; for each of its threads the sample, and since when it is at it; then how many
+        # samples it had, their wall, CPU and queueing time in ns, and the slowest ones with their time in ns
+        columns = 5 + 2 * (_THREADS + _SLOWEST)
         self._notes = np.frombuffer(mmap.mmap(-1, 8 * _ROWS * columns), np.int64).reshape(_ROWS, columns)
+        self._ended = SampleTimes()
         self._file = os.memfd_create("colab_utils")  # stacks of workers
         weakref.finalize(self, os.close, self._file)
 
@@ -89,7 +119,7 @@ class WorkerMonitor:
     def enter(self) -> None:
         """In a worker: be seen from now on."""
         row, kind = self._notes[os.getpid() % _ROWS], type(self.dataset)
-        row[:] = -1
+        row[:], row[1 + 2 * _THREADS :] = -1, 0
         faulthandler.register(_SIGNAL, file=self._file)
         row[0] = os.getpid()
         for name in _METHODS:
@@ -97,16 +127,24 @@ class WorkerMonitor:
                 setattr(kind, name, self._wrap(getattr(kind, name), row))
 
     def _wrap(self, method: Callable[..., Any], row: Any) -> Callable[..., Any]:
+        times, queue = row[1 + 2 * _THREADS :], _Queue()
+
         @wraps(method)
         def noted(me: Any, index: Any, *rest: Any) -> Any:
             if me is not self.dataset:
                 return method(me, index, *rest)
             note = row[1 + 2 * (threading.get_native_id() % _THREADS) :][:2]
-            before, note[:] = note.tolist(), (_read_index(index), monotonic_ns())
+            began_ns, began_cpu_ns, queued_ns = monotonic_ns(), thread_time_ns(), queue.read()
+            before, note[:] = note.tolist(), (_read_index(index), began_ns)
             try:
                 return method(me, index, *rest)
             finally:
-                note[:] = before
+                wall_ns, sample, note[:] = monotonic_ns() - began_ns, note[0], before
+                if before[0] < 0:  # one method may call another
+                    times[:4] += 1, wall_ns, thread_time_ns() - began_cpu_ns, queue.read() - queued_ns
+                    fastest = 4 + 2 * int(times[5::2].argmin())
+                    if wall_ns > times[fastest + 1]:
+                        times[fastest : fastest + 2] = sample, wall_ns
 
         return noted
 
@@ -114,15 +152,20 @@ class WorkerMonitor:
         """By the pid of each worker: since when (ns) it is at which samples, the first begun in front."""
         return {
             pid: sorted((since, sample) for sample, since in zip(notes[::2], notes[1::2], strict=True) if sample >= 0)
-            for pid, *notes in sorted(self._notes.tolist())
+            for pid, *notes in sorted(self._notes[:, : 1 + 2 * _THREADS].tolist())
             if pid > 0
         }
 
+    def read_times(self) -> SampleTimes:
+        """How long samples took so far."""
+        return _sum_times(self._ended, [row for row in self._notes if row[0] > 0])
+
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""
-        for row in self._notes:
-            if row[0] > 0 and read_ending(int(row[0])):
-                row[0] = 0
+        ended = [row for row in self._notes if row[0] > 0 and read_ending(int(row[0]))]
+        self._ended = _sum_times(self._ended, ended)
+        for row in ended:
+            row[0] = 0
 
     def find_sample(self, pid: int) -> int | None:
         """The sample that a worker is at; where its threads are at several, the one begun first."""
@@ -175,6 +218,16 @@ class WorkerMonitor:
         threads = re.split(r"^(?:Current thread|Thread) ", text.decode(errors="replace"), flags=re.M)[1:]
         lines = (re.findall(r'File "(.*)", line (\d+) in (.*)', thread) for thread in threads)
         return [[f"{file}:{line} {name}" for file, line, name in found] for found in lines]
+
+
+def _sum_times(before: SampleTimes, rows: Sequence[Any]) -> SampleTimes:
+    times = [row[1 + 2 * _THREADS :].tolist() for row in rows]
+    count, wall, cpu, queued = (sum(column) for column in list(zip(*times, strict=True))[:4]) if times else (0, 0, 0, 0)
+    slowest = [(ns / 1e9, sample) for row in times for sample, ns in zip(row[4::2], row[5::2], strict=True) if ns]
+    return SampleTimes(
+        before.samples + count, before.wall_s + wall / 1e9, before.cpu_s + cpu / 1e9, before.queued_s + queued / 1e9,
+        tuple(sorted([*before.slowest, *slowest], reverse=True)[:_SLOWEST]),
+    )  # fmt: skip
 
 
 def _read_progress(base: str) -> tuple[int, int]:

@@ -23,6 +23,7 @@ __all__ = [
     "BatchTimes",
     "EmulatedStep",
     "Stage",
+    "count_images",
     "count_workers",
     "measure_tree_cpu",
     "put_back",
@@ -79,6 +80,11 @@ class BatchTimes:
     def cpu_ms_per_image(self) -> float:
         """CPU milliseconds that loading an image took, over all processes, without the step's own thread."""
         return max(0.0, self.cpu_s - self.step_cpu_s) / self.images * 1000
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean of wait + step, as a share of it."""
+        return float(self.batch_s.std() / np.sqrt(len(self.batch_s)) / self.batch_s.mean())
 
     def find_load_ms(self, workers: int) -> float:
         """Milliseconds that a worker takes for an image where it is waited for; without workers it rests in a step."""
@@ -137,7 +143,7 @@ def time_batches(
                 waits.append(got_s - asked_s)
                 steps.append(ended_s - got_s)
                 step_cpu_s += ended_cpu_s - got_cpu_s
-                images += _count_images(batch)
+                images += count_images(batch)
                 if on_batch is not None:
                     on_batch(len(waits) - 1, batch)
                 rounds, rest = divmod(len(waits), lanes)
@@ -242,7 +248,7 @@ def _is_pair(batch: Any) -> bool:
     return type(batch) in (tuple, list) and len(batch) == 2 and not isinstance(batch[0], Mapping)
 
 
-def _count_images(batch: Any) -> int:
+def count_images(batch: Any) -> int:
     """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of samples, of a tensor."""
     first = batch[0] if isinstance(batch, list) and batch and not _is_pair(batch) else None
     if isinstance(first, Mapping | tuple | str) or getattr(first, "ndim", 0) == 3:

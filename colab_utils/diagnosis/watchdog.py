@@ -14,6 +14,8 @@ from time import monotonic, sleep
 from typing import Any, Literal, get_args
 
 from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, read_ending
+from colab_utils.diagnosis.summary import LoopRecord, Summary
+from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
@@ -118,7 +120,7 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
             f"expected worker processes of make_loader for on_stall={on_stall!r}, found {type(loader).__name__} "
             "without. Use on_stall='report' or 'raise'."
         )
-    return WatchedLoader(loader, timeout_s, on_stall)
+    return WatchedLoader(loader, timeout_s, on_stall, prints=True)
 
 
 class WatchedLoader:
@@ -129,11 +131,23 @@ class WatchedLoader:
         skipped: the indices of every batch that was left out.
     """
 
-    def __init__(self, loader: Any, timeout_s: float, on_stall: OnStall) -> None:
-        self._loader, self.timeout_s, self.on_stall = loader, timeout_s, on_stall
+    def __init__(self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False) -> None:
+        self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
         self.stalls: list[Stall] = []
         self.skipped: list[tuple[Any, ...]] = []
         self._monitor = WorkerMonitor(getattr(loader, "dataset", None))
+        self._record = LoopRecord(loader)
+
+    def summary(self) -> Summary:
+        """Where the time of all passes so far went, and why.
+
+        Raises:
+            ColabUtilsError: no batch has come yet.
+        """
+        found = self._record.summarise(self._monitor.read_times(), self.stalls)
+        if found is None:
+            raise ColabUtilsError("expected a batch to look at, found none: loop over the watched loader first")
+        return found
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -144,14 +158,19 @@ class WatchedLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self, self._loader, self._monitor).run()
+        watches = _Pass(self, self._loader, self._monitor, self._record)
+        try:
+            yield from watches.run()
+        finally:
+            if self._prints:
+                self._record.print_once(self._record.summarise(self._monitor.read_times(), self.stalls))
 
 
 class _Pass:
     """One pass over a loader: the caller waits for the batches, a thread watches it waiting."""
 
-    def __init__(self, watched: WatchedLoader, loader: Any, monitor: WorkerMonitor) -> None:
-        self._watched, self._loader, self._monitor = watched, loader, monitor
+    def __init__(self, watched: WatchedLoader, loader: Any, monitor: WorkerMonitor, record: LoopRecord) -> None:
+        self._watched, self._loader, self._monitor, self._record = watched, loader, monitor, record
         self._ours = isinstance(loader, Loader)
         self._batches: Any = None
         self._over, self._lock = threading.Event(), threading.Lock()
@@ -169,13 +188,19 @@ class _Pass:
         self._can_interrupt = main and self._watched.on_stall == "raise"
         before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
         try:
-            while (batch := self._fetch()) is not _END:
-                yield batch
+            with self._record.measure_pass():
+                while (batch := self._fetch_timed()) is not _END:
+                    self._record.clock.receive(count_images(batch))
+                    yield batch
         finally:
             self._over.set()
             thread.join()
             if before is not None:
                 signal.signal(_INTERRUPT, before)
+
+    def _fetch_timed(self) -> Any:
+        with self._record.measure_wait():
+            return self._fetch()
 
     def _fetch(self) -> Any:
         """The next batch; after a worker ended, start again if that is asked for."""
@@ -226,13 +251,17 @@ class _Pass:
         self._loader.restart(skip=blamed.number if skips else None)
 
     def _watch(self) -> None:
-        last, due_s = None, 0.0
+        last, seen_s, due_s = None, None, 0.0
         told = set[str]()
         while not self._over.wait(_TICK_S):
             asked_s = self._asked_s
             if asked_s != last:
                 last, due_s = asked_s, self._watched.timeout_s
                 told.clear()
+            if asked_s is not None and asked_s == seen_s:  # it is waited for since the last look
+                with suppress(Exception):
+                    self._record.note_samples(self._list_samples())
+            seen_s = asked_s
             if asked_s is None or monotonic() - asked_s < due_s - min(_LOOK_S, due_s / 2):
                 continue
             try:
@@ -274,6 +303,15 @@ class _Pass:
         else:
             verdict = "read" if seen.path.startswith("/") else "waiting"
         return blamed, self._make_stall(verdict, asked_s, blamed, seen)
+
+    def _list_samples(self) -> list[int]:
+        """What is being loaded: by our loader's workers, by others, or by this process."""
+        if self._ours and (jobs := self._loader.list_jobs()):
+            return [*jobs[0].indices]
+        if samples := self._monitor.list_samples():
+            return [sample for _, sample in sorted(at for of_worker in samples.values() for at in of_worker)]
+        sample = self._monitor.inspect_thread(self._thread).sample
+        return [] if sample is None else [sample]
 
     def _find_blamed(self) -> WorkerJob:
         """Who has had the oldest batch; else who has been longest at a sample, else who is not idle, of the workers."""

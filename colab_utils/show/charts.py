@@ -20,7 +20,7 @@ _BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#B8B8B8
 
 def plot_first_seconds(
     rows: Mapping[str, Sequence[tuple[float, float]]], *, seconds: float | None = None, title: str = "",
-    blue: Collection[str] = ("copy",),
+    blue: Collection[str] = ("copy",), white: str = "waits",
 ) -> Figure:  # fmt: skip
     """When the step ran since its first batch was asked for: orange steps, and the white gaps in which it waited.
 
@@ -30,6 +30,7 @@ def plot_first_seconds(
         seconds: how much of it to draw; ``None`` draws as long as the shortest row of steps.
         title: the finding; by default how long the step waits, in the first row and in the last.
         blue: names of rows that are no steps, but copies or workers.
+        white: what the gaps are.
 
     Raises:
         ColabUtilsError: there is no step to draw.
@@ -55,7 +56,7 @@ def plot_first_seconds(
         if name in steps:  # white in this frame is waiting
             axis.barh(row, ends_s[name], height=0.7, color="white", edgecolor=_GREY)
             done = sum(1 for _, end_s in spans if end_s <= shown_s)
-            _write(axis, f"waits {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
+            _write(axis, f"{white} {waits[name]}, {done:,} batch{'es' * (done != 1)}", shown_s, row)
         lengths = [(begin_s, end_s - begin_s) for begin_s, end_s in spans]
         bars = axis.broken_barh(lengths, (row - 0.35, 0.7), facecolors=_ORANGE if name in steps else _BLUE)
         bars.set(edgecolor="white", linewidth=min(0.5, 25 / max(1, len(spans))))

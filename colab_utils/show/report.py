@@ -1,4 +1,4 @@
-"""The receipt of a comparison: one page that needs no network, and its numbers as JSON beside it."""
+"""Pages that need no network: the receipt of a comparison with its numbers as JSON beside it, the summary of a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import Machine, format_bytes, write_file
 from colab_utils.show import comparison_charts
+from colab_utils.show.charts import plot_first_seconds
 from colab_utils.show.html import WIDE, build_page, embed_figure
 from colab_utils.show.table import Table, make_table
 
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from colab_utils.comparison.compare import Comparison
+    from colab_utils.diagnosis.summary import Summary
 
 __all__ = [
-    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_receipt",
+    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_receipt", "write_summary",
 ]  # fmt: skip
 
-_TITLE = "Receipt: ways of loading, side by side"
+_TITLE, _SUMMARY = "Receipt: ways of loading, side by side", "Summary: where the time of a loop went"
 _COCO_IMAGES = 118_287
 
 
@@ -61,6 +63,43 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
         write_file(folder / "comparison.json", (json.dumps(content, indent=1) + "\n").encode())
         write_file(folder / "index.html", build_page(_TITLE, "\n".join(parts), style=WIDE).encode())
     return folder / "index.html"
+
+
+def write_summary(summary: Summary, path: str | Path) -> Path:
+    """Write the summary of a watched loop as one HTML page: steps and white gaps, causes, the slowest batches.
+
+    Args:
+        summary: from ``watch(loader).summary()``.
+        path: of the page; an earlier summary there is replaced.
+
+    Raises:
+        ColabUtilsError: the page cannot be written, or another file is there.
+    """
+    path = Path(path)
+    if path.exists() and f"<title>{_SUMMARY}</title>" not in path.read_text(errors="replace"):
+        raise ColabUtilsError(
+            f"expected a new file or an earlier summary, found something else at {path}. Name another."
+        )
+    causes = [(f"{cause.share:.0%} {cause.id}", cause.why, f"Next: {cause.next}") for cause in summary.causes]
+    worst = [
+        {
+            "batch": f"{batch.number:,}", "wait s": round(batch.wait_s, 3), "step s": round(batch.step_s, 3),
+            "after it s": round(batch.between_s, 3), "samples seen": ", ".join(map(str, batch.samples)) or None,
+        }
+        for batch in summary.worst
+    ]  # fmt: skip
+    parts = [
+        _to_html("h1", summary.verdict),
+        show_chart(plot_first_seconds({"steps": summary.spans_s}, title=" ", white="no step for"), heading=""),
+        *(_to_html(tag, text) for lines in causes for tag, text in zip(("h2", "p", "p"), lines, strict=True)),
+        "<h2>Where the time went</h2>", _to_html("pre", "\n".join(str(summary).splitlines()[1:6])),
+        "<h2>The slowest batches</h2>", make_table(worst).to_html(),
+        *(_to_html("p", text, "note") for text in (*summary.stalls, *summary.unseen)),
+        *(_to_html("p", text, "quiet") for text in str(summary.resources or "").splitlines()),
+    ]  # fmt: skip
+    with explain_write(path.parent):
+        write_file(path, build_page(_SUMMARY, "\n".join(parts), style=WIDE).encode())
+    return path
 
 
 def check_receipt_folder(folder: str | Path) -> None:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, repeat
 from statistics import fmean
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import format_bytes, show_progress
@@ -30,7 +30,7 @@ from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessErr
 from colab_utils.training.memory import MemoryPlan
 from colab_utils.training.step import TrainingStep, compute_rate
 
-__all__ = ["EMA", "LogLine", "StepTimer", "TrainReport", "Trainer", "TrainingPlan"]
+__all__ = ["EMA", "LogLine", "TrainReport", "Trainer", "TrainingPlan"]
 
 _AGREE_STEPS = 10  # after which several processes ask each other whether to stop
 
@@ -46,7 +46,7 @@ class Trainer:
         self.dataset, self.validation = dataset, validation
         self.ranks, self.writer = step.ranks, CheckpointWriter(folder, checkpoint_steps)
         self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
-        self.timer, self._logged = StepTimer(step.device), (0, 0.0, 0.0)
+        self.clock, self._logged = LoopClock(), (0, 0.0, 0.0)
         self.done = self._saved_step = self._logged_step = self._ap_step = 0
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
@@ -67,7 +67,7 @@ class Trainer:
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
         with closing(self.writer), self._defer_interrupt() as interrupts, self._save_on_error(), steps as bar:
-            self.timer = StepTimer(self.step.device)
+            self.clock = LoopClock()
             for batch in self._load_batches():
                 self._train(batch)
                 bar.update()
@@ -78,11 +78,12 @@ class Trainer:
                     self.save()
                 self._stop_if_asked(interrupts)
                 if epoch_ended and self.done < self.plan.steps:
+                    self.clock.stop()
                     self._evaluate()
             self.save(wait=True, patiently=True)
             self._stop_if_asked(interrupts)
             self._evaluate()
-        images, wait_s, wall_s = self.timer.read()
+        images, wait_s, wall_s = self._read_clock()
         losses = tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1))
         return TrainReport(
             self.done, losses, images / wall_s, wait_s / wall_s, str(self.folder.newest), self.ap, self.plan, self.best
@@ -93,8 +94,9 @@ class Trainer:
         batches = chain.from_iterable(repeat(self.loader))
         while self.done < self.plan.steps:
             self._seed(1)  # for transforms that run on the device
-            with self.timer.wait():
-                batch = next(batches)
+            self.clock.ask()
+            batch = next(batches)
+            self.clock.receive(self.loader.total)
             yield batch
 
     def _train(self, batch: Any) -> None:
@@ -119,21 +121,25 @@ class Trainer:
                 f"expected images and boxes that torchvision trains on from your transforms, found: {error} "
                 "End them with v2.SanitizeBoundingBoxes()."
             ) from error
+        self.clock.end_step()
         self._pending.append((loss, ids))
         if self.ema:
             self.ema.update(self.step.model, steps=self.done)
         self.done += 1
         self._position = self.loader.state_dict()
-        self.timer.images += total
 
     def _seed(self, use: int) -> None:
         """All random numbers come from (seed, step, process), so that no random state has to be saved."""
         entropy = [self.plan.seed, self.done, self.ranks.rank, use]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
+    def _read_clock(self) -> tuple[int, float, float]:
+        """Images so far, seconds of waits, and seconds of the wall clock, everything between the steps included."""
+        return self.clock.images, self.clock.read(), self.clock.seconds
+
     def _log(self, log: Callable[[LogLine], object] | None) -> None:
         self._fetch_losses()
-        now = self.timer.read()
+        now = self._read_clock()
         images, wait_s, wall_s = (a - b for a, b in zip(now, self._logged, strict=True))
         on_gpu, is_new = self.step.device.type == "cuda", self._ap_step >= self._logged_step
         line = LogLine(
@@ -294,48 +300,6 @@ def _list_statistics(model: nn.Module) -> list[Tensor]:
     """What training changes beside the weights: the buffers of batch norms that are trained."""
     norms = (module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
     return [buffer for norm in norms for buffer in norm.buffers()]
-
-
-class StepTimer:
-    """Measures images and waits by the wall clock, which begins when it is made.
-
-    On a GPU the wait is taken between two CUDA events: the time in which the GPU had nothing to do. Nothing is
-    synchronised until ``read``.
-
-    Example:
-        >>> timer = StepTimer(torch.device("cpu"))
-        >>> with timer.wait():
-        ...     timer.images += 2
-        >>> timer.read()[0]
-        2
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.images, self._wait_s, self._began_s = 0, 0.0, perf_counter()
-        self._is_cuda, self._waits = device.type == "cuda", list[Any]()  # begin and end of each
-
-    @contextmanager
-    def wait(self) -> Iterator[None]:
-        """Around the wait for a batch."""
-        began = self._mark()
-        yield
-        self._waits.append((began, self._mark()))
-
-    def read(self) -> tuple[int, float, float]:
-        """Images so far, seconds of waits, and seconds of the wall clock, everything between the steps included."""
-        if self._is_cuda and self._waits:
-            self._waits[-1][1].synchronize()
-        for began, ended in self._waits:
-            self._wait_s += began.elapsed_time(ended) / 1000 if self._is_cuda else ended - began
-        self._waits.clear()
-        return self.images, self._wait_s, perf_counter() - self._began_s
-
-    def _mark(self) -> Any:
-        if not self._is_cuda:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 @dataclass(frozen=True)

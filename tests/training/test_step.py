@@ -19,7 +19,7 @@ from colab_utils.training.step import (
     compute_rate,
     make_optimizer,
 )
-from colab_utils.training.trainer import EMA, StepTimer
+from colab_utils.training.trainer import EMA
 from tests.tiny_model import TINY_MODEL
 
 
@@ -180,43 +180,6 @@ def test_optimiser_leaves_frozen_weights_alone(name: str):
     optimizer = make_optimizer(model, name=name, learning_rate=0.1)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     assert held == {id(parameter) for parameter in model[1].parameters()}
-
-
-def test_waits_are_told_from_the_wall_clock(monkeypatch):
-    """3 s and 0.5 s of waits; what lies between them counts, the steps and all else."""
-    clock = iter([10.0, 10.0, 13.0, 14.0, 14.5, 20.0, 25.0])  # start, two waits, two readings
-    monkeypatch.setattr("colab_utils.training.trainer.perf_counter", lambda: next(clock))
-    timer = StepTimer(torch.device("cpu"))
-    for _ in range(2):
-        with timer.wait():
-            timer.images += 3
-    assert timer.read() == (6, 3.5, 10.0)
-    assert timer.read() == (6, 3.5, 15.0)
-
-
-def test_waits_on_a_gpu_are_read_from_events_and_only_when_asked_for(monkeypatch):
-    class FakeEvent:
-        clock_ms, waited = iter([0.0, 3000.0, 4000.0, 4200.0]), 0
-
-        def __init__(self, *, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.at_ms = next(self.clock_ms)
-
-        def synchronize(self):
-            FakeEvent.waited += 1
-
-        def elapsed_time(self, end):
-            return end.at_ms - self.at_ms
-
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    timer = StepTimer(torch.device("cuda"))
-    for _ in range(2):
-        with timer.wait():
-            pass
-    assert FakeEvent.waited == 0
-    assert timer.read()[1] == pytest.approx(3.2)
 
 
 def test_averaged_weights_follow_and_lag():

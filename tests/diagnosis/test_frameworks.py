@@ -1,0 +1,389 @@
+"""Frameworks and loaders of others under watch: their batches stay the same, and every step is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import count, islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from colab_utils.diagnosis.watchdog import watch
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "same_environment"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through Linux's /proc"),
+]
+ROOT = Path(__file__).parents[2]
+ITEMS, MOST = 12, 9  # samples of a dataset; batches that a loop takes of a loader
+
+
+@pytest.fixture
+def same_environment():
+    """A framework may set variables of the environment. This test puts them back."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class _Numbers(Dataset):
+    """Each sample is its own number, twice."""
+
+    def __len__(self):
+        return ITEMS
+
+    def __getitem__(self, index):
+        return {"x": torch.full((2,), float(index))}
+
+
+class _Stream(IterableDataset):
+    """A stream of numbers that may be endless. It has no length."""
+
+    def __init__(self, length=None):
+        self.length = length
+
+    def __iter__(self):
+        return islice((torch.full((2,), float(number)) for number in count()), self.length)
+
+
+class _WithoutLength:
+    """A loader that can only be iterated over."""
+
+    def __iter__(self):
+        return (torch.full((2, 2), float(number)) for number in range(4))
+
+
+class _Model(nn.Module):
+    """One layer that keeps the numbers that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(2, 1), []
+
+    def forward(self, x):
+        self.seen.append(x.tolist())
+        return {"loss": self.layer(x).sum()}
+
+
+def make_training():
+    """The same model, optimizer and shuffled loader at every call."""
+    torch.manual_seed(3)
+    model = _Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer, DataLoader(_Numbers(), batch_size=2, shuffle=True)
+
+
+def read_weights(model):
+    return [values.tolist() for values in model.parameters()]
+
+
+def assert_saw(watched, batches, passes=1):
+    """The watch saw each batch, and an optimizer that stepped."""
+    summary = watched.summary()
+    assert (summary.batches, summary.passes) == (batches, passes)
+    assert not any("No optimizer" in text for text in summary.unseen)
+    assert sum(part.share for part in summary.parts) <= 1.001
+
+
+# --- frameworks
+
+
+def make_lightning(epochs=2, **settings):
+    """A Lightning module and a trainer that write nothing."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = _Model()
+
+        def training_step(self, batch, _):
+            return self.model(batch["x"] if isinstance(batch, dict) else batch)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=epochs, enable_model_summary=False, **silent, **settings
+    )
+    return Module(), trainer
+
+
+ignore_lightning = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:lightning", "ignore::FutureWarning:lightning", "ignore:.*does not have many workers",
+    "ignore:.*isinstance.treespec, LeafSpec:FutureWarning",
+)  # fmt: skip
+
+
+@ignore_lightning
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_lightning_fits_a_watched_loader(accumulated, capsys):
+    def fit(around):
+        loader = around(make_training()[2])
+        module, trainer = make_lightning(accumulate_grad_batches=accumulated)
+        trainer.fit(module, loader)
+        return loader, module.model
+
+    (_, plain), (watched, model) = fit(lambda loader: loader), fit(watch)
+    assert len(model.seen) == ITEMS
+    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
+    assert_saw(watched, ITEMS, passes=2)
+    assert capsys.readouterr().err.count("images/s") == 2
+
+
+@ignore_lightning
+def test_lightning_gives_its_own_loader_to_watch(capsys):
+    module, trainer = make_lightning()
+    trainer.strategy.process_dataloader = watch  # after Lightning put a sampler for each process into the loader
+    trainer.fit(module, make_training()[2])
+    assert len(module.model.seen) == ITEMS
+    assert_saw(trainer.train_dataloader, ITEMS, passes=2)
+
+
+@ignore_lightning
+def test_lightning_ends_an_endless_stream(capsys):
+    module, trainer = make_lightning(epochs=-1, max_steps=MOST)
+    trainer.fit(module, watched := watch(DataLoader(_Stream(), batch_size=2)))
+    assert [batch[0][0] for batch in module.model.seen] == list(range(0, 2 * MOST, 2))
+    assert_saw(watched, MOST + 1)  # of a stream without a length, Lightning takes one batch ahead
+
+
+@ignore_lightning
+def test_fabric_sets_up_a_loader_before_it_is_watched(capsys):
+    lightning = pytest.importorskip("lightning")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    model, optimizer, loader = make_training()
+    model, optimizer = fabric.setup(model, optimizer)
+    watched = watch(fabric.setup_dataloaders(loader))
+    for batch in watched:
+        fabric.backward(model(batch["x"])["loss"])
+        optimizer.step()
+    assert_saw(watched, ITEMS // 2)
+    with pytest.raises(TypeError, match="Only PyTorch DataLoader"):
+        fabric.setup_dataloaders(watched)
+
+
+@pytest.fixture
+def accelerators():
+    """Accelerate keeps one state for a process. The next test starts without it."""
+    state = pytest.importorskip("accelerate.state")
+    yield
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_accelerate_prepares_a_loader_before_it_is_watched(accumulated, accelerators, capsys):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+
+    def train(around):
+        model, optimizer, loader = accelerator.prepare(*make_training())
+        loader = around(loader)
+        for _ in range(2):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch["x"])["loss"])
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return loader, model
+
+    (_, plain), (watched, model) = train(lambda loader: loader), train(watch)
+    assert len(model.seen) == ITEMS
+    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
+    assert_saw(watched, ITEMS, passes=2)
+    assert len(watched) == ITEMS // 2
+    rest = watch(accelerator.skip_first_batches(watched, 4))
+    assert len([*rest]) == rest.summary().batches == 2
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_the_hugging_face_trainer_trains_with_a_watched_loader(accumulated, accelerators, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+
+    def train(watches):
+        model = make_training()[0]
+        settings = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=accumulated, num_train_epochs=2,
+            use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, settings, train_dataset=_Numbers())
+        if watches:
+            make_loader = trainer.get_train_dataloader
+            trainer.get_train_dataloader = lambda: watch(make_loader())
+        trainer.train()
+        return trainer.callback_handler.train_dataloader, model
+
+    (_, plain), (watched, model) = train(False), train(True)
+    assert len(model.seen) == ITEMS
+    assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
+    assert_saw(watched, ITEMS, passes=2)
+    assert capsys.readouterr().err.count("images/s") == 2
+
+
+RANK = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from colab_utils.diagnosis.watchdog import watch
+
+def train(around):
+    loader = around(DataLoader(range(16), batch_size=2, sampler=DistributedSampler(range(16))))
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        seen.append([])
+        for batch in loader:
+            seen[-1] += batch.tolist()
+            model(batch[:, None].float()).sum().backward()
+            optimizer.step()
+    return loader, seen
+
+dist.init_process_group("gloo")
+_, plain = train(lambda loader: loader)
+watched, seen = train(watch)
+summary = watched.summary()
+with open(f"{sys.argv[1]}/{dist.get_rank()}.json", "w") as file:
+    json.dump([plain, seen, summary.batches, summary.passes, summary.unseen], file)
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_has_a_summary_for_each_rank(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "rank.py", tmp_path],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    for plain, seen, *facts in (first, second):
+        assert seen == plain
+        assert seen[0] != seen[1]  # set_epoch() reached the sampler
+        assert facts == [8, 2, []]
+    for epoch in range(2):
+        assert sorted(first[1][epoch] + second[1][epoch]) == list(range(16))
+    assert ended.stderr.count("images/s") == 4  # two ranks, two epochs
+
+
+# --- loaders
+
+
+def train(loader, pick):
+    """Train on a few batches of a loader; returns what they hold."""
+    layer, seen = nn.Linear(1, 1), []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for batch in islice(loader, MOST):
+        values = pick(batch)
+        seen.append(values.tolist())
+        layer(values.reshape(-1, 1).float()).sum().backward()
+        optimizer.step()
+    return seen
+
+
+def check(make, batches, pick=lambda batch: batch):
+    """A loader gives the same batches with and without watch."""
+    plain = train(make(), pick)
+    watched = watch(make())
+    assert train(watched, pick) == plain
+    assert len(plain) == batches
+    assert_saw(watched, batches)
+    return watched
+
+
+def test_a_plain_list(capsys):
+    assert len(check(lambda: [torch.full((2,), float(number)) for number in range(4)], 4)) == 4
+
+
+def test_a_loader_without_a_length(capsys):
+    watched = check(_WithoutLength, 4)
+    assert len([*watched]) == 4
+    with pytest.raises(TypeError, match="len"):
+        len(watched)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("length", "size", "batches"), [(6, None, 6), (6, 2, 3), (None, 2, MOST)])
+def test_a_stream_with_and_without_an_end(length, size, batches, workers, capsys):
+    check(lambda: DataLoader(_Stream(length), batch_size=size, num_workers=workers), batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_the_dataset_makes(workers, capsys):
+    samples = [{"x": torch.full((3, 2), float(number))} for number in range(4)]
+    loader = DataLoader(samples, batch_size=None, num_workers=workers)
+    assert check(lambda: loader, 4, pick=lambda batch: batch["x"]).summary().images == 12
+
+
+@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_webdataset(endless, workers, tmp_path, capsys):
+    webdataset = pytest.importorskip("webdataset")
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as shard:
+        for number in range(ITEMS):
+            shard.write({"__key__": str(number), "x.pyd": float(number)})
+
+    def make():
+        data = webdataset.WebDataset(str(tmp_path / "a.tar"), shardshuffle=False).decode().to_tuple("x.pyd")
+        data = data.map_tuple(torch.tensor).batched(2)
+        return webdataset.WebLoader(data.repeat() if endless else data, batch_size=None, num_workers=workers)
+
+    check(make, MOST if endless else ITEMS // 2, pick=lambda batch: batch[0])
+    check(lambda: make().with_epoch(4).with_length(4), 4, pick=lambda batch: batch[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_hugging_face_datasets(workers, capsys):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": [float(number) for number in range(ITEMS)]})
+
+    def make():
+        stream = table.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=4).with_format("torch")
+        return DataLoader(stream, batch_size=2, num_workers=workers)
+
+    watched = check(make, ITEMS // 2, pick=lambda batch: batch["x"])
+    watched.dataset.set_epoch(2)
+    assert watched.dataset.epoch == 2
+    whole = DataLoader(table.with_format("torch"), batch_size=2, num_workers=workers)
+    check(lambda: whole, ITEMS // 2, pick=lambda batch: batch["x"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:google", "ignore::FutureWarning:google")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_mosaic_streaming(workers, tmp_path, capsys):
+    streaming = pytest.importorskip("streaming")
+    with streaming.MDSWriter(out=str(tmp_path / "data"), columns={"x": "float64"}) as writer:
+        for number in range(ITEMS):
+            writer.write({"x": float(number)})
+    data = streaming.StreamingDataset(local=str(tmp_path / "data"), batch_size=2, shuffle=False)
+    loader = streaming.StreamingDataLoader(data, batch_size=2, num_workers=workers)
+    watched = check(lambda: loader, ITEMS // 2, pick=lambda batch: batch["x"])
+    assert watched.state_dict() == loader.state_dict()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_goes_on_where_it_stood(workers, capsys):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def make():
+        return watch(stateful.StatefulDataLoader(list(range(ITEMS)), batch_size=2, num_workers=workers))
+
+    watched, after = check(make, ITEMS // 2), make()
+    batches = iter(watched)
+    before = [next(batches).tolist() for _ in range(4)]
+    after.load_state_dict(watched.state_dict())
+    assert before + [batch.tolist() for batch in after] == [[number, number + 1] for number in range(0, ITEMS, 2)]

@@ -1,0 +1,93 @@
+"""The clock of a loop: waits, steps and what lies between them, by the wall clock and by a GPU's events."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from colab_utils.loading.clock import LoopClock
+
+
+@pytest.fixture
+def time_goes(monkeypatch):
+    """The moments that the clock is given, one after the other."""
+
+    def go(*moments):
+        left = iter(moments)
+        monkeypatch.setattr("colab_utils.loading.clock.perf_counter", lambda: next(left))
+
+    return go
+
+
+def test_waits_steps_and_what_lies_between_add_up_to_the_loop(time_goes):
+    # made; asked, came, step ended; asked, came, step ended; asked and there was none, stopped
+    time_goes(10.0, 10.0, 13.0, 14.0, 14.5, 15.0, 17.0, 17.25, 17.5)
+    clock = LoopClock()
+    for _ in range(2):
+        clock.ask()
+        clock.receive(images=3)
+        clock.end_step()
+    clock.ask()
+    clock.stop()
+    assert (list(clock.waits_s), list(clock.steps_s), list(clock.between_s)) == ([3.0, 0.5], [1.0, 2.0], [0.5, 0.25])
+    assert (clock.images, list(clock.firsts), clock.ends_s) == (6, [0], 0.0)
+
+
+def test_a_pass_that_is_left_and_a_second_one(time_goes):
+    # made; asked, came, left; asked two seconds later, came
+    time_goes(0.0, 1.0, 2.0, 5.0, 7.0, 8.0, 9.0)
+    clock = LoopClock()
+    clock.ask()
+    clock.receive()
+    clock.stop()
+    clock.stop()  # nothing more is over
+    clock.ask()
+    clock.receive()
+    assert clock.read() == 2.0  # that of the batch at work, too
+    assert (list(clock.waits_s), list(clock.steps_s), list(clock.between_s)) == ([1.0], [3.0], [0.0])
+    assert (list(clock.firsts), clock.ends_s) == ([0, 1], 2.0)
+
+
+def test_the_last_of_several_steps_counts(time_goes):
+    time_goes(0.0, 0.0, 1.0, 2.0, 3.0, 5.0)
+    clock = LoopClock()
+    clock.end_step()  # of no batch
+    clock.ask()
+    clock.receive()
+    clock.end_step()
+    clock.end_step()
+    clock.stop()
+    assert (list(clock.steps_s), list(clock.between_s)) == ([2.0], [2.0])
+
+
+def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
+    class FakeEvent:
+        clock_ms, over, synchronized = iter([0.0, 3000.0, 3500.0, 4000.0, 4200.0]), False, 0
+
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = next(self.clock_ms)
+
+        def query(self):
+            return self.over
+
+        def synchronize(self):
+            FakeEvent.synchronized, FakeEvent.over = FakeEvent.synchronized + 1, True
+
+        def elapsed_time(self, end):
+            return end.at_ms - self.at_ms
+
+    for name, value in {"Event": FakeEvent, "is_available": lambda: True, "is_initialized": lambda: True}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    clock = LoopClock()
+    clock.ask()
+    clock.receive()
+    clock.end_step()
+    clock.ask()
+    clock.receive()
+    assert not len(clock.waits_s)
+    assert FakeEvent.synchronized == 0
+    assert clock.read() == pytest.approx(3.2)
+    assert list(clock.between_s) == [0.5]
