@@ -3,7 +3,7 @@
 Both train the same model from the same random weights on the built-in dataset, in the same order, for several seeds:
 once from dense targets, through ``model(images, targets)`` with torchvision's transform, and once from packed batches.
 With ``--norms``, frozen batch norms beside trained ones instead: the backbone is first trained on other images, and its
-weights are taken as published ones are.
+weights are taken as published ones are. With ``--small``, the tiny model on small pictures, which takes minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.data import make_judged_data
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
-from colab_utils.training.model import load_trained_model
+from colab_utils.training.model import TINY_MODEL, load_trained_model
 from colab_utils.training.train import train
 
 __all__ = ["main", "pretrain", "tabulate_runs", "train_once"]
@@ -34,6 +34,8 @@ __all__ = ["main", "pretrain", "tabulate_runs", "train_once"]
 WAYS = ("torchvision", "packed")
 NORMS = ("frozen norms", "trained norms")
 IMAGES, SEED = 400, 1000  # that the backbone is trained on first
+SMALL = {"model": TINY_MODEL, "batch_size": 4, "learning_rate": 0.002, "min_size": 120}
+PICTURES = {"width": 160, "height": 120, "objects": (1, 3), "categories": ("ball", "heart")}
 
 
 def pretrain(work: Path, steps: int) -> dict[str, Tensor]:
@@ -46,11 +48,19 @@ def pretrain(work: Path, steps: int) -> dict[str, Tensor]:
     return {f"features.{name}": value for name, value in body.state_dict().items()}
 
 
+def make_small_data(work: Path) -> None:
+    """Shards of small pictures: 400 in ``train``, and 100 others in ``val``."""
+    for part, count, seed in (("train", IMAGES, 100), ("val", IMAGES // 4, 101)):
+        made = make_dataset(work / f"{part}-images", n=count, seed=seed, **PICTURES)  # type: ignore[arg-type]
+        write_shards(made.images, made.annotations, shards=work / part)
+
+
 def train_once(
-    way: str, seed: int, work: Path, steps: int, backbone: dict[str, Tensor] | None = None
+    way: str, seed: int, work: Path, steps: int, backbone: dict[str, Tensor] | None = None, *, small: bool = False
 ) -> dict[str, float]:
     """AP of boxes and masks on images that were not trained on, and the mean loss of the last tenth of the steps."""
     settings: dict[str, Any] = {"augment": v2.RandomHorizontalFlip(0.5) if way == "torchvision" else "flip"}
+    settings |= SMALL if small else {}
     settings |= {"norms": way.partition(" ")[0]} if way in NORMS else {"weights": None}
     fetched = patch("colab_utils.training.model._fetch_pretrained", return_value=backbone)
     with TemporaryDirectory(dir=work) as run, fetched:
@@ -81,14 +91,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=400, help="of each run (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each path (%(default)s)")
     parser.add_argument("--norms", type=int, metavar="STEPS", help="frozen or trained norms, after so many steps")
+    parser.add_argument("--small", action="store_true", help="the tiny model on small pictures")
     options = parser.parse_args(arguments)
+    if options.small and options.norms:
+        parser.error("expected --norms or --small: the norms are those of the light model")
+    work = options.work / "small" if options.small else options.work
     rows: list[dict[str, Any]] = []
 
     def measure() -> None:
-        make_judged_data(options.work)
-        backbone = pretrain(options.work, options.norms) if options.norms else None
+        (make_small_data if options.small else make_judged_data)(work)
+        backbone = pretrain(work, options.norms) if options.norms else None
         runs: list[Run] = [
-            ({"way": way, "seed": str(seed)}, partial(train_once, way, seed, options.work, options.steps, backbone))
+            (
+                {"way": way, "seed": str(seed)},
+                partial(train_once, way, seed, work, options.steps, backbone, small=options.small),
+            )
             for seed, way in product(range(options.seeds), NORMS if backbone else WAYS)
         ]
         measure_in_turns(

@@ -16,7 +16,7 @@ from colab_utils.runtime import count_cores
 
 __all__ = ["Cause", "Facts", "find_causes", "refine_causes"]
 
-_LEAST_SHARE = 0.1  # of the loop: less is not worth a cure
+_LEAST_SHARE, _LEAST_S = 0.1, 0.5  # of the loop, and of all of it: less is not worth a cure
 _RARE = 0.25  # of the batches
 _HOLDS = 0.6  # of what a part of the loop takes, by rare batches
 _TIMES_SLOWER = 8  # than the mean of the others: a slow sample
@@ -102,7 +102,8 @@ def find_causes(
     if crowded is None:
         late = np.where(is_first, 0.0, waits)
         found += [_explain_starts(waits, is_first, loop_s, facts), _explain_waits(late, loop_s, facts)]
-    causes = sorted((cause for cause in found if cause and cause.share >= _LEAST_SHARE), key=lambda cause: -cause.share)
+    least = _LEAST_SHARE if loop_s >= _LEAST_S else 1.1
+    causes = sorted((cause for cause in found if cause and cause.share >= least), key=lambda cause: -cause.share)
     for stall in facts.stalls:
         causes.append(Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure))
     for danger in facts.resources.dangers if facts.resources else ():

@@ -126,6 +126,7 @@ class LoopRecord:
         self._seen: dict[int, tuple[int, ...]] = {}
         self._cpu_s = self._main_cpu_s = self._wait_cpu_s = self._passes_s = 0.0
         self._steps = self._printed = 0
+        self._told: list[str] | None = None
 
     @contextmanager
     def measure_pass(self) -> Iterator[None]:
@@ -184,11 +185,14 @@ class LoopRecord:
         )  # fmt: skip
         return summarise_loop(self.clock, facts)
 
-    def print_once(self, summary: Summary | None) -> None:
-        """Print a summary, if the loop has come further since the last one."""
-        if summary and summary.batches > self._printed:
-            self._printed = summary.batches
-            print(summary, file=sys.stdout if is_notebook() else sys.stderr)
+    def print_summary(self, summary: Summary | None, *, only_news: bool) -> None:
+        """Print a summary if the loop has come further since the last one; ``only_news`` if it has other causes."""
+        if summary is None or summary.batches == self._printed:
+            return
+        causes = [cause.id for cause in summary.causes]
+        if not only_news or causes != self._told:
+            self._printed, self._told = summary.batches, causes
+            (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")  # at once: other processes write, too
 
 
 def summarise_loop(clock: LoopClock, facts: Facts) -> Summary | None:
@@ -224,6 +228,8 @@ def summarise_loop(clock: LoopClock, facts: Facts) -> Summary | None:
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> str:
     shares = {part.name: part.share for part in parts}
     told = f"wait {shares['wait'] + start:.0%}, step {shares['step']:.0%}, between steps {shares['between steps']:.0%}"
+    if not causes and shares["step"] < max(start, shares["wait"], shares["between steps"]):
+        return f"Too few batches for a verdict: {told}."
     if not causes:
         return f"The step is the limit: {told}. Your loader is fine: a faster step is all that helps."
     return f"{causes[0].why} ({told})"

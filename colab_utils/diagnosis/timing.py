@@ -216,6 +216,9 @@ def count_workers(loader: Any) -> int:
         >>> count_workers([1, 2])
         0
     """
+    pipeline = getattr(loader, "pipeline", None)
+    if isinstance(pipeline, list) and pipeline:  # webdataset's WebLoader, around a DataLoader
+        return count_workers(pipeline[0])
     workers: int = getattr(loader, "workers", getattr(loader, "num_workers", 0))
     return workers
 

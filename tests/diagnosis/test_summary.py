@@ -143,6 +143,9 @@ def test_attributes_of_the_loader_are_reachable():
     watched = watch(loader)
     assert (len(watched), watched.batch_size, watched.dataset) == (2, 2, loader.dataset)
     assert watched.sampler is loader.sampler
+    watched.worker_init_fn = print  # as a framework sets it
+    assert loader.worker_init_fn is print
+    assert isinstance(watched, DataLoader)
     with pytest.raises(ColabUtilsError, match="expected a batch to look at, found none"):
         watched.summary()
 
@@ -217,3 +220,12 @@ def test_a_loop_with_workers_says_what_is_slow_in_it(capsys):
     assert summary.wait_share + sum(part.share for part in summary.parts[1:]) == pytest.approx(1)
     assert len(summary.worst) == 10
     assert summary.parts[2].median_ms == pytest.approx(20, rel=0.3)
+
+
+def test_a_few_quick_batches_are_no_verdict(capsys):
+    watched = watch([torch.zeros(2)])
+    for _ in watched:
+        time.sleep(0.001)
+    assert not watched.summary().causes
+    next(iter(slow := watch(DataLoader(_Items(4, wait_s=0.02), batch_size=4))))
+    assert slow.summary().verdict.startswith("Too few batches for a verdict: wait")
