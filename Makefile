@@ -32,8 +32,8 @@ workshop: setup
 
 # Two processes for all that does not look at clocks; the rest alone, one after the other
 test: lint fuse
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not clock and not browser"
-	$(RUN) -m pytest -m "clock and not browser"
+	$(RUN) -m pytest -n 2 --dist loadfile -m "not clock and not browser and not stress"
+	$(RUN) -m pytest -m "clock and not browser and not stress"
 
 # The notebooks in JupyterLab, in a browser: needs Chromium or Chrome; screenshots are left in runs/browser
 test-browser: setup
@@ -56,11 +56,12 @@ lint: setup
 	$(RUN) -m mypy
 
 # Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, with limits on time and memory, and 200
-# kills of preprocess
+# kills of preprocess; and whether each planted cause of a stall is really there
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
 	$(RUN) tests/stress/kill_preprocess.py
+	$(RUN) -m pytest -m stress tests/benchmarks/test_causes.py
 
 # An environment for each loader that `make benchmark` compares with; what cannot be installed is named
 peers: setup

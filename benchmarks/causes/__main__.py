@@ -1,0 +1,140 @@
+"""Plant each cause of a stall: `python -m benchmarks.causes --json FILE` says what `watch` and `diagnose` make of it.
+
+Each planted loop runs for some seconds under `watch`; then `diagnose` looks at the same loader and step. A cause counts
+as named where the first cause of either has its id, and the advice fits. Healthy loops must have no cause. With
+``--load 2``, two other processes keep two cores busy meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.causes import CAUSES, get_cause
+from benchmarks.causes.healthy import HEALTHY
+from benchmarks.causes.loop import burn, run_loop
+from benchmarks.command import make_parser, run_to_end
+from colab_utils.diagnosis.causes import Cause
+from colab_utils.diagnosis.diagnose import diagnose
+from colab_utils.diagnosis.watchdog import WatchedLoader
+from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import write_file
+from colab_utils.show.table import make_table
+
+__all__ = ["main", "try_cause", "try_healthy"]
+
+TIMEOUT_S = 3.0  # for a batch that hangs
+
+
+def watch_loop(make_loop: Callable[[Path], Any], folder: Path, seconds: float) -> tuple[list[Cause], str]:
+    """The causes that a summary of the running loop names, and the truth by the loop's own clocks."""
+    watched: list[WatchedLoader] = []
+
+    def around(loader: Any) -> WatchedLoader:
+        if not watched:
+            watched.append(WatchedLoader(loader, TIMEOUT_S, "raise"))
+        return watched[0]
+
+    truth = "the loop hung"
+    try:
+        truth = str(run_loop(make_loop, folder, seconds=seconds, around=around))
+    except ColabUtilsError as error:
+        print(error, file=sys.stderr)
+    summary = watched[0].summary()
+    return [*summary.causes] or [Cause("step", summary.parts[1].share, "", summary.verdict)], truth
+
+
+def try_cause(name: str, *, seconds: float) -> dict[str, Any]:
+    """Run a planted cause, and say whether it was named."""
+    planted = get_cause(name)
+    with TemporaryDirectory() as folder:
+        seen, truth = watch_loop(planted.make_loop, Path(folder), seconds)
+        if name != "hang":
+            loader, step, _ = planted.make_loop(Path(folder))
+            seen_there = [*diagnose(loader, step, seconds=seconds).causes]
+        else:
+            seen_there = []
+    first = [causes[0] for causes in (seen, seen_there) if causes]
+    right = [cause for cause in first if cause.id == planted.EXPECTED]
+    fits = any(re.search(planted.NEXT, cause.next) for cause in right)
+    return {
+        "planted": name, "truth": truth, "watch": describe_causes(seen), "diagnose": describe_causes(seen_there),
+        "named": bool(right), "advice fits": fits, "next": first[-1].next if first else "",
+    }  # fmt: skip
+
+
+def try_healthy(name: str, *, seconds: float) -> dict[str, Any]:
+    """Run a healthy loop: any cause is a false alarm."""
+    with TemporaryDirectory() as folder:
+        seen, truth = watch_loop(HEALTHY[name], Path(folder), seconds)
+    return {
+        "planted": f"healthy: {name}",
+        "truth": truth,
+        "watch": describe_causes(seen),
+        "named": seen[0].id == "step",
+    }
+
+
+def describe_causes(causes: Sequence[Cause]) -> str:
+    """Ids with their shares."""
+    return ", ".join(f"{cause.id} {cause.share:.0%}" for cause in causes) or "none"
+
+
+def _burn_for_ever() -> None:
+    torch.set_num_threads(1)
+    while True:
+        burn(1000)
+
+
+@contextmanager
+def load_cores(count: int) -> Iterator[None]:
+    """Other processes that keep so many cores busy."""
+    others = [multiprocessing.get_context("fork").Process(target=_burn_for_ever, daemon=True) for _ in range(count)]
+    for other in others:
+        other.start()
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+
+
+def tabulate(rows: Sequence[dict[str, Any]]) -> str:
+    """One row a loop."""
+    table = [{key: row.get(key) for key in ("planted", "watch", "diagnose", "named", "advice fits")} for row in rows]
+    return str(make_table(table)) if table else "nothing was tried"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = make_parser("causes", __doc__, builtin="causes")
+    parser.add_argument("--seconds", type=float, default=12, help="of each loop, and of each diagnosis (%(default)s)")
+    parser.add_argument("--names", nargs="+", help="only these (all of them)")
+    parser.add_argument("--load", type=int, default=0, help="other busy processes (%(default)s)")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+
+    def measure() -> None:
+        torch.set_num_threads(1)
+        with load_cores(options.load):
+            for name in options.names or [*CAUSES, *HEALTHY]:
+                row = (try_healthy if name in HEALTHY else try_cause)(name, seconds=options.seconds)
+                print(row, file=sys.stderr, flush=True)
+                rows.append(row)
+                content = {"seconds": options.seconds, "load": options.load, "rows": rows}
+                write_file(options.json, json.dumps(content, indent=1).encode())
+
+    return run_to_end(measure, lambda: tabulate(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Ten loops of different shapes that wait for nothing: a diagnosis must leave them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from benchmarks.causes.loop import Loop, Photos, Step, burn, make_plain_loader
+from colab_utils.diagnosis.timing import EmulatedStep
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.loader import make_loader
+from colab_utils.sample_data import make_dataset
+from colab_utils.shards.write import write_shards
+
+__all__ = ["HEALTHY"]
+
+STEP_MS = 50
+
+
+def make_in_memory(folder: Path) -> Loop:
+    """Tiny tensors in memory, no workers."""
+    return DataLoader(TensorDataset(torch.rand(2000, 3, 32, 32), torch.zeros(2000)), 4), Step(), None
+
+
+def make_one_worker(folder: Path) -> Loop:
+    """Files, one worker."""
+    return make_plain_loader(Photos(folder), workers=1), Step(STEP_MS), None
+
+
+def make_two_workers(folder: Path) -> Loop:
+    """Files, two workers."""
+    return make_plain_loader(Photos(folder)), Step(STEP_MS), None
+
+
+class NamedPhotos(Photos):
+    """Each sample is a dict."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return {"image": image, "label": label}
+
+
+def make_dict_batches(folder: Path) -> Loop:
+    """Batches are dicts."""
+    step = Step(STEP_MS)
+    return make_plain_loader(NamedPhotos(folder)), lambda batch: step(batch["image"]), None
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Whole batches, one after the other."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(500):
+            yield torch.rand(4, 3, 32, 32), torch.full((4,), number)
+
+
+def make_iterable(folder: Path) -> Loop:
+    """An iterable dataset gives whole batches, ``batch_size=None``."""
+    return DataLoader(Stream(), batch_size=None, num_workers=1), Step(STEP_MS), None
+
+
+def make_persistent(folder: Path) -> Loop:
+    """Short epochs, and workers that persist."""
+    return make_plain_loader(Photos(folder), batches=20, persistent_workers=True), Step(STEP_MS), None
+
+
+def make_packed(folder: Path) -> Loop:
+    """Shards, packed masks, and an emulated step."""
+    made = make_dataset(folder / "made", n=24, width=320, height=240, workers=1)
+    write_shards(made.images, made.annotations, shards=folder / "shards", workers=1)
+    loader = make_loader(ShardDataset(folder / "shards"), batch_size=4, workers=1, deliver="packed")
+    return loader, EmulatedStep(100), None
+
+
+def make_slow_first(folder: Path) -> Loop:
+    """The first batch takes a second longer, all others come in time."""
+    return make_plain_loader(Photos(folder), worker_init_fn=lambda worker: sleep(1)), Step(STEP_MS), None
+
+
+def make_light_log(folder: Path) -> Loop:
+    """One millisecond of logging after each step."""
+    return make_plain_loader(Photos(folder)), Step(STEP_MS), lambda number: burn(1)
+
+
+def make_variable_steps(folder: Path) -> Loop:
+    """Steps of 20 to 110 ms."""
+    step, lengths = Step(), cycle((20, 80, 40, 110, 60))
+
+    def train(images: Tensor, targets: Tensor) -> None:
+        step.step_ms = next(lengths)
+        step(images)
+
+    return make_plain_loader(Photos(folder)), train, None
+
+
+HEALTHY: dict[str, Callable[[Path], Loop]] = {
+    "in_memory": make_in_memory, "one_worker": make_one_worker, "two_workers": make_two_workers,
+    "dict_batches": make_dict_batches, "iterable": make_iterable, "persistent": make_persistent,
+    "packed": make_packed, "slow_first": make_slow_first, "light_log": make_light_log,
+    "variable_steps": make_variable_steps,
+}  # fmt: skip
+"""The loops by name."""

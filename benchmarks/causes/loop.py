@@ -1,0 +1,185 @@
+"""What the planted causes share: photos, a step that trains a tiny model, work for the CPU, and the user's loop."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep, thread_time
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+__all__ = ["Loop", "Photos", "Step", "Truth", "burn", "make_plain_loader", "read_slowly", "run_loop"]
+
+Loop = tuple[Iterable[Any], Callable[..., None], Callable[[int], None] | None]
+"""What the user iterates over, the step, and what the user's process does after each step, given its number."""
+
+_WORK = np.linspace(0, 1, 8192)  # some 50 microseconds of work that releases Python's lock
+_SIDE = 16  # pixels: what the tiny model sees of an image
+
+
+def burn(cpu_ms: float) -> None:
+    """Keep this thread busy with numpy for so many milliseconds of CPU time."""
+    until_s = thread_time() + cpu_ms / 1000
+    while thread_time() < until_s:
+        np.sin(_WORK)
+
+
+def read_slowly(path: Path, *, open_s: float = 0.0, bytes_per_s: float = inf) -> bytes:
+    """Read a file as a distant disk gives it: ``open_s`` until its first byte, ``bytes_per_s`` from there on."""
+    with open(path, "rb") as file:
+        sleep(open_s)
+        pieces = []
+        while piece := file.read(1 << 18):
+            sleep(len(piece) / bytes_per_s)
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+class Photos(Dataset[tuple[Tensor, int]]):
+    """Small JPEG files in ``folder``, made here: ``count`` of them, each with so many ``extra_bytes`` at its end.
+
+    ``read`` gives a file's bytes. ``transforms`` takes and returns ``(image, label)``, as in torchvision's datasets.
+    """
+
+    def __init__(
+        self, folder: Path, *, count: int = 50, extra_bytes: int = 0, read: Callable[[Path], bytes] = Path.read_bytes,
+        transforms: Callable[[Tensor, int], tuple[Tensor, int]] | None = None,
+    ) -> None:  # fmt: skip
+        self.paths = [folder / f"photo-{number}.jpg" for number in range(count)]
+        self.read, self.transforms = read, transforms
+        chance = np.random.default_rng(0)
+        for path in self.paths:
+            Image.fromarray(chance.integers(0, 256, (32, 32, 3), np.uint8)).save(path, "JPEG")
+            with path.open("ab") as file:
+                file.write(bytes(extra_bytes))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        pixels = np.array(Image.open(io.BytesIO(self.read(self.paths[index]))))
+        image, label = torch.from_numpy(pixels).permute(2, 0, 1) / 255, index % 10
+        return self.transforms(image, label) if self.transforms else (image, label)
+
+
+def make_plain_loader(
+    dataset: Dataset[Any], *, batches: int = 500, batch_size: int = 4, workers: int = 2, **options: Any
+) -> DataLoader[Any]:
+    """A plain ``DataLoader``. An epoch has so many ``batches``: all samples in a random order, again and again."""
+    chance = torch.Generator().manual_seed(0)
+    sampler = RandomSampler(dataset, num_samples=batches * batch_size, generator=chance)  # type: ignore[arg-type]
+    return DataLoader(dataset, batch_size, sampler=sampler, num_workers=workers, generator=chance, **options)
+
+
+class Step:
+    """Train a tiny model with SGD. A step repeats its passes for ``step_ms`` milliseconds of CPU time, and takes longer
+    where others take the core away; the optimizer steps once.
+    """
+
+    def __init__(self, step_ms: float = 20) -> None:
+        self.step_ms = step_ms
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model = nn.Sequential(nn.Flatten(), nn.Linear(3 * _SIDE**2, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def __call__(self, images: Any, targets: Any = None) -> None:
+        """Learn how bright the images are."""
+        until_s = thread_time() + self.step_ms / 1000
+        pixels = torch.stack([image[:, :_SIDE, :_SIDE] for image in images]).float()
+        brightness = pixels.mean((1, 2, 3))[:, None]
+        while True:
+            self.optimizer.zero_grad()
+            nn.functional.mse_loss(self.model(pixels), brightness).backward()
+            if thread_time() >= until_s:
+                break
+        self.optimizer.step()
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the loop's own clocks say. The shares leave out the wait for the very first batch."""
+
+    wall_s: float
+    """Of the whole run, workers' first start included."""
+    wait_s: tuple[float, ...]
+    """Seconds of waiting for each batch."""
+    step_s: tuple[float, ...]
+    """Seconds of its step."""
+    between_s: tuple[float, ...]
+    """Seconds of what followed the step."""
+    starts: tuple[int, ...]
+    """The number of each epoch's first batch, from 0."""
+
+    def _find_share(self, seconds: Iterable[float]) -> float:
+        return sum(seconds) / max(sum(self.wait_s[1:] + self.step_s + self.between_s), 1e-9)
+
+    @property
+    def wait_share(self) -> float:
+        """Of the time, 0 to 1: waiting for batches, which includes every later start of an epoch."""
+        return self._find_share(self.wait_s[1:])
+
+    @property
+    def start_share(self) -> float:
+        """Of the time, 0 to 1: waiting for the first batch of the second and later epochs."""
+        return self._find_share(self.wait_s[number] for number in self.starts[1:])
+
+    @property
+    def step_share(self) -> float:
+        """Of the time, 0 to 1: in steps."""
+        return self._find_share(self.step_s)
+
+    @property
+    def between_share(self) -> float:
+        """Of the time, 0 to 1: after steps."""
+        return self._find_share(self.between_s)
+
+    @property
+    def step_ms(self) -> float:
+        """Median of the steps, milliseconds."""
+        return 1000 * median(self.step_s)
+
+    def __str__(self) -> str:
+        shares = f"wait {self.wait_share:.0%} (starts {self.start_share:.0%}), step {self.step_share:.0%}"
+        count = f"{len(self.step_s)} batches, {len(self.starts)} epochs in {self.wall_s:.1f} s"
+        return f"{shares}, between {self.between_share:.0%}; a step takes {self.step_ms:.0f} ms; {count}"
+
+
+def run_loop(
+    make_loop: Callable[[Path], Loop], folder: Path, *, seconds: float,
+    around: Callable[[Any], Iterable[Any]] = lambda loader: loader,
+) -> Truth:  # fmt: skip
+    """Run the user's plain loop, epoch after epoch, for about so many ``seconds``, and read the clocks meanwhile.
+
+    ``around`` takes the loader in each epoch, and gives what is iterated over: a tool that looks on.
+    """
+    loader, step, after = make_loop(folder)
+    waits, steps, betweens, starts = list[float](), list[float](), list[float](), list[int]()
+    began_s = asked_s = perf_counter()
+    while True:
+        starts.append(len(steps))
+        for batch in around(loader):
+            got_s = perf_counter()
+            if type(batch) in (tuple, list) and len(batch) == 2 and not isinstance(batch[0], Mapping):
+                step(*batch)
+            else:
+                step(batch)
+            stepped_s = perf_counter()
+            if after is not None:
+                after(len(steps))
+            ended_s = perf_counter()
+            waits.append(got_s - asked_s)
+            steps.append(stepped_s - got_s)
+            betweens.append(ended_s - stepped_s)
+            if ended_s - began_s > seconds:
+                return Truth(ended_s - began_s, tuple(waits), tuple(steps), tuple(betweens), tuple(starts))
+            asked_s = ended_s
