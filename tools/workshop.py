@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import base64
+import io
 import json
+import lzma
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,17 +71,26 @@ def carry_wheel(source: str, wheel: Path) -> str:
     Raises:
         ColabUtilsError: the cell has no line ``SOURCE = ...``.
     """
-    text = base64.b64encode(wheel.read_bytes()).decode()
+    text = base64.b64encode(_squeeze(wheel)).decode()
     lines = "\n".join(text[at : at + 1000] for at in range(0, len(text), 1000))
     carried = (
-        f"import base64\nimport tempfile\n\nWHEEL = '''\n{lines}\n'''\n"
+        f"import base64\nimport lzma\nimport tempfile\n\nWHEEL = '''\n{lines}\n'''\n"
         f'SOURCE = str(Path(tempfile.mkdtemp(), "{wheel.name}"))\n'
-        "Path(SOURCE).write_bytes(base64.b64decode(WHEEL))"
+        "Path(SOURCE).write_bytes(lzma.decompress(base64.b64decode(WHEEL)))"
     )
     carrying, places = _SOURCE.subn(lambda _: carried, source)
     if places != 1:
         raise ColabUtilsError(f"expected one line SOURCE = ... in the setup cell, found {places}: run make setup-cells")
     return carrying
+
+
+def _squeeze(wheel: Path) -> bytes:
+    """The wheel with its files as they are, compressed as a whole: a quarter less than file by file."""
+    plain = io.BytesIO()
+    with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(plain, "w") as stored:
+        for info in packed.infolist():
+            stored.writestr(zipfile.ZipInfo(info.filename, info.date_time), packed.read(info))
+    return lzma.compress(plain.getvalue(), preset=9)
 
 
 def write_workshop(output: Path, *, root: Path = ROOT) -> list[Path]:
