@@ -43,7 +43,11 @@ def time_stages(
         stages = time_dataset_stages(dataset, indices, dense=not isinstance(loader, Loader), seconds=0.5 * seconds)
     elif getattr(loader, "batch_sampler", None) is not None and not isinstance(dataset, IterableDataset):
         with suppress(Exception):  # somebody's dataset may load in workers only
-            dataset = copy.copy(dataset)  # a file that it opens now is not open in the workers of the training
+            # a file that it opens now, or a thread that it starts, is not in the workers of the training
+            dataset = copy.copy(dataset)
+            for name in _TRANSFORMS:
+                if callable(transform := getattr(dataset, name, None)):
+                    setattr(dataset, name, copy.deepcopy(transform))
             stages = time_samples(dataset, indices, seconds=0.5 * seconds)
     if isinstance(loader, DataLoader) and stages:
         samples = [dataset[index] for index in indices[:images]]

@@ -143,3 +143,20 @@ def test_transfer_to_a_gpu():
     (transfer,) = time_batch_stages(loader, batch, [], images=1, seconds=2)
     assert transfer.name == "transfer"
     assert transfer.median_ms > 0.5  # 100 MB at no more than 200 GB/s
+
+
+class Pooled:
+    """A transform that starts threads when it is first called: they are not in a process that is forked later."""
+
+    threads = 0
+
+    def __call__(self, image, target):
+        self.threads += 1
+        return image, target
+
+
+def test_a_transform_is_not_called_where_later_workers_would_inherit_it():
+    dataset = Transformed(Pooled())
+    stages, _, _ = time_stages(DataLoader(dataset, batch_size=2), [torch.zeros(1)], images=2, seconds=0.2)
+    assert "transform" in stages
+    assert dataset.transforms.threads == 0
