@@ -25,23 +25,17 @@ _ALL_CORES = 0.85  # of the cores are busy
 _SLOWER = 1.3  # times, for a step beside a loader
 _STAGES = {  # what takes most, and what to do
     "read": ("read", "Store the data on the local disk, in few large files: preprocess, then copy."),
-    "sample": (
-        "work",
-        "Do what never changes once, offline: decode, resize, parse. Use more workers where cores are free.",
-    ),
+    "sample": ("work", "Do what never changes once, offline: decode, resize, parse. Use more workers where cores are "
+               "free."),
     "decode": ("decode", "Shrink images once, offline (preprocess), to the size that training needs."),
     "masks": ("masks", "Load shards with make_loader: masks stay packed until the device has them."),
-    "transform": (
-        "transform",
-        "Make transforms cheaper, or run them on the device; do what is not random once, offline.",
-    ),
+    "transform": ("transform", "Make transforms cheaper, or run them on the device; do what is not random once, "
+                  "offline."),
     "collate": ("collate", "Make collate_fn cheaper: stack tensors, and do all else in the dataset."),
-    "hand-off": (
-        "hand-off",
-        "Make batches smaller in bytes: uint8 images, packed masks; or make_loader's own buffers.",
-    ),
+    "hand-off": ("hand-off", "Make batches smaller in bytes: uint8 images, packed masks; or make_loader's own "
+                 "buffers."),
     "collate and hand-off": ("hand-off", "Make batches smaller in bytes: uint8 images, packed masks."),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,6 +77,11 @@ class Facts:
     """Every `Stall`."""
     unseen: tuple[str, ...]
     """What could not be looked at, in words."""
+
+    @property
+    def busy(self) -> float:
+        """Cores that this process and its workers kept busy, in the mean."""
+        return self.cpu_s / max(self.passes_s, 1e-9)
 
 
 def find_causes(
@@ -179,8 +178,8 @@ def _explain_starts(
 
 def _explain_crowd(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> Cause | None:
     """More workers than cores, which wait for one another, at the start of a pass most of all."""
-    cores, busy = count_cores(), facts.cpu_s / max(facts.passes_s, 1e-9)
-    if facts.workers <= cores or (busy < _ALL_CORES * cores and facts.times.queued_s < facts.times.cpu_s):
+    cores = count_cores()
+    if facts.workers <= cores or (facts.busy < _ALL_CORES * cores and facts.times.queued_s < facts.times.cpu_s):
         return None
     return Cause(
         "too_many_workers", float(waits[1:].sum()) / loop_s,
@@ -191,17 +190,14 @@ def _explain_crowd(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> C
 
 def _explain_waits(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> Cause | None:
     """Why batches come late: a slow sample, too many workers, what happens to whole batches, reads, or work."""
-    share, cores, times = float(waits.sum()) / loop_s, count_cores(), facts.times
-    busy = facts.cpu_s / max(facts.passes_s, 1e-9)
+    share, times = float(waits.sum()) / loop_s, facts.times
     if slow := _find_slow_sample(waits, facts):
         name = slow.partition(" takes")[0].lower()
-        return Cause(
-            "slow_sample", share, slow,
-            f"Look at {name}: make it smaller, store it on the local disk, or leave it out.",
-        )  # fmt: skip
+        cure = f"Look at {name}: make it smaller, store it on the local disk, or leave it out."
+        return Cause("slow_sample", share, slow, cure)
     outside_s, data_s = facts.cpu_s - facts.main_cpu_s - times.cpu_s, times.wall_s - times.cpu_s - times.queued_s
     if not times.samples:
-        return _explain_unseen(share, busy, cores, facts)
+        return _explain_unseen(share, facts)
     if outside_s > max(times.cpu_s, data_s):
         return Cause(
             "collate", share, f"Workers spend {outside_s / facts.cpu_s:.0%} of the CPU time outside of samples, in "
@@ -217,12 +213,12 @@ def _explain_waits(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> C
             "Store the data on the local disk, in few large files; until then use more workers.",
         )  # fmt: skip
     why = f"A sample takes {wall_ms:.3g} ms: {cpu_ms:.3g} ms of work, {queued_ms:.3g} ms until a core is free."
-    return _explain_work(share, why, busy, cores, is_queued=queued_ms > cpu_ms)
+    return _explain_work(share, why, facts, is_queued=queued_ms > cpu_ms)
 
 
-def _explain_unseen(share: float, busy: float, cores: int, facts: Facts) -> Cause:
+def _explain_unseen(share: float, facts: Facts) -> Cause:
     if facts.workers:
-        return _explain_work(share, "Workers deliver too slowly.", busy, cores)
+        return _explain_work(share, "Workers deliver too slowly.", facts)
     if facts.wait_cpu_s < 0.5 * share * facts.passes_s:
         return Cause(
             "read", share, "This process loads the samples itself, and mostly waits for their data.",
@@ -232,14 +228,15 @@ def _explain_unseen(share: float, busy: float, cores: int, facts: Facts) -> Caus
     return Cause("work", share, why, "Use worker processes (num_workers): they load while this process trains.")
 
 
-def _explain_work(share: float, why: str, busy: float, cores: int, *, is_queued: bool = False) -> Cause:
-    if is_queued or busy > _ALL_CORES * cores:
+def _explain_work(share: float, why: str, facts: Facts, *, is_queued: bool = False) -> Cause:
+    cores = count_cores()
+    if is_queued or facts.busy > _ALL_CORES * cores:
         return Cause(
             "work", share, f"{why} All {cores} cores are busy: more workers would not help.",
             "Do the work once, offline, or make it cheaper: diagnose(loader, step) says which stage takes it.",
         )  # fmt: skip
     return Cause(
-        "work", share, f"{why} {busy:.1f} of {cores} cores are busy.",
+        "work", share, f"{why} {facts.busy:.1f} of {cores} cores are busy.",
         "Use more workers; diagnose(loader, step) says which stage takes the time.",
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from colab_utils.diagnosis.causes import Cause, refine_causes
 from colab_utils.diagnosis.change import Change
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
-from colab_utils.diagnosis.resources import Resources, summarise_readings, watch_resources
+from colab_utils.diagnosis.resources import Resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, make_stage, put_back, time_batches
 from colab_utils.diagnosis.watchdog import WatchedLoader
@@ -154,10 +154,9 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
             found = f"expected a step that takes batch {count}, found {describe_error(error)}"
             raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
 
-    watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
-    with watch_resources(lambda: count) as used:
-        on_batch = partial(_keep_batch, kept)
-        now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, on_batch=on_batch)
+    watched = WatchedLoader(loader, _TIMEOUT_S, "raise", looks={})
+    on_batch = partial(_keep_batch, kept)
+    now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, on_batch=on_batch)
     rate, size = now.images_per_second, round(now.images / len(now.wait_s))
     cached, slower, ceiling = now, 1.0, rate
     if step is not None:
@@ -174,17 +173,17 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     stages = [*of_sample.values(), *of_batch]
     if isinstance(loader, Loader) and of_sample and waits:
         stages.append(_estimate_handoff(now, of_sample, count_workers(loader)))
-    causes = refine_causes(watched.summary().causes, stages, slower=slower) if waits else []
+    summary = watched.summary()
+    causes = refine_causes(summary.causes, stages, slower=slower) if waits else []
     stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
-    confidence, resources = _describe_confidence(now), summarise_readings(used)
+    confidence, resources = _describe_confidence(now), summary.resources
     verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
     return Diagnosis(
-        " ".join((verdict, *resources.dangers)), ceiling / rate, rate, now.wait_share,
-        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources, now.error, None,
-        tuple(causes),
+        " ".join((verdict, *(resources.dangers if resources else ()))), ceiling / rate, rate, now.wait_share,
+        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources, now.error, causes=tuple(causes),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,16 +17,16 @@ import numpy as np
 from colab_utils.diagnosis.causes import Cause, Facts, find_causes
 from colab_utils.diagnosis.resources import Reading, Resources, summarise_readings, watch_resources
 from colab_utils.diagnosis.stacks import SampleTimes
-from colab_utils.diagnosis.timing import count_workers, measure_tree_cpu
+from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
 from colab_utils.runtime import format_seconds, is_notebook, write_file
 
-__all__ = ["LoopRecord", "Part", "SlowBatch", "Summary"]
+__all__ = ["LOOKS", "LoopRecord", "Part", "SlowBatch", "Summary"]
 
 _WORST = 10  # batches
 _SHOWN_S = 10.0  # of the steps
 _KEPT = 1000  # batches whose samples are kept
-_LOOKS = {"delay_s": 5.0, "interval_s": 1.0, "share": 0.001}  # at memory
+LOOKS = {"delay_s": 5.0, "interval_s": 1.0, "share": 0.001}  # at memory, during a whole run
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,11 @@ class LoopRecord:
 
     Args:
         loader: that is watched.
+        looks: how often to look at memory, as `watch_resources` takes it.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self.clock, self._loader, self._readings = LoopClock(), loader, list[Reading]()
+    def __init__(self, loader: Any, looks: Mapping[str, float]) -> None:
+        self.clock, self._loader, self._readings, self._looks = LoopClock(), loader, list[Reading](), looks
         self._seen: dict[int, tuple[int, ...]] = {}
         self._cpu_s = self._main_cpu_s = self._wait_cpu_s = self._passes_s = 0.0
         self._steps = self._printed = 0
@@ -143,7 +144,7 @@ class LoopRecord:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             handle = register_optimizer_step_post_hook(end_step)
-        with watch_resources(lambda: self.clock.count, **_LOOKS) as readings:
+        with watch_resources(lambda: self.clock.count, **self._looks) as readings:
             try:
                 yield
             finally:
@@ -209,17 +210,14 @@ def summarise_loop(clock: LoopClock, facts: Facts) -> Summary | None:
         for name, values in (("wait", later), ("step", steps), ("between steps", between))
     )
     start_s, each_s = float(waits[is_first].sum()), np.where(is_first, 0, waits) + steps + between
-    worst = tuple(
-        SlowBatch(n, waits[n], steps[n], between[n], facts.seen.get(n, ()))
-        for n in np.argsort(-each_s)[:_WORST].tolist()
-    )
+    order = np.argsort(-each_s)[:_WORST].tolist()
+    worst = tuple(SlowBatch(n, waits[n], steps[n], between[n], facts.seen.get(n, ())) for n in order)
     causes = find_causes(waits, between, is_first, whole - clock.ends_s, facts)
-    error = float(each_s.std() / len(each_s) ** 0.5 / max(each_s.mean(), 1e-9))
     came_s = np.cumsum(waits + steps + between) - steps - between
     spans_s = [(s, s + step) for s, step in zip(came_s.tolist(), steps.tolist(), strict=True) if s < _SHOWN_S]
     return Summary(
         _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
-        len(waits), int(is_first.sum()), clock.images, error, tuple(spans_s), worst,
+        len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
         max(0.0, facts.cpu_s - facts.main_cpu_s) / max(facts.passes_s, 1e-9), facts.resources,
         tuple(map(str, facts.stalls)), facts.unseen,
     )  # fmt: skip

@@ -25,6 +25,7 @@ __all__ = [
     "Stage",
     "count_images",
     "count_workers",
+    "find_error",
     "measure_tree_cpu",
     "put_back",
     "time_batches",
@@ -84,12 +85,17 @@ class BatchTimes:
     @property
     def error(self) -> float:
         """Standard error of the mean of wait + step, as a share of it."""
-        return float(self.batch_s.std() / np.sqrt(len(self.batch_s)) / self.batch_s.mean())
+        return find_error(self.batch_s)
 
     def find_load_ms(self, workers: int) -> float:
         """Milliseconds that a worker takes for an image where it is waited for; without workers it rests in a step."""
         at_work_s = sum(self.wait_s) + (sum(self.step_s) if workers else 0.0)
         return 1000 * max(1, workers) * at_work_s / self.images
+
+
+def find_error(seconds: NDArray[np.float64]) -> float:
+    """Standard error of the mean, as a share of it."""
+    return float(seconds.std() / np.sqrt(len(seconds)) / max(seconds.mean(), 1e-9))
 
 
 def time_batches(

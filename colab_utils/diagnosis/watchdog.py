@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from typing import Any, Literal, get_args
 
 from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, read_ending
-from colab_utils.diagnosis.summary import LoopRecord, Summary
+from colab_utils.diagnosis.summary import LOOKS, LoopRecord, Summary
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
@@ -147,12 +147,15 @@ class WatchedLoader:
         skipped: the indices of every batch that was left out.
     """
 
-    def __init__(self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False) -> None:
+    def __init__(
+        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False,
+        looks: Mapping[str, float] = LOOKS,
+    ) -> None:  # fmt: skip
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
         self.stalls: list[Stall] = []
         self.skipped: list[tuple[Any, ...]] = []
         self._monitor = WorkerMonitor(getattr(loader, "dataset", None))
-        self._record = LoopRecord(loader)
+        self._record = LoopRecord(loader, looks)
 
     def summary(self) -> Summary:
         """Where the time of all passes so far went, and why.

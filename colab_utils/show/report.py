@@ -76,7 +76,7 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
         ColabUtilsError: the page cannot be written, or another file is there.
     """
     path = Path(path)
-    if path.exists() and f"<title>{_SUMMARY}</title>" not in path.read_text(errors="replace"):
+    if not _is_free(path, _SUMMARY):
         raise ColabUtilsError(
             f"expected a new file or an earlier summary, found something else at {path}. Name another."
         )
@@ -109,11 +109,16 @@ def check_receipt_folder(folder: str | Path) -> None:
         ColabUtilsError: ``index.html`` is there and is no receipt.
     """
     page = Path(folder) / "index.html"
-    if page.exists() and not (page.is_file() and f"<title>{_TITLE}</title>" in page.read_text(errors="replace")):
+    if not _is_free(page, _TITLE):
         raise ColabUtilsError(
             f"expected a new folder or one with an earlier receipt, found another index.html in {folder}. Name another "
             "folder: nothing of yours is overwritten."
         )
+
+
+def _is_free(page: Path, title: str) -> bool:
+    """Whether nothing is lost where a page with this title is written."""
+    return not page.exists() or (page.is_file() and f"<title>{title}</title>" in page.read_text(errors="replace"))
 
 
 def tabulate_comparison(content: Mapping[str, Any]) -> Table:
