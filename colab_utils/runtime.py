@@ -31,7 +31,8 @@ from colab_utils.errors import ColabUtilsError
 __all__ = [
     "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
     "find_free_space", "fork_pool", "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched",
-    "pop_done", "quiet_fork", "require_linux", "require_space", "show_progress", "write_file",
+    "list_children", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_space", "show_progress",
+    "write_file",
 ]  # fmt: skip
 
 COLAB_ROOT = Path("/content")
@@ -64,6 +65,37 @@ def find_free_memory() -> int:
         cache = int(stat["inactive_file"])  # which can be dropped
         free = min(free, int(limit) - int(_read_limit("memory.current")) + cache)
     return max(0, free)
+
+
+def list_processes() -> list[psutil.Process]:
+    """This process, and all that it or its children started.
+
+    Example:
+        >>> list_processes()[0].pid == os.getpid()
+        True
+    """
+    main = psutil.Process()
+    try:
+        return [main, *map(psutil.Process, list_children(main.pid))]
+    except (OSError, psutil.Error):  # one ended meanwhile, or the system has no such lists
+        return [main, *main.children(recursive=True)]
+
+
+def list_children(pid: int) -> list[int]:
+    """The processes that a process or its children started, by the kernel's own lists: psutil takes 20 times as long.
+
+    Raises:
+        OSError: the system has no such lists, or one of the processes has ended meanwhile.
+
+    Example:
+        >>> list_children(os.getpid())
+        []
+    """
+    children = list[int]()
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+            children += map(int, file.read().split())
+    return [*children, *(below for child in children for below in list_children(child))]
 
 
 def _read_limit(name: str) -> str:

@@ -111,14 +111,17 @@ def find_causes(
     return causes
 
 
-def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, slower: float) -> list[Cause]:
+def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, slower: float, waits: bool) -> list[Cause]:
     """Name the stage of loading that takes most, and contention where a step takes ``slower`` times as long as alone.
 
     Args:
         causes: of `find_causes`.
         stages: of loading, timed alone.
         slower: 1 where the step is as fast beside the loader as without it.
+        waits: whether loading has something to win; else only what will end the run is left.
     """
+    if not waits:
+        return [cause for cause in causes if cause.id in ("hang", "memory")]
     largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
     found, works = [], False
     for cause in causes:

@@ -52,7 +52,8 @@ class Diagnosis:
     """Of loading an image, then *wait* (its CPU time is that of all loading) and *step*; *collate and hand-off* is what
     the others leave of a `Loader`'s time, where it is waited for."""
     fixes: tuple[Fix, ...]
-    """What would help, forecast by trials; empty where the loader is fine."""
+    """What would help, forecast by trials: the best first, and of equally good ones that which costs you least; empty
+    where the loader is fine."""
     confidence: str
     """It begins with high, medium or low."""
     batches: int
@@ -69,7 +70,7 @@ class Diagnosis:
     """Why training waits, the largest share first; empty where the loader is fine."""
 
     def __str__(self) -> str:
-        best = sorted(self.fixes, key=lambda fix: -fix.images_per_second)[:_SHOWN_FIXES]
+        best = self.fixes[:_SHOWN_FIXES]
         more = [f"({len(self.fixes) - len(best)} more)"] if len(self.fixes) > len(best) else []
         used = str(self.resources).splitlines() if self.resources else []
         changed = [str(self.change)] if self.change else []
@@ -163,26 +164,27 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
         cached = time_batches([*kept.values()], step, batches=len(now.wait_s), warmup=1, max_s=0.15 * seconds)
         slower = max(1.0, fmean(now.step_s[number] for number in kept) / max(fmean(cached.step_s), 1e-9))
         ceiling = slower * now.images / sum(now.step_s)
-    of_sample, of_batch, indices = time_stages(loader, kept[max(kept)], images=size, seconds=0.25 * seconds)
+    found = time_stages(loader, kept[max(kept)], images=size, seconds=0.25 * seconds)
     kept.clear()
     fixes, waits = [], step is None or ceiling >= _FINE_HEADSPACE * rate
     if waits and isinstance(loader, Loader | DataLoader):
-        indices = indices[: _VERIFIED if verify else _SAMPLED]
-        situation = Situation(loader, step, now, cached, of_sample, indices, seconds, verify, began_s)
+        indices = found.indices[: _VERIFIED if verify else _SAMPLED]
+        situation = Situation(loader, step, now, cached, found.of_sample, indices, seconds, verify, began_s)
         fixes = find_fixes(situation, **sizes)
-    stages = [*of_sample.values(), *of_batch]
-    if isinstance(loader, Loader) and of_sample and waits:
-        stages.append(_estimate_handoff(now, of_sample, count_workers(loader)))
+    stages = [*found.of_sample.values(), *found.of_batch]
+    if isinstance(loader, Loader) and found.of_sample and waits:
+        stages.append(_estimate_handoff(now, found.of_sample, count_workers(loader)))
     summary = watched.summary()
-    causes = refine_causes(summary.causes, stages, slower=slower) if waits else []
+    causes = refine_causes(summary.causes, stages, slower=slower, waits=waits)
     stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
     confidence, resources = _describe_confidence(now), summary.resources
     verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
+    unseen = [f"The stages of a sample could not be timed: {found.unseen}"] if found.unseen else []
     return Diagnosis(
-        " ".join((verdict, *(resources.dangers if resources else ()))), ceiling / rate, rate, now.wait_share,
+        " ".join((verdict, *(resources.dangers if resources else ()), *unseen)), ceiling / rate, rate, now.wait_share,
         tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources, now.error, causes=tuple(causes),
     )  # fmt: skip
 
@@ -209,11 +211,10 @@ def describe_verdict(
     rates = f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, {head}"
     if ceiling / rate < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."
-    best = max(fixes, key=lambda fix: fix.images_per_second, default=None)
     cure = ""
-    if best and best.images_per_second > 1.05 * rate:
-        tried = "measured" if best.measured_images_per_second else "forecast"
-        cure = f" Best fix: {best.name}, {best.images_per_second:.1f} images/s ({tried})."
+    if fixes and fixes[0].images_per_second > 1.05 * rate:
+        tried = "measured" if fixes[0].measured_images_per_second else "forecast"
+        cure = f" Best fix: {fixes[0].name}, {fixes[0].images_per_second:.1f} images/s ({tried})."
     # loading that takes the cores which the step itself needs is no waiting, and costs the same
     contention = f" It lacks CPU: beside the loader the step itself takes {slower:.1f} times as long." * (slower > 1.2)
     return f"Training waits {now.wait_share:.0%} of its time: {rates}.{contention}{part}{cure}"

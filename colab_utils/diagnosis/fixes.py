@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, count_workers, time_batches
+from colab_utils.diagnosis.watchdog import WatchedLoader
 from colab_utils.drive import is_on_drive, read_at_full_speed, read_file
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -28,24 +29,26 @@ from colab_utils.shards.write import write_shards
 
 __all__ = ["FIXES", "Fix", "Situation", "find_fixes", "open_like"]
 
-FIXES = {  # the name of each fix, and what it is
+FIXES = {  # the name of each fix, and what it is; those that cost you least come first
+    "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
+    "workers": ("more workers", "Use more workers"),
+    "local_files": ("image files on the local SSD", "Copy the files"),
     "shards": ("shards on the local SSD", "Run preprocess, then copy"),
     "packed_masks": ("packed masks", "Load those shards with make_loader: masks stay packed"),
     "resize": ("resize once offline", "Preprocess shrinks images that are larger than training needs"),
-    "data_and_workers": ("the fix above, with more workers", "Both together"),
-    "local_files": ("image files on the local SSD", "Copy the files"),
-    "workers": ("more workers", "Use more workers"),
-    "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
+    "data_and_workers": ("other data, with more workers", "Both together"),
 }
 
 _SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
+_SAME = 0.95  # of the best rate: as good
+_TIMEOUT_S = 60.0  # for a batch of a trial
 _EPOCHS = 50  # of a sample in one: where an epoch ends, workers run dry
 _MANY = 1_000_000
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
 _TRIAL_BATCHES = 20  # or as many as three times its share of the seconds allow
 _TRIAL_SHARE, _VERIFY_SHARE = 0.15, 0.4  # of the seconds of a diagnosis, for each fix
-_BUFFERS = 12  # of our own loader, which are touched first: their memory is new
+_BUFFERS = 40  # batches of our own loader that come first: its buffers are still new, or grow
 
 
 @dataclass(frozen=True)
@@ -174,13 +177,27 @@ class _Plan(NamedTuple):
 def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
     """Every fix that applies: its forecast by a short trial and, where that is wanted, its measured rate.
 
-    Those of the data come first, on a sample of it in a temporary folder. A fix that cannot be tried, or for which
+    Those of the data are tried first, on a sample of it in a temporary folder. A fix that cannot be tried, or for which
     there is no time left, has no forecast: its sentence says why. ``min_size`` and ``max_size`` are the sides in pixels
     that training needs.
+
+    Returns:
+        The best first; of those within 5 %, the one that costs you least.
     """
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         plans = _plan_data(now, Path(folder), (min_size, max_size)) | _plan_settings(now)
-        return [_try_out(now, id, plans[id]) for id in FIXES if id in plans]
+        return rank_fixes([_try_out(now, id, plans[id]) for id in reversed(FIXES) if id in plans])
+
+
+def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
+    """The best first; those within 5 % are one group, in the order of what they cost you."""
+    rest = sorted(fixes, key=lambda fix: -fix.images_per_second)
+    ranked: list[Fix] = []
+    while rest:
+        group = [fix for fix in rest if fix.images_per_second >= _SAME * rest[0].images_per_second]
+        ranked += sorted(group, key=lambda fix: [*FIXES].index(fix.id))
+        rest = rest[len(group) :]
+    return ranked
 
 
 def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
@@ -203,7 +220,8 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
 def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share: float, least: int = 1) -> float:
     with open_like(now, **plan.options) as loader:
         warmup = 2 if isinstance(loader, DataLoader) else _BUFFERS
-        times = time_batches(loader, step, batches=500, warmup=warmup, max_s=share * now.seconds, least=least)
+        watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
+        times = time_batches(watched, step, batches=500, warmup=warmup, max_s=share * now.seconds, least=least)
     return times.images_per_second
 
 

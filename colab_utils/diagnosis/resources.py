@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -14,24 +15,26 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from colab_utils.runtime import find_free_memory, format_bytes
+from colab_utils.runtime import find_free_memory, format_bytes, list_children, list_processes
 
-__all__ = ["Reading", "Resources", "summarise_readings", "watch_resources"]
+__all__ = ["Reading", "ResourceLog", "Resources", "summarise_readings"]
 
 _LONGEST_LOOK_S = 0.1  # that counts: finding the PSS of a process takes the kernel 20 ms
-_LEAST_READINGS = 8
+_LEAST_READINGS, _MOST_READINGS = 6, 1000
+_PAUSES = 12  # in the time so far, at most
 _NEARLY_FULL = 0.8
 _LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
 
 
 class Reading(NamedTuple):
-    """What was used at one moment, in bytes; ``batches`` had been delivered."""
+    """What was used at one moment, in bytes; ``batches`` had been delivered. Processes are told by their pid."""
 
     batches: int
-    free_bytes: int
     shm_bytes: int
-    main_bytes: int
-    worker_bytes: tuple[int, ...]
+    own_bytes: Mapping[int, int]
+    """Of each process: what it does not share by way of a file or /dev/shm."""
+    pss_bytes: Mapping[int, int]
+    """At the last closer look; none before the first."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Resources:
     shm_used_mb: float
     """At most."""
     shm_total_mb: float
+    growing: tuple[str, ...] = ()
+    """Each process that grows, and by how much."""
 
     def __str__(self) -> str:
         workers = f", workers {' + '.join(f'{mb:,.0f}' for mb in self.worker_mb)} MB" if self.worker_mb else ""
@@ -63,8 +68,9 @@ class Resources:
         found = []
         if self.growth_mb_per_batch is not None:
             found.append(
-                f"Memory grows by {self.growth_mb_per_batch:.2f} MB a batch: at step {self.full_at_batch:,} it is "
-                "full. Keep no lists of Python objects in the dataset, and no losses with their graphs."
+                f"Memory grows by {self.growth_mb_per_batch:.2f} MB a batch ({', '.join(self.growing)}): at step "
+                f"{self.full_at_batch:,} it is full. Keep no lists of Python objects in the dataset, and no losses "
+                "with their graphs."
             )
         if self.shm_used_mb > _NEARLY_FULL * self.shm_total_mb > 0:
             found.append(
@@ -74,85 +80,94 @@ class Resources:
         return tuple(found)
 
 
-@contextmanager
-def watch_resources(
-    count_batches: Callable[[], int], *, delay_s: float = 0, interval_s: float = 0.25, share: float = 0.03
-) -> Iterator[list[Reading]]:
-    """Take a reading each ``interval_s`` seconds, in a thread; ``count_batches`` tells how many batches there were.
+class ResourceLog:
+    """Readings of the resources that this process and its children use.
 
-    The first one is taken after ``delay_s``. Processes are looked into as often as takes this ``share`` of the time,
-    for more would slow down the loader.
+    One is taken each ``interval_s`` seconds, later after each twelfth of the time so far. PSS is looked at after
+    ``delay_s`` for the first time, and then as often as takes this ``share`` of the time: more would slow down the
+    loader.
 
     Example:
-        >>> with watch_resources(lambda: 0) as readings:
-        ...     pass
-        >>> summarise_readings(readings).main_mb > 1
+        >>> log = ResourceLog()
+        >>> log.look(batches=0)
+        >>> summarise_readings(log.readings).main_mb > 1
         True
     """
-    readings: list[Reading] = []
-    ended = threading.Event()
 
-    def watch() -> None:
-        due_s, pause_s = 0.0, delay_s
-        while not (delay_s or readings) or not ended.wait(pause_s):
-            if (began_s := perf_counter()) >= due_s:
-                memory = _measure_processes()
-                due_s = perf_counter() + min(perf_counter() - began_s, _LONGEST_LOOK_S) / share
-            shm = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
-            readings.append(Reading(count_batches(), find_free_memory(), shm, memory[0], memory[1:]))
-            pause_s = interval_s
+    def __init__(self, *, delay_s: float = 0, interval_s: float = 0.25, share: float = 0.03) -> None:
+        self.readings = deque[Reading](maxlen=_MOST_READINGS)
+        self._interval_s, self._share = interval_s, share
+        self._began_s = self._due_s = perf_counter()
+        self._pss_due_s, self._pss = self._began_s + delay_s, dict[int, int]()
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield readings
-    finally:
-        ended.set()
-        thread.join()
+    def look(self, batches: int) -> None:
+        """Take a reading if one is due; there were so many batches."""
+        if (now_s := perf_counter()) < self._due_s:
+            return
+        self._due_s = now_s + max(self._interval_s, (now_s - self._began_s) / _PAUSES)
+        if now_s >= self._pss_due_s:
+            self._pss = _measure_pss()
+            self._pss_due_s = now_s + min(perf_counter() - now_s, _LONGEST_LOOK_S) / self._share
+        shm = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
+        self.readings.append(Reading(batches, shm, _measure_own(), self._pss))
 
 
 def summarise_readings(readings: Sequence[Reading]) -> Resources:
     """The last state, the most that was used, and the slope of memory over batches where it is sure."""
     # workers may have ended since
-    last = max(readings, key=lambda reading: (len(reading.worker_bytes), reading.batches))
-    running = [reading for reading in readings if reading.batches < readings[-1].batches]  # later, workers end
-    growth, free = _find_growth(running), find_free_memory()
+    last = max(readings, key=lambda reading: (len(reading.pss_bytes), len(reading.own_bytes), reading.batches))
+    used = {pid: used / 1e6 for pid, used in sorted((last.pss_bytes or last.own_bytes).items())}
+    growth, free = _find_growth(readings), find_free_memory()
+    total = sum(growth.values())
+    names = {pid: "this process" if pid == os.getpid() else f"pid {pid}" for pid in growth}
     return Resources(
-        main_mb=last.main_bytes / 1e6,
-        worker_mb=tuple(used / 1e6 for used in last.worker_bytes),
-        growth_mb_per_batch=None if growth is None else growth / 1e6,
-        full_at_batch=None if growth is None else readings[-1].batches + int(free / growth),
+        main_mb=used.pop(os.getpid(), 0.0),
+        worker_mb=tuple(used.values()),
+        growth_mb_per_batch=total / 1e6 if growth else None,
+        full_at_batch=readings[-1].batches + int(free / total) if growth else None,
         free_mb=free / 1e6,
         shm_used_mb=max(reading.shm_bytes for reading in readings) / 1e6,
         shm_total_mb=shutil.disk_usage("/dev/shm").total / 1e6 if os.path.isdir("/dev/shm") else 0,
+        growing=tuple(f"{names[pid]}: {growth[pid] / 1e6:.2f}" for pid in sorted(growth)),
     )
 
 
-def _find_growth(readings: Sequence[Reading]) -> float | None:
-    """Bytes a batch, by what the machine has less free in the second half, when caches and pools are full; None where
-    noise or another program could be the reason, where it slows down, or where workers came and went.
+def _find_growth(readings: Sequence[Reading]) -> dict[int, float]:
+    """Bytes a batch, by the pid of each process that grows; none where all of it is little.
+
+    The second half of a process's readings counts, when caches and pools are full. Growth is not sure where noise could
+    be the reason, or where it slows down.
     """
-    half = readings[len(readings) // 2 :]
-    batches = np.array([reading.batches for reading in half], np.float64)
-    late = batches[len(half) // 2 :]
-    if len(half) < _LEAST_READINGS or not np.ptp(late) or len({len(reading.worker_bytes) for reading in half}) > 1:
-        return None
-    taken = -np.array([reading.free_bytes for reading in half], np.float64)
-    (slope, _), covariance = np.polyfit(batches, taken, 1, cov=True)
-    steady = slope > 3 * covariance[0, 0] ** 0.5 and np.polyfit(late, taken[-len(late) :], 1)[0] > slope / 2
-    same = [reading for reading in readings if len(reading.worker_bytes) == len(half[0].worker_bytes)]
-    first, last = (reading.main_bytes + sum(reading.worker_bytes) for reading in (same[0], same[-1]))
-    own = (last - first) / (same[-1].batches - same[0].batches)
-    return float(slope) if steady and slope * np.ptp(batches) > _LEAST_GROWTH * last and own > slope / 3 else None
+    growth, grown, used = dict[int, float](), 0.0, 0
+    running = [reading for reading in readings if reading.batches < readings[-1].batches]  # later, workers end
+    for pid in {pid for reading in running for pid in reading.own_bytes}:
+        seen = [(reading.batches, reading.own_bytes[pid]) for reading in running if pid in reading.own_bytes]
+        batches, own = np.array(seen[len(seen) // 2 :], np.float64).T
+        used, late = used + seen[-1][1], len(batches) // 2
+        if len(batches) < _LEAST_READINGS or not np.ptp(batches[late:]):
+            continue
+        (slope, _), covariance = np.polyfit(batches, own, 1, cov=True)
+        if slope > 3 * covariance[0, 0] ** 0.5 and np.polyfit(batches[late:], own[late:], 1)[0] > slope / 2:
+            growth[pid], grown = float(slope), grown + float(slope * np.ptp(batches))
+    return growth if grown > _LEAST_GROWTH * used else {}
 
 
-def _measure_processes() -> tuple[int, ...]:
-    """PSS of this process, and of each child that can be read."""
-    main, used = psutil.Process(), list[int]()
-    for process in (main, *main.children(recursive=True)):
-        try:
+def _measure_own() -> dict[int, int]:
+    """Of this process and each one below it: what is in memory, less what it shares; in few lines, as it is often."""
+    used = dict[int, int]()
+    with suppress(OSError):  # elsewhere than on Linux nothing is known; a process may have ended
+        for pid in (os.getpid(), *list_children(os.getpid())):
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                _, resident, shared, *_ = file.read().split()
+            used[pid] = (int(resident) - int(shared)) * mmap.PAGESIZE
+    return used
+
+
+def _measure_pss() -> dict[int, int]:
+    """Of this process, and of each one below it that can be read."""
+    used = dict[int, int]()
+    for process in list_processes():
+        with suppress(psutil.Error):  # it has ended, or is another user's
             info = process.memory_full_info()
-            used.append(int(getattr(info, "pss", 0) or info.uss))
-        except psutil.Error:  # it has ended, or is another user's
-            used += [0] * (process is main)
-    return tuple(used)
+            used[process.pid] = int(getattr(info, "pss", 0) or info.uss)
+    return used

@@ -15,8 +15,8 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from time import monotonic, monotonic_ns, sleep, thread_time_ns
@@ -28,7 +28,7 @@ import numpy as np
 
 from colab_utils.loading.workers import describe_exit
 
-__all__ = ["Activity", "SampleTimes", "WorkerMonitor", "read_ending"]
+__all__ = ["Activity", "SampleTimes", "WorkerMonitor", "forking", "read_ending"]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
 _SLOWEST = 8  # samples of each worker whose times are kept
@@ -42,7 +42,6 @@ _NUMBERS = (
     "clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 preadv 295 preadv2 327 statx 332"
 )  # of system calls: asm/unistd_64.h of x86_64
 _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
-_forking = threading.local()  # .monitor: whose workers this thread forks now
 
 
 class Activity(NamedTuple):
@@ -89,6 +88,15 @@ class _Queue(threading.local):
         return int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
 
 
+class _Forking(threading.local):
+    """Whose workers the calling thread forks now."""
+
+    monitor: WorkerMonitor | None = None
+
+
+forking = _Forking()
+
+
 class WorkerMonitor:
     """What forked workers note where this process can see it, and the way to ask for their stacks.
 
@@ -106,15 +114,6 @@ class WorkerMonitor:
         self._ended = SampleTimes()
         self._file = os.memfd_create("colab_utils")  # stacks of workers
         weakref.finalize(self, os.close, self._file)
-
-    @contextmanager
-    def follow(self) -> Iterator[None]:
-        """Whatever this thread forks in this block are workers."""
-        before, _forking.monitor = getattr(_forking, "monitor", None), self
-        try:
-            yield
-        finally:
-            _forking.monitor = before
 
     def enter(self) -> None:
         """In a worker: be seen from now on."""
@@ -294,8 +293,8 @@ def _read_index(index: Any) -> int:
 
 
 def _enter_child() -> None:
-    if monitor := getattr(_forking, "monitor", None):
-        _forking.monitor = None
+    if monitor := forking.monitor:
+        forking.monitor = None
         with suppress(Exception):  # a worker that cannot be seen still works
             monitor.enter()
 

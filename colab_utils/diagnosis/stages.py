@@ -3,56 +3,88 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from colab_utils.data.masks import unpack_masks
-from colab_utils.diagnosis.timing import Stage, make_stage, time_batches, time_calls
+from colab_utils.diagnosis.timing import Stage, fetch_batches, make_stage, time_batches, time_calls
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 
-__all__ = ["find_tensors", "time_dataset_stages", "time_stages"]
+__all__ = ["LoadingStages", "find_tensors", "time_dataset_stages", "time_stages"]
 
 _IMAGES = 64  # that are timed at most
 _HANDED_BATCHES = 40
+_TIMEOUT_S = 60.0  # for all stages of a sample, and three times what they should take
 _TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of torchvision's datasets
 
 
-def time_stages(
-    loader: Any, batch: Any, *, images: int, seconds: float
-) -> tuple[dict[str, Stage], list[Stage], list[int]]:
+class LoadingStages(NamedTuple):
+    """What `time_stages` found; all of it is empty where a loader does not let itself be taken apart."""
+
+    of_sample: dict[str, Stage] = {}  # noqa: RUF012
+    """Of an image's way to a sample, by name."""
+    of_batch: list[Stage] = []  # noqa: RUF012
+    """Of a whole batch."""
+    indices: list[int] = []  # noqa: RUF012
+    """Of the images that were timed."""
+    unseen: str = ""
+    """Why samples could not be timed."""
+
+
+def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> LoadingStages:
     """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many ``images``.
 
-    Returns:
-        The stages of an image's way to a sample, by name; those of a whole batch; and the indices of the images that
-        were timed. All are empty where the loader does not let itself be taken apart.
+    Samples are loaded in a worker of its own: a file that a dataset opens, or a thread that it starts, would else be
+    inherited by all later workers.
     """
     dataset: Any = getattr(loader, "dataset", None)
-    stages, indices, samples = dict[str, Stage](), list[int](), list[Any]()
-    if hasattr(dataset, "__len__"):
+    stages, unseen, indices = dict[str, Stage](), "", list[int]()
+    has_samples = isinstance(dataset, CocoFolder | ShardDataset) or getattr(loader, "batch_sampler", None) is not None
+    if has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
         indices = np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
+        collate, begin, context = (
+            getattr(loader, name, None) for name in ("collate_fn", "worker_init_fn", "multiprocessing_context")
+        )
+        dense = not isinstance(loader, Loader)
+        in_worker = partial(_time_in_worker, indices, images=images, dense=dense, collate=collate, seconds=seconds)
+        worker = DataLoader(
+            dataset, batch_sampler=[indices[-1:]], collate_fn=in_worker, num_workers=1, worker_init_fn=begin,
+            multiprocessing_context=context, timeout=_TIMEOUT_S + 3 * seconds,
+        )  # fmt: skip
+        try:
+            with closing(fetch_batches(worker)) as batches:
+                stages = {stage.name: stage for stage in next(batches)}
+        except ColabUtilsError as error:  # whatever somebody's own dataset does
+            unseen = str(error).partition("found ")[2]
+    of_batch = [stages.pop(name) for name in ("collate",) if name in stages]
+    of_batch += time_batch_stages(loader, batch, images=images, seconds=0.4 * seconds)
+    return LoadingStages(stages, of_batch, indices if stages else [], unseen)
+
+
+def _time_in_worker(
+    indices: list[int], _: Any, *, images: int, dense: bool, collate: Callable[[Any], Any] | None, seconds: float
+) -> list[Stage]:
+    """A ``collate_fn`` that times the stages of the dataset as the worker has it that calls this."""
+    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
     if isinstance(dataset, CocoFolder | ShardDataset):
-        stages = time_dataset_stages(dataset, indices, dense=not isinstance(loader, Loader), seconds=0.5 * seconds)
-    elif getattr(loader, "batch_sampler", None) is not None and not isinstance(dataset, IterableDataset):
-        with suppress(Exception):  # somebody's dataset may load in workers only
-            # a file that it opens now, or a thread that it starts, is not in the workers of the training
-            dataset = copy.copy(dataset)
-            for name in _TRANSFORMS:
-                if callable(transform := getattr(dataset, name, None)):
-                    setattr(dataset, name, copy.deepcopy(transform))
-            stages = time_samples(dataset, indices, seconds=0.5 * seconds)
-    if isinstance(loader, DataLoader) and stages:
+        stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
+    else:
+        stages = time_samples(dataset, indices, seconds=seconds / 2)
+    if collate and len(indices) >= images:
         samples = [dataset[index] for index in indices[:images]]
-    of_batch = time_batch_stages(loader, batch, samples, images=images, seconds=0.5 * seconds)
-    return stages, of_batch, indices if stages else []
+        stages["collate"] = time_calls("collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images)
+    return [*stages.values()]
 
 
 def time_dataset_stages(dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float) -> dict[str, Stage]:
@@ -95,13 +127,11 @@ def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dic
     return {"sample": without, "transform": make_stage("transform", [wall_ms], cpu_ms)}
 
 
-def time_batch_stages(loader: Any, batch: Any, samples: Sequence[Any], *, images: int, seconds: float) -> list[Stage]:
-    """Time what happens to a whole batch: ``collate`` (of ``samples``), ``hand-off`` where a ``DataLoader`` has
-    workers, and, with a GPU, ``transfer`` of a ``batch`` that lies on the CPU.
+def time_batch_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> list[Stage]:
+    """Time what happens to a whole batch: ``hand-off`` where a ``DataLoader`` has workers, and, with a GPU,
+    ``transfer`` of a ``batch`` that lies on the CPU.
     """
-    plain, stages, max_s = isinstance(loader, DataLoader), list[Stage](), seconds / 3
-    if plain and loader.collate_fn is not None and len(samples) == images:
-        stages.append(time_calls("collate", loader.collate_fn, repeat(samples, 50), max_s=max_s, images=images))
+    plain, stages, max_s = isinstance(loader, DataLoader), list[Stage](), seconds / 2
     tensors = find_tensors(batch)
     if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
         return stages

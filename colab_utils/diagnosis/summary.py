@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +14,10 @@ from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
+from torch import distributed
 
 from colab_utils.diagnosis.causes import Cause, Facts, find_causes
-from colab_utils.diagnosis.resources import Reading, Resources, summarise_readings, watch_resources
+from colab_utils.diagnosis.resources import ResourceLog, Resources, summarise_readings
 from colab_utils.diagnosis.stacks import SampleTimes
 from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
@@ -26,7 +28,7 @@ __all__ = ["LOOKS", "LoopRecord", "Part", "SlowBatch", "Summary"]
 _WORST = 10  # batches
 _SHOWN_S = 10.0  # of the steps
 _KEPT = 1000  # batches whose samples are kept
-LOOKS = {"delay_s": 5.0, "interval_s": 1.0, "share": 0.001}  # at memory, during a whole run
+LOOKS = {"delay_s": 30.0, "interval_s": 1.0, "share": 0.001}  # at memory, during a whole run
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Summary:
     resources: Resources | None
     stalls: tuple[str, ...]
     unseen: tuple[str, ...]
+    rank: int | None
+    """Of this process, where several train together."""
 
     @property
     def wait_share(self) -> float:
@@ -97,7 +101,8 @@ class Summary:
 
     def __str__(self) -> str:
         most = max(self.parts, key=lambda part: part.share)
-        lines = [self.verdict, f"{'':14}{'share':>6}{'median':>10}{'p95':>10}"]
+        who = "" if self.rank is None else f"Rank {self.rank}: "
+        lines = [f"{who}{self.verdict}", f"{'':14}{'share':>6}{'median':>10}{'p95':>10}"]
         for part in self.parts:
             arrow = "  <--" if part is most else ""
             lines.append(f"{part.name:14}{part.share:6.0%}{part.median_ms:7.1f} ms{part.p95_ms:7.1f} ms{arrow}")
@@ -119,24 +124,24 @@ class LoopRecord:
 
     Args:
         loader: that is watched.
-        looks: how often to look at memory, as `watch_resources` takes it.
+        looks: how often to look at memory, as `ResourceLog` takes it.
     """
 
     def __init__(self, loader: Any, looks: Mapping[str, float]) -> None:
-        self.clock, self._loader, self._readings, self._looks = LoopClock(), loader, list[Reading](), looks
+        self.clock, self.wait_cpu_s, self._loader = LoopClock(), 0.0, loader
+        self.resources = ResourceLog(**looks)
         self._seen: dict[int, tuple[int, ...]] = {}
-        self._cpu_s = self._main_cpu_s = self._wait_cpu_s = self._passes_s = 0.0
-        self._steps = self._printed = 0
+        self._cpu_s = self._main_cpu_s = self._passes_s = 0.0
+        self._printed = 0
         self._told: list[str] | None = None
 
     @contextmanager
-    def measure_pass(self) -> Iterator[None]:
-        """Around a pass: see where steps end, and count CPU time and memory."""
+    def measure_pass(self) -> Iterator[LoopClock]:
+        """Around a pass: see where steps end, and count CPU time."""
         thread, began_s, main_s, all_s = threading.get_ident(), perf_counter(), thread_time(), measure_tree_cpu()
 
         def end_step(*_: Any) -> None:
             if threading.get_ident() == thread:
-                self._steps += 1
                 self.clock.end_step()
 
         handle = None
@@ -144,27 +149,15 @@ class LoopRecord:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
             handle = register_optimizer_step_post_hook(end_step)
-        with watch_resources(lambda: self.clock.count, **self._looks) as readings:
-            try:
-                yield
-            finally:
-                self.clock.stop()
-                if handle is not None:
-                    handle.remove()
-        self._readings = max(self._readings, readings, key=len)
-        self._passes_s += perf_counter() - began_s
-        self._main_cpu_s += thread_time() - main_s
-        self._cpu_s += measure_tree_cpu() - all_s
-
-    @contextmanager
-    def measure_wait(self) -> Iterator[None]:
-        """Around the wait for a batch."""
-        self.clock.ask()
-        began_s = thread_time()
         try:
-            yield
+            yield self.clock
         finally:
-            self._wait_cpu_s += thread_time() - began_s
+            self.clock.stop()
+            if handle is not None:
+                handle.remove()
+            self._passes_s += perf_counter() - began_s
+            self._main_cpu_s += thread_time() - main_s
+            self._cpu_s += measure_tree_cpu() - all_s
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """These are being loaded while a batch is waited for."""
@@ -174,14 +167,14 @@ class LoopRecord:
     def summarise(self, times: SampleTimes, stalls: Sequence[Any]) -> Summary | None:
         """The summary so far; None before the first batch is over."""
         unseen = []
-        if not self._steps:
+        if not self.clock.between_s.any():
             unseen.append("No optimizer of torch stepped: the step is all that the loop does with a batch.")
         if count_workers(self._loader) and not times.samples:
             unseen.append("Samples in the workers were not seen: they are no items of a forked worker's dataset.")
-        resources = summarise_readings(self._readings) if self._readings else None
+        resources = summarise_readings(self.resources.readings) if self.resources.readings else None
         facts = Facts(
             count_workers(self._loader), bool(getattr(self._loader, "persistent_workers", True)), self._cpu_s,
-            self._main_cpu_s, self._wait_cpu_s, self._passes_s, times, dict(self._seen), resources, tuple(stalls),
+            self._main_cpu_s, self.wait_cpu_s, self._passes_s, times, dict(self._seen), resources, tuple(stalls),
             tuple(unseen),
         )  # fmt: skip
         return summarise_loop(self.clock, facts)
@@ -219,8 +212,14 @@ def summarise_loop(clock: LoopClock, facts: Facts) -> Summary | None:
         _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
         len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
         max(0.0, facts.cpu_s - facts.main_cpu_s) / max(facts.passes_s, 1e-9), facts.resources,
-        tuple(map(str, facts.stalls)), facts.unseen,
+        tuple(map(str, facts.stalls)), facts.unseen, _find_rank(),
     )  # fmt: skip
+
+
+def _find_rank() -> int | None:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
 
 
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.tune import EmulatedStep
-from colab_utils.runtime import quiet_fork
+from colab_utils.runtime import list_processes, quiet_fork
 
 __all__ = [
     "BatchTimes",
@@ -25,6 +26,7 @@ __all__ = [
     "Stage",
     "count_images",
     "count_workers",
+    "fetch_batches",
     "find_error",
     "measure_tree_cpu",
     "put_back",
@@ -130,7 +132,7 @@ def time_batches(
     lanes = max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
     cpu_began_s = measure_tree_cpu()
-    with closing(_fetch_batches(loader)) as source:
+    with closing(fetch_batches(loader)) as source:
         began_s = timed_s = asked_s = perf_counter()
         for seen, batch in enumerate(source, start=1):
             _synchronize()  # what the loader queued on the device belongs to the wait
@@ -229,7 +231,7 @@ def count_workers(loader: Any) -> int:
     return workers
 
 
-def _fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
+def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
     """The batches of one epoch after the other; an error in the loader becomes one line that says where."""
     number, batches = 0, None
     while True:
@@ -268,16 +270,10 @@ def count_images(batch: Any) -> int:
 
 def measure_tree_cpu() -> float:
     """CPU seconds that this process and all its children have used so far, ended children included."""
-    import psutil
-
     total_s = 0.0
-    process = psutil.Process()
-    for one in (process, *process.children(recursive=True)):
-        try:
-            times = one.cpu_times()
-        except psutil.NoSuchProcess:  # it ended a moment ago: its parent counts it now
-            continue
-        total_s += times.user + times.system + getattr(times, "children_user", 0) + getattr(times, "children_system", 0)
+    for process in list_processes():
+        with suppress(psutil.Error):  # it ended a moment ago: its parent counts it now
+            total_s += sum(process.cpu_times()[:4])  # user and system, its own and of its ended children
     return total_s
 
 

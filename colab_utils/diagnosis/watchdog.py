@@ -10,15 +10,15 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from time import monotonic, sleep
+from time import monotonic, sleep, thread_time
 from typing import Any, Literal, get_args
 
-from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, read_ending
+from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, forking, read_ending
 from colab_utils.diagnosis.summary import LOOKS, LoopRecord, Summary
-from colab_utils.diagnosis.timing import count_images
+from colab_utils.diagnosis.timing import count_images, count_workers
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
@@ -29,7 +29,9 @@ __all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "find_file", "watch"]
 OnStall = Literal["report", "skip", "restart", "raise"]
 Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
 
-_TICK_S, _LOOK_S = 0.1, 0.5  # between two looks at the clock; how long a worker is observed
+_PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s
+_TICK_S, _LOOK_S = 0.1, 0.5  # how long a worker is observed, in ticks
+_LATE_S = 0.1  # of a wait: then its samples are noted
 _PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
 _MAX_TRIES = 3  # to start the workers again, without a batch in between
 _INTERRUPT = 59  # a real-time signal that nothing known uses
@@ -226,12 +228,23 @@ class _Pass:
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
         main = threading.current_thread() is threading.main_thread()
-        self._can_interrupt = main and self._watched.on_stall == "raise"
+        self._can_interrupt, batch = main and self._watched.on_stall == "raise", None
         before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
+        alone, dataset = not count_workers(self._loader), getattr(self._loader, "dataset", None)
+        plain = hasattr(self._loader, "drop_last") and not hasattr(dataset, "__iter__")
+        size = self._loader.batch_size if plain else None  # of all batches but the last
         try:
-            with self._record.measure_pass():
-                while (batch := self._fetch_timed()) is not _END:
-                    self._record.clock.receive(count_images(batch))
+            with self._record.measure_pass() as clock:
+                while True:
+                    clock.ask()
+                    began_cpu_s = thread_time() if alone else 0.0  # it takes 10 µs
+                    got = self._fetch()
+                    self._record.wait_cpu_s += thread_time() - began_cpu_s if alone else 0.0
+                    if got is _END:
+                        clock.images += count_images(batch) - size if size and batch is not None else 0
+                        break
+                    batch = got
+                    clock.receive(size or count_images(batch))  # which takes 25 µs
                     yield batch
         finally:
             self._over.set()
@@ -239,20 +252,19 @@ class _Pass:
             if before is not None:
                 signal.signal(_INTERRUPT, before)
 
-    def _fetch_timed(self) -> Any:
-        with self._record.measure_wait():
-            return self._fetch()
-
     def _fetch(self) -> Any:
         """The next batch; after a worker ended, start again if that is asked for."""
         for tries in range(_MAX_TRIES + 1):
             asked_s = self._asked_s = monotonic()
             cause = None
+            before, forking.monitor = forking.monitor, self._monitor
             try:
                 try:
-                    batch = self._ask()
+                    batch = self._begin() if self._batches is None else next(self._batches, _END)
                 finally:
-                    self._stop_waiting()
+                    forking.monitor, self._asked_s = before, None
+                    if self._watched.on_stall != "report":
+                        self._stop_waiting()
                 if self._given_up:  # the batch came after all, at the last moment: only its worker is lost
                     self._given_up = self._given_up[0]._replace(number=None, indices=()), self._given_up[1]
                 return batch
@@ -269,14 +281,14 @@ class _Pass:
             self._batches = None
             self._recover(cause, last=tries == _MAX_TRIES)
 
-    def _ask(self) -> Any:
-        with self._monitor.follow(), quiet_fork() if self._batches is None else nullcontext():
-            self._batches = iter(self._loader) if self._batches is None else self._batches
+    def _begin(self) -> Any:
+        with quiet_fork():
+            self._batches = iter(self._loader)
             return next(self._batches, _END)  # generators fork here
 
     def _stop_waiting(self) -> None:
-        with self._lock:  # not while a worker is being given up for this very batch
-            self._asked_s = None
+        with self._lock:  # a worker may be given up for this very batch
+            pass
         while self._interrupted:  # the signal is on its way
             sleep(_TICK_S)
 
@@ -292,17 +304,16 @@ class _Pass:
         self._loader.restart(skip=blamed.number if skips else None)
 
     def _watch(self) -> None:
-        last, seen_s, due_s = None, None, 0.0
-        told = set[str]()
-        while not self._over.wait(_TICK_S):
+        last, due_s, told = None, 0.0, set[str]()
+        while not self._over.wait(min(_PAUSE_S, self._watched.timeout_s / 10)):
             asked_s = self._asked_s
             if asked_s != last:
                 last, due_s = asked_s, self._watched.timeout_s
                 told.clear()
-            if asked_s is not None and asked_s == seen_s:  # it is waited for since the last look
-                with suppress(Exception):
+            with suppress(Exception):  # what is looked at may go away meanwhile
+                self._record.resources.look(self._record.clock.count)
+                if asked_s is not None and monotonic() - asked_s > _LATE_S:
                     self._record.note_samples(self._list_samples())
-            seen_s = asked_s
             if asked_s is None or monotonic() - asked_s < due_s - min(_LOOK_S, due_s / 2):
                 continue
             try:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from itertools import pairwise
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 __all__ = ["LoopClock"]
+
+_CHECKED = 15  # every 16th batch: whether CUDA is used
 
 
 class LoopClock:
@@ -19,9 +24,6 @@ class LoopClock:
     the GPU had nothing to do, and a step ends when the GPU has done it. The clock itself never waits for the GPU.
 
     Attributes:
-        waits_s: seconds until each batch came.
-        steps_s: seconds from there until its step ended.
-        between_s: seconds from there until the next batch was asked for, or the loop was left.
         firsts: the numbers of the batches that began a pass over the data.
         ends_s: seconds between two passes, in sum.
         images: that came.
@@ -34,101 +36,121 @@ class LoopClock:
         ...     clock.receive(images=4)
         ...     clock.end_step()
         >>> clock.stop()
-        >>> clock.images, len(clock.waits_s), list(clock.firsts)
-        (8, 2, [0])
+        >>> clock.images, clock.waits_s.shape, list(clock.firsts)
+        (8, (2,), [0])
     """
 
     def __init__(self) -> None:
-        self.waits_s, self.steps_s, self.between_s = array("d"), array("d"), array("d")
+        # of each batch: when it was asked for, came, its step ended, and it was left; noted in few lines, for each of
+        # them costs microseconds where a step has filled the processor's caches
+        self._asked, self._came, self._ended, self._left = (array("d") for _ in range(4))
         self.firsts, self.ends_s, self.images = array("q"), 0.0, 0
-        self.began_s = self._left_s = perf_counter()
-        self._is_first = True
-        self._marks: list[_Mark] = []  # of the batch at work: asked for, came, step ended
-        self._pending: deque[list[_Mark]] = deque()  # batches that a GPU may still be at
+        self.began_s = self._asked_s = self._left_s = perf_counter()
+        self._is_first, self._is_at_work, self._is_on_gpu = True, False, False
+        self._events: list[Any] = []  # of the batch at work, on CUDA's stream
+        self._pending: deque[list[Any]] = deque()  # of batches that a GPU may still be at
 
     @property
     def count(self) -> int:
         """Batches that came and are over: the number of the one that is asked for, or at work."""
-        return len(self.waits_s) + len(self._pending)
+        return len(self._left)
 
     @property
     def seconds(self) -> float:
         """Since the clock was made."""
         return perf_counter() - self.began_s
 
+    @property
+    def waits_s(self) -> NDArray[np.float64]:
+        """Seconds until each batch came, float64 [batches that are over]."""
+        return self._subtract(self._came, self._asked)
+
+    @property
+    def steps_s(self) -> NDArray[np.float64]:
+        """Seconds from there until its step ended, float64 [batches that are over]."""
+        return self._subtract(self._ended, self._came)
+
+    @property
+    def between_s(self) -> NDArray[np.float64]:
+        """Seconds from there until the next batch was asked for, or the loop was left; float64 [batches]."""
+        return self._subtract(self._left, self._ended)
+
     def ask(self) -> None:
         """The next batch is asked for."""
-        now = _Mark.make()
-        self._close(now)
-        self._marks = [now]
+        self._asked_s = now_s = perf_counter()
+        if self._is_first or not len(self._left) & _CHECKED:
+            self._is_on_gpu = torch.cuda.is_initialized()
+        events = [_record_event()] if self._is_on_gpu else []
+        if self._is_at_work:
+            self._leave(now_s, events)
+        self._events = events
 
     def receive(self, images: int = 0) -> None:
         """The batch came, with so many images."""
-        self._marks.append(_Mark.make())
+        self._asked.append(self._asked_s)
+        self._came.append(perf_counter())
+        self._ended.append(0.0)
+        self._is_at_work = True
         self.images += images
+        if self._events:
+            self._events.append(_record_event())
         if self._is_first:
             self.firsts.append(self.count)
-            self.ends_s += self._marks[0].time_s - self._left_s if len(self.firsts) > 1 else 0.0
+            self.ends_s += self._asked_s - self._left_s if len(self.firsts) > 1 else 0.0
             self._is_first = False
 
     def end_step(self) -> None:
         """The step ended; where it is said several times for a batch, the last time counts."""
-        if len(self._marks) > 1:
-            self._marks[2:] = [_Mark.make()]
+        if self._is_at_work:
+            self._ended[-1] = perf_counter()
+            if self._events:
+                self._events[2:] = [_record_event()]
 
     def stop(self) -> None:
         """The pass is over, or was left."""
-        if self._is_first:
-            return
-        now = _Mark.make()
-        self._left_s = now.time_s if self._marks[1:] else self._marks[0].time_s  # asked for, and there was none
-        self._close(now)
-        self._marks, self._is_first = [], True
+        if not self._is_first:
+            self._left_s = self._asked_s  # it was asked for a batch, and there was none
+            if self._is_at_work:
+                self._left_s = perf_counter()
+                self._leave(self._left_s, [_record_event()] if self._events else [])
+            self._is_first = True
 
     def read(self) -> float:
         """Take in all batches that are over, and give the seconds of all waits so far; a GPU is waited for."""
-        last = [*(marks[-1] for marks in self._pending), *self._marks[:2]][-1:]
-        for mark in last:
-            mark.wait()
+        at_work = self._events[:2] if self._is_at_work else []
+        for event in [*at_work[1:], *(events[-1] for events in self._pending)][:1]:
+            event.synchronize()
         self._settle()
-        return sum(self.waits_s) + (self._marks[0].measure(self._marks[1]) if self._marks[1:] else 0.0)
+        late_s = at_work[0].elapsed_time(at_work[1]) / 1000 if at_work else 0.0
+        if self._is_at_work and not at_work:
+            late_s = self._came[-1] - self._asked[-1]
+        return float(self.waits_s.sum()) + late_s
 
-    def _close(self, now: _Mark) -> None:
+    def _leave(self, now_s: float, events: list[Any]) -> None:
         """The batch at work ends here."""
-        if self._marks[1:]:
-            self._pending.append([*self._marks, now])
+        self._left.append(now_s)
+        self._ended[-1] = self._ended[-1] or now_s
+        self._is_at_work = False
+        if self._events:
+            self._pending.append([*self._events, *events])
             self._settle()
 
     def _settle(self) -> None:
-        while self._pending and self._pending[0][-1].is_over():
-            asked, came, *ended, left = self._pending.popleft()
-            self.waits_s.append(asked.measure(came))
-            self.steps_s.append(came.measure(ended[0] if ended else left))
-            self.between_s.append(ended[0].measure(left) if ended else 0.0)
+        """Replace times of the wall clock by those of the stream, where the GPU has done its work."""
+        while self._pending and self._pending[0][-1].query():
+            number, events = len(self._left) - len(self._pending), self._pending.popleft()
+            parts_s = [first.elapsed_time(then) / 1000 for first, then in pairwise(events)]
+            wait_s, step_s, between_s = [*parts_s, 0.0][:3]
+            self._came[number] = self._asked[number] + wait_s
+            self._ended[number] = self._came[number] + step_s
+            self._left[number] = self._ended[number] + between_s
+
+    def _subtract(self, later: Any, earlier: Any) -> NDArray[np.float64]:
+        count = len(self._left) - len(self._pending)
+        return np.array(later[:count]) - np.array(earlier[:count])
 
 
-class _Mark(NamedTuple):
-    """A moment, by the wall clock and, where CUDA is used, on its stream."""
-
-    time_s: float
-    event: Any
-
-    @staticmethod
-    def make() -> _Mark:
-        event = None
-        if torch.cuda.is_initialized():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        return _Mark(perf_counter(), event)
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def is_over(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def measure(self, later: _Mark) -> float:
-        if self.event is None or later.event is None:
-            return later.time_s - self.time_s
-        return float(self.event.elapsed_time(later.event)) / 1000
+def _record_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

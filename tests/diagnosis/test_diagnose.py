@@ -18,6 +18,7 @@ from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.diagnosis import diagnose as module
 from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.diagnose import Diagnosis, Fix, describe_verdict, diagnose
+from colab_utils.diagnosis.stages import time_stages
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
@@ -97,7 +98,8 @@ def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_data
     assert stages["read"].median_ms >= 30 > 5 > stages["read"].cpu_ms
     assert "the largest stage is read" in found.verdict
     assert "(emulated)" in found.verdict
-    assert list(by_id) == ["shards", "data_and_workers", "local_files", "workers", "prefetch"]
+    assert set(by_id) == {"shards", "data_and_workers", "local_files", "workers", "prefetch"}
+    assert [*found.fixes] == fixes.rank_fixes(found.fixes)
     assert by_id["shards"].forecast_images_per_second > 1.5 * found.images_per_second
     json.dumps(dataclasses.asdict(found), allow_nan=False)
 
@@ -233,17 +235,39 @@ def test_the_verdict_trusts_what_was_measured():
         Fix("packed_masks", "packed masks", 20.0, 25.0, ""),
         Fix("resize", "resize once offline", None, None, ""),
     ]
-    assert "Best fix: packed masks, 25.0 images/s (measured)." in describe(found)
+    assert "Best fix: packed masks, 25.0 images/s (measured)." in describe(fixes.rank_fixes(found))
     found = [dataclasses.replace(fix, measured_images_per_second=None) for fix in found]
-    assert "Best fix: more workers, 39.0 images/s (forecast)." in describe(found)
+    assert "Best fix: more workers, 39.0 images/s (forecast)." in describe(fixes.rank_fixes(found))
     assert "Best fix" not in describe(found[2:])
 
 
-def test_the_three_best_fixes_are_printed():
-    found = tuple(Fix(name, name, rate, None, "") for name, rate in (("a", 1.0), ("b", 4.0), ("c", 3.0), ("d", 2.0)))
-    said = str(Diagnosis("verdict", 2, 1, 0.5, (), (*found, Fix("e", "e", None, None, "")), "low", 9, "real"))
-    assert [line.strip()[0] for line in said.splitlines()[1:4]] == ["b", "c", "d"]
+def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
+    rates = {"resize": 100.0, "workers": 96.0, "packed_masks": 97.0, "shards": 60.0, "prefetch": 59.0, "local_files": 0}
+    found = [Fix(id, id, rate or None, None, "") for id, rate in rates.items()]
+    assert [fix.id for fix in fixes.rank_fixes(found)] == [
+        "workers", "packed_masks", "resize", "prefetch", "shards", "local_files",
+    ]  # fmt: skip
+
+
+def test_three_fixes_are_printed():
+    found = tuple(Fix(name, name, 1.0, None, "") for name in "abcde")
+    said = str(Diagnosis("verdict", 2, 1, 0.5, (), found, "low", 9, "real"))
+    assert [line.strip()[0] for line in said.splitlines()[1:4]] == ["a", "b", "c"]
     assert "(2 more)" in said
+
+
+def test_stages_that_could_not_be_timed_are_told(no_fixes):
+    class Broken(_Sleepy):
+        def __getitem__(self, index):
+            raise OSError("no such share")
+
+    loader = DataLoader(_Sleepy(), batch_size=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "time_stages", lambda loader, *rest, **options: time_stages(broken, *rest, **options))
+        broken = DataLoader(Broken(), batch_size=4)
+        found = diagnose(loader, _sleep_step(0.01), seconds=0.5)
+    assert "The stages of a sample could not be timed: " in found.verdict
+    assert "no such share" in found.verdict
 
 
 @pytest.mark.parametrize(("batches", "spread_s", "level"), [(4, 0, "low"), (9, 0.01, "medium"), (40, 0.01, "high")])

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from colab_utils.diagnosis.stages import time_batch_stages, time_dataset_stages, time_samples, time_stages
+from colab_utils.diagnosis import stages as module
+from colab_utils.diagnosis.stages import (
+    LoadingStages,
+    time_batch_stages,
+    time_dataset_stages,
+    time_samples,
+    time_stages,
+)
 from colab_utils.drive import DriveProfile
 from colab_utils.loading import CocoFolder, ShardDataset
 
@@ -67,8 +74,7 @@ def test_a_dataset_that_needs_its_transforms_is_timed_whole():
 @pytest.mark.clock
 def test_collate_is_per_image():
     loader = DataLoader(Transformed(None), batch_size=4, collate_fn=collate)
-    samples = [loader.dataset[i] for i in range(4)]
-    (stage,) = time_batch_stages(loader, collate(samples), samples, images=4, seconds=1)
+    (stage,) = time_stages(loader, [torch.zeros(1)], images=4, seconds=1).of_batch
     assert stage.name == "collate"
     assert 2 <= stage.median_ms < 6
 
@@ -77,7 +83,7 @@ def test_collate_is_per_image():
 def test_hand_off_grows_with_the_bytes():
     loader = DataLoader(Transformed(None), batch_size=2, num_workers=1)
     few, many = (
-        time_batch_stages(loader, [torch.zeros(size, dtype=torch.uint8)], [], images=2, seconds=2)[0]
+        time_batch_stages(loader, [torch.zeros(size, dtype=torch.uint8)], images=2, seconds=2)[0]
         for size in (1000, 60_000_000)
     )
     assert few.name == many.name == "hand-off"
@@ -87,7 +93,7 @@ def test_hand_off_grows_with_the_bytes():
 
 def test_what_lies_on_a_device_is_not_handed_over():
     loader = DataLoader(Transformed(None), batch_size=2, num_workers=1)
-    assert time_batch_stages(loader, [torch.zeros(3, device="meta")], [], images=2, seconds=1) == []
+    assert time_batch_stages(loader, [torch.zeros(3, device="meta")], images=2, seconds=1) == []
 
 
 @pytest.mark.clock
@@ -103,7 +109,8 @@ def test_stages_of_a_folder_and_of_shards(tiny_dataset, tiny_shards):
 @pytest.mark.clock
 def test_a_users_own_loader_is_taken_apart():
     loader = DataLoader(Transformed(transform), batch_size=4, collate_fn=collate, num_workers=1)
-    of_sample, of_batch, indices = time_stages(loader, [torch.zeros(1)], images=4, seconds=2)
+    of_sample, of_batch, indices, unseen = time_stages(loader, [torch.zeros(1)], images=4, seconds=2)
+    assert not unseen
     assert list(of_sample) == ["sample", "transform"]
     assert [stage.name for stage in of_batch] == ["collate", "hand-off"]
     stages = [*of_sample.values(), *of_batch]
@@ -113,14 +120,41 @@ def test_a_users_own_loader_is_taken_apart():
 
 
 def test_what_cannot_be_taken_apart_has_no_stages():
+    class Broken(Transformed):
+        def __getitem__(self, index):
+            raise ValueError("a bad header")
+
+    times = time_stages(DataLoader(Broken(None), batch_size=4), None, images=4, seconds=0.2)
+    assert times[:3] == ({}, [], [])
+    assert "a bad header" in times.unseen
+    assert time_stages([1, 2], None, images=1, seconds=0.2) == LoadingStages()
+
+
+def test_a_worker_that_hangs_is_given_up(monkeypatch):
+    class Hanging(Transformed):
+        def __getitem__(self, index):
+            time.sleep(1000)
+
+    monkeypatch.setattr(module, "_TIMEOUT_S", 0.5)
+    times = time_stages(DataLoader(Hanging(None), batch_size=4), None, images=4, seconds=0.1)
+    assert "timed out" in times.unseen
+
+
+def test_samples_are_loaded_as_the_users_workers_load_them():
     class InWorkersOnly(Transformed):
+        file = None
+
         def __getitem__(self, index):
             assert get_worker_info() is not None
-            return torch.zeros(1)
+            return torch.zeros(len(self.file))
 
-    times = time_stages(DataLoader(InWorkersOnly(None), batch_size=4, num_workers=1), None, images=4, seconds=0.2)
-    assert times == ({}, [], [])
-    assert time_stages([1, 2], None, images=1, seconds=0.2) == ({}, [], [])
+    def open_file(worker):
+        get_worker_info().dataset.file = "opened by worker_init_fn"
+
+    dataset = InWorkersOnly(None)
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, worker_init_fn=open_file)
+    assert [*time_stages(loader, None, images=4, seconds=0.2).of_sample] == ["sample"]
+    assert dataset.file is None
 
 
 def test_a_file_that_the_dataset_opens_late_stays_closed():
@@ -132,7 +166,7 @@ def test_a_file_that_the_dataset_opens_late_stays_closed():
             return torch.zeros(1)
 
     dataset = Lazy(None)
-    assert time_stages(DataLoader(dataset, batch_size=4), None, images=4, seconds=0.2)[0]
+    assert time_stages(DataLoader(dataset, batch_size=4), None, images=4, seconds=0.2).of_sample
     assert dataset.file is None
 
 
@@ -140,7 +174,7 @@ def test_a_file_that_the_dataset_opens_late_stays_closed():
 def test_transfer_to_a_gpu():
     loader = DataLoader(Transformed(None), batch_size=2, pin_memory=True)
     batch = [torch.zeros(100_000_000, dtype=torch.uint8)]
-    (transfer,) = time_batch_stages(loader, batch, [], images=1, seconds=2)
+    (transfer,) = time_batch_stages(loader, batch, images=1, seconds=2)
     assert transfer.name == "transfer"
     assert transfer.median_ms > 0.5  # 100 MB at no more than 200 GB/s
 
@@ -157,6 +191,6 @@ class Pooled:
 
 def test_a_transform_is_not_called_where_later_workers_would_inherit_it():
     dataset = Transformed(Pooled())
-    stages, _, _ = time_stages(DataLoader(dataset, batch_size=2), [torch.zeros(1)], images=2, seconds=0.2)
-    assert "transform" in stages
+    times = time_stages(DataLoader(dataset, batch_size=2), [torch.zeros(1)], images=2, seconds=0.2)
+    assert "transform" in times.of_sample
     assert dataset.transforms.threads == 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -229,3 +231,33 @@ def test_a_few_quick_batches_are_no_verdict(capsys):
     assert not watched.summary().causes
     next(iter(slow := watch(DataLoader(_Items(4, wait_s=0.02), batch_size=4))))
     assert slow.summary().verdict.startswith("Too few batches for a verdict: wait")
+
+
+@pytest.mark.parametrize(("batch_size", "drop_last"), [(4, False), (4, True), (None, False)])
+def test_all_images_are_counted_the_last_batch_too(batch_size, drop_last):
+    options = {"drop_last": drop_last} if batch_size else {}
+    watched = watch(DataLoader(torch.zeros(10, 3, 2), batch_size=batch_size, **options))
+    seen = sum(len(batch) if batch_size else 1 for _ in range(2) for batch in watched)
+    assert watched.summary().images == seen * (1 if batch_size else 3)  # of a bare tensor, the first dimension
+
+
+def test_a_watched_loader_goes_as_soon_as_nothing_holds_it():
+    gc.disable()  # it would end the workers in the middle of another loop
+    try:
+        loader = DataLoader(range(8), num_workers=1, persistent_workers=True)
+        watched = watch(loader)
+        list(watched)
+        kept = weakref.ref(loader)
+        del loader, watched
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_of_several_processes_each_says_its_rank(monkeypatch):
+    watched = watch([torch.zeros(2, 3)])
+    list(watched)
+    assert watched.summary().rank is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    assert str(watched.summary()).startswith("Rank 3: ")
