@@ -20,7 +20,7 @@ from colab_utils.runtime import find_free_memory, format_bytes, list_children, l
 __all__ = ["Reading", "ResourceLog", "Resources", "summarise_readings"]
 
 _LONGEST_LOOK_S = 0.1  # that counts: finding the PSS of a process takes the kernel 20 ms
-_LEAST_READINGS, _MOST_READINGS = 6, 1000
+_LEAST_READINGS, _MOST_READINGS = 5, 1000
 _PAUSES = 12  # in the time so far, at most
 _NEARLY_FULL = 0.8
 _LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
