@@ -1,0 +1,136 @@
+"""What other tools say about the planted causes: `python -m benchmarks.causes.peers --json FILE`.
+
+Each loop runs in a process of its own under TraceML (`traceml run`, its summary at the end) and under gpuprof (its
+insights), which have to be installed beside this package: `pip install traceml-ai gpuprof`. Their advice counts as
+fitting by the same words as that of `python -m benchmarks.causes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.causes import CAUSES, get_cause
+from benchmarks.causes.loop import Loop, run_loop
+from benchmarks.command import make_parser, run_to_end
+from colab_utils.runtime import write_file
+from colab_utils.show.table import make_table
+
+__all__ = ["TOOLS", "main"]
+
+TOOLS = ("TraceML", "gpuprof")
+GRACE_S = 60.0  # for a process to end after its loop
+
+
+def run_under(tool: str, name: str, seconds: float) -> None:
+    """In a process of its own: the loop with the tool around it, as the tool's own first page shows."""
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        if tool == "gpuprof":
+            import gpuprof
+
+            with gpuprof.profile(name):
+                run_loop(get_cause(name).make_loop, Path(folder), seconds=seconds)
+            return
+        import traceml_ai as traceml
+
+        traceml.init(mode="auto")
+
+        def make_loop(folder: Path) -> Loop:
+            loader, step, after = get_cause(name).make_loop(folder)
+
+            def traced(*batch: Any) -> None:
+                with traceml.trace_step(getattr(step, "model", nn.Identity())):
+                    step(*batch)
+
+            return loader, traced, after
+
+        run_loop(make_loop, Path(folder), seconds=seconds)
+
+
+def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
+    """What the tool says of a planted cause."""
+    with TemporaryDirectory() as folder:
+        script = [__file__, "--args"] if tool == "TraceML" else [__file__]
+        command = [sys.executable, *script, "--one", tool, name, str(seconds)]
+        if tool == "TraceML":
+            traceml = str(Path(sys.executable).with_name("traceml"))
+            command = [traceml, "run", "--run-name", "run", "--logs-dir", folder, *command[1:]]
+        environment = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds + GRACE_S
+            )
+            said = done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            said = ""
+    says, advice = READERS[tool](said)
+    fits = bool(re.search(get_cause(name).NEXT, advice))
+    return {
+        "planted": name,
+        "tool": tool,
+        "says": says or "nothing",
+        "advice": advice,
+        "advice fits": fits,
+        "all": said,
+    }
+
+
+def read_traceml(said: str) -> tuple[str, str]:
+    """Its verdict, and what to do next."""
+    found = {key: re.search(rf"{key}: (.*?)\s*(\||$)", said, re.M) for key in ("Verdict", "Next")}
+    verdict, advice = (match[1] if match else "" for match in found.values())
+    return verdict, advice
+
+
+def read_gpuprof(said: str) -> tuple[str, str]:
+    """Its first insight, and all of them: each is finding and advice in one."""
+    insights = re.findall(r"\[(?:CRIT|HIGH|MED|MEDIUM|LOW|INFO)\]\s+(.*)", said)
+    return insights[0] if insights else "", " ".join(insights)
+
+
+READERS: dict[str, Callable[[str], tuple[str, str]]] = {"TraceML": read_traceml, "gpuprof": read_gpuprof}
+
+
+def tabulate(rows: Sequence[dict[str, Any]]) -> str:
+    """One row a loop and tool."""
+    table = [{key: str(row[key])[:70] for key in ("planted", "tool", "says", "advice fits")} for row in rows]
+    return str(make_table(table)) if table else "nothing was tried"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    one = argparse.ArgumentParser(add_help=False)
+    one.add_argument("--one", nargs=3)
+    if found := one.parse_known_args(arguments)[0].one:
+        run_under(found[0], found[1], float(found[2]))
+        return 0
+    parser = make_parser("causes.peers", __doc__, builtin="peers")
+    parser.add_argument("--seconds", type=float, default=12, help="of each loop (%(default)s)")
+    parser.add_argument("--names", nargs="+", default=CAUSES, help="only these (all of them)")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+
+    def measure() -> None:
+        for name in options.names:
+            for tool in TOOLS:
+                rows.append(ask(tool, name, options.seconds))
+                print({key: rows[-1][key] for key in ("planted", "tool", "says")}, file=sys.stderr, flush=True)
+                write_file(options.json, json.dumps({"seconds": options.seconds, "rows": rows}, indent=1).encode())
+
+    return run_to_end(measure, lambda: tabulate(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
