@@ -85,11 +85,11 @@ def diagnose(
     """Find what training waits for, how much could be won at most, and what would win it.
 
     It times your loader with your step, then the step on copies of a few batches in memory: less than 1.1 times as
-    fast, and your loader is fine. It times each stage alone: *read*, *decode* and *masks* of a `CocoFolder` or a
-    `ShardDataset`, *sample* and *transform* of any other map-style dataset, and what happens to whole batches. Where
-    there is something to win, it tries each fix for a few seconds, on a sample of the images where the fix changes
-    these, beside an emulated step that takes as long and as much of a core as yours. Method: headspace analysis
-    (facebookresearch/spdl, optimization guide).
+    fast, and your loader is fine. It times each stage alone, in a worker process of its own: *read*, *decode* and
+    *masks* of a `CocoFolder` or a `ShardDataset`, *sample* and *transform* of any other map-style dataset, *collate*;
+    and how batches are handed over. Where there is something to win, it tries each fix for a few seconds, on a sample
+    of the images where the fix changes these, beside an emulated step that takes as long and as much of a core as
+    yours. Method: headspace analysis (facebookresearch/spdl, optimization guide).
 
     **Your step really trains.** It runs on the loader's batches, then many times on the few copies. Pass
     ``restore=(model, optimizer)``, and both are put back to where they stood. The states of all random generators
