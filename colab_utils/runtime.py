@@ -88,8 +88,8 @@ def list_children(pid: int) -> list[int]:
         OSError: the system has no such lists, or one of the processes has ended meanwhile.
 
     Example:
-        >>> list_children(os.getpid())
-        []
+        >>> os.getpid() in list_children(os.getppid())
+        True
     """
     children = list[int]()
     for task in os.listdir(f"/proc/{pid}/task"):

@@ -101,8 +101,8 @@ def find_causes(
     if crowded is None:
         late = np.where(is_first, 0.0, waits)
         found += [_explain_starts(waits, is_first, loop_s, facts), _explain_waits(late, loop_s, facts)]
-    least = _LEAST_SHARE if loop_s >= _LEAST_S else 1.1
-    causes = sorted((cause for cause in found if cause and cause.share >= least), key=lambda cause: -cause.share)
+    worth = [cause for cause in found if cause and cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
+    causes = sorted(worth, key=lambda cause: -cause.share)
     for stall in facts.stalls:
         causes.append(Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure))
     for danger in facts.resources.dangers if facts.resources else ():

@@ -27,7 +27,7 @@ from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
 from colab_utils.shards.write import write_shards
 
-__all__ = ["FIXES", "Fix", "Situation", "find_fixes", "open_like"]
+__all__ = ["FIXES", "Fix", "Situation", "find_fixes", "open_like", "rank_fixes"]
 
 FIXES = {  # the name of each fix, and what it is; those that cost you least come first
     "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),

@@ -39,7 +39,9 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a loader used. Memory is PSS (proportional set size), which counts pages that processes share once."""
+    """What a loader used. Memory is PSS (proportional set size), which counts pages that processes share once; in the
+    first half minute of `watch`, each process counts whole what it shares with the one that forked it.
+    """
 
     main_mb: float
     """Of this process."""

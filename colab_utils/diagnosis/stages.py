@@ -64,17 +64,18 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
         )  # fmt: skip
         try:
             with closing(fetch_batches(worker)) as batches:
-                stages = {stage.name: stage for stage in next(batches)}
+                stages = next(batches)
         except ColabUtilsError as error:  # whatever somebody's own dataset does
             unseen = str(error).partition("found ")[2]
-    of_batch = [stages.pop(name) for name in ("collate",) if name in stages]
-    of_batch += time_batch_stages(loader, batch, images=images, seconds=0.4 * seconds)
+    of_batch = time_batch_stages(loader, batch, images=images, seconds=0.4 * seconds)
+    if collated := stages.pop("collate", None):
+        of_batch.insert(0, collated)
     return LoadingStages(stages, of_batch, indices if stages else [], unseen)
 
 
 def _time_in_worker(
     indices: list[int], _: Any, *, images: int, dense: bool, collate: Callable[[Any], Any] | None, seconds: float
-) -> list[Stage]:
+) -> dict[str, Stage]:
     """A ``collate_fn`` that times the stages of the dataset as the worker has it that calls this."""
     dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
     if isinstance(dataset, CocoFolder | ShardDataset):
@@ -84,7 +85,7 @@ def _time_in_worker(
     if collate and len(indices) >= images:
         samples = [dataset[index] for index in indices[:images]]
         stages["collate"] = time_calls("collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images)
-    return [*stages.values()]
+    return stages
 
 
 def time_dataset_stages(dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float) -> dict[str, Stage]:

@@ -118,7 +118,7 @@ class LoopClock:
     def read(self) -> float:
         """Take in all batches that are over, and give the seconds of all waits so far; a GPU is waited for."""
         at_work = self._events[:2] if self._is_at_work else []
-        for event in [*at_work[1:], *(events[-1] for events in self._pending)][:1]:
+        for event in [*(events[-1] for events in self._pending), *at_work[1:]][-1:]:
             event.synchronize()
         self._settle()
         late_s = at_work[0].elapsed_time(at_work[1]) / 1000 if at_work else 0.0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from colab_utils.diagnosis import causes
 from colab_utils.diagnosis.causes import Facts, find_causes
@@ -261,3 +261,11 @@ def test_of_several_processes_each_says_its_rank(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     assert str(watched.summary()).startswith("Rank 3: ")
+
+
+def test_images_are_counted_that_came_where_collate_leaves_some_out():
+    dataset = TensorDataset(torch.zeros(8))
+    loader = DataLoader(dataset, batch_size=4, collate_fn=lambda samples: (torch.zeros(3, 2), torch.zeros(3)))
+    watched = watch(loader)
+    list(watched)
+    assert watched.summary().images == 6

@@ -91,3 +91,37 @@ def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
     assert FakeEvent.synchronized == 0
     assert clock.read() == pytest.approx(3.2)
     assert list(clock.between_s) == [0.5]
+
+
+def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypatch):
+    class FakeEvent:
+        made, done = [], -1  # the GPU works through them in order
+
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.place = len(self.made)
+            self.made.append(self)
+
+        def query(self):
+            return self.place <= self.done
+
+        def synchronize(self):
+            FakeEvent.done = max(self.done, self.place)
+
+        def elapsed_time(self, end):
+            assert self.query()
+            assert end.query()
+            return 1000.0 * (end.place - self.place)
+
+    for name, value in {"Event": FakeEvent, "is_available": lambda: True, "is_initialized": lambda: True}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    clock = LoopClock()
+    for _ in range(3):
+        clock.ask()
+        clock.receive()
+        clock.end_step()
+    clock.stop()
+    assert clock.read() == 3.0
+    assert list(clock.steps_s) == [1.0, 1.0, 1.0]
