@@ -20,15 +20,15 @@ def escape(text: str) -> str:
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class _OneLineError(Exception):
-    """An exception whose message is escaped; torch's report of a worker's error keeps its lines."""
+class _OneLine:
+    """An exception whose message is escaped as it is shown; torch's report of a worker's error keeps its lines."""
 
     def __str__(self) -> str:
         lines = super().__str__().split("\n")
         return "\n".join(map(escape, lines)) if lines[0].startswith("Caught ") else escape("\n".join(lines))
 
 
-class ColabUtilsError(_OneLineError):
+class ColabUtilsError(_OneLine, Exception):
     """One line that says what was expected, what was found, and what to do.
 
     Example:
@@ -42,7 +42,7 @@ class ColabUtilsError(_OneLineError):
         return [f"{type(self).__name__}: {self}"]
 
 
-class ColabUtilsWarning(_OneLineError, UserWarning):
+class ColabUtilsWarning(_OneLine, UserWarning):
     """One line on something that was decided for you; the command line prints it as a note."""
 
 
