@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import colab_utils
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import write_file
 
 __all__ = ["main"]
@@ -56,7 +56,7 @@ def _finish(report: Any, command: str, target: str) -> int:
     else:
         if target:
             write_file(Path(target), text.encode())
-        _print(f"{report}\n")
+        _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     if getattr(getattr(report, "change", None), "fails", False):
         _fail(ColabUtilsError("expected no slower loop than --fail-below allows, found one. See the last line."))
         return 3
@@ -176,7 +176,7 @@ def _preprocess(
         images, annotations, shards=shards, storage=storage, shard_mb=shard_mb, max_bad=max_bad, **settings
     )
     for image in report.skipped:
-        print(f"skipped {image.file_name}: {image.reason}", file=sys.stderr)
+        print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     return report
 
 
@@ -212,7 +212,7 @@ def _compare(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {' '.join(message.split())}. See {self.prog} --help.\n")
+        self.exit(2, f"error: {escape(' '.join(message.split()))}. See {self.prog} --help.\n")
 
 
 def positive_number(text: str) -> float:

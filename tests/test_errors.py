@@ -1,151 +1,99 @@
-"""docs/errors.md: every error of the package, from the code; and the record of those that the tests raise."""
+"""What reaches a terminal: one line, and no character that steers it."""
 
-import os
+import pickle
 import subprocess
 import sys
+import unicodedata
+import warnings
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
-from tools.list_errors import PACKAGE, PAGE, WHYS, Site, find_sites, find_unraised, make_page
+from colab_utils.__main__ import main
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error, escape
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def find_messages(tmp_path):
-    """The messages of the sites in a module."""
-
-    def find(code: str, name: str = "module.py") -> list[tuple[str, ...]]:
-        (tmp_path / name).write_text(code)
-        return [site.messages for site in find_sites(tmp_path) if site.module == name]
-
-    return find
+HOSTILE = "a\x1b[2J\x07\r\nerror: b\u202egpj.exe\u2066\x85\u2028\x9bc\udc80\x7f\u200f\u061c\x00.jpg"
+KEPT = "café cafe\u0301 猫 ねこ 👩\u200d👧 🇫🇷 ☀\ufe0f Ελ.jpg"  # joiners hold emoji together
 
 
-def test_the_page_is_what_the_code_gives():
-    page = make_page(find_sites(), WHYS.read_text(encoding="utf-8"))
-    assert PAGE.read_text(encoding="utf-8") == page, "run make errors"
-
-
-def test_every_line_that_makes_an_error_is_found():
-    lines = {(site.module, line) for site in find_sites() for line in site.lines}
-    for path in PACKAGE.rglob("*.py"):
-        module = path.relative_to(PACKAGE).as_posix()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if line.lstrip().startswith("raise ColabUtilsError("):
-                assert (module, number) in lines
-
-
-@pytest.mark.parametrize(
-    ("code", "messages"),
-    [
-        ("raise ColabUtilsError('expected a, found b. Do c.')", [("expected a, found b. Do c.",)]),
-        # names, attributes, calls and constants in a message
-        ("raise ColabUtilsError(f'{path}: {error.strerror}, {len(x)} of {INDEX_NAME}')\nINDEX_NAME = 'index.json'",
-         [("PATH: REASON, NUMBER of index.json",)]),
-        ("raise ColabUtilsError(f'{type(model).__name__}, {format_bytes(free)}, {chr(10).join(names)}')",
-         [("TYPE, SIZE, NAMES",)]),
-        # what a name stands for: all that it may be
-        ("def f():\n if a:\n  found = 'one'\n else:\n  found = f'{b} more'\n raise ColabUtilsError(f'found {found}')",
-         [("found one", "found B more")]),
-        ("def f():\n found = 'no'\n found = 'one'\n raise ColabUtilsError(found)\n found = 'two'", [("one",)]),
-        ("raise ColabUtilsError('no ' + ('image' if a else 'record'))", [("no image", "no record")]),
-        # a kind of the error, a name for kinds, and a function that makes one
-        ("class LostError(ColabUtilsError): ...\nclass GoneError(LostError): ...\nraise GoneError('gone')",
-         [("gone",)]),
-        ("def f():\n kind = ValueError if a else ColabUtilsError\n raise kind('gone')", [("gone",)]),
-        ("def _expect(found: str) -> ColabUtilsError:\n return ColabUtilsError(f'expected a, found {found}')\n"
-         "def f():\n if a: raise _expect('b')\n raise _expect(c)",
-         [("expected a, found b",), ("expected a, found C",)]),
-        # what explains itself
-        ("class Stall:\n def __str__(self): return f'found {self.what}'\n"
-         "def f(stall): raise ColabUtilsError(str(stall))",
-         [("found WHAT",)]),
-        ("raise ValueError('expected a, found b')", []),
-    ],
-)  # fmt: skip
-def test_messages_are_read_from_the_code(find_messages, code, messages):
-    assert find_messages(code) == messages
-
-
-def test_a_helper_of_another_module_with_the_same_name_is_another_one(find_messages, tmp_path):
-    (tmp_path / "other.py").write_text("def _expect(a: str) -> ColabUtilsError:\n return ColabUtilsError(f'no {a}')")
-    assert find_messages("def _expect(a, b) -> str: ...\n_expect(1, 2)") == []
-
-
-WHY = "# Area | Do it.\nmodule.py | found b | Because of c."
-
-
-def make_row(*messages: str, whys: str = WHY) -> str:
-    return make_page([Site("module.py", range(7, 8), messages)], whys).splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("message", "row"),
-    [
-        ("expected a, found b. Do c.", "| `expected a, found b` | Because of c. | Do c. |"),
-        ("expected a, found b: do c; or d", "| `expected a, found b` | Because of c. | Do c; or d. |"),
-        ("expected a, found b: REASON. Do c.", "| `expected a, found b: REASON` | Because of c. | Do c. |"),
-        ("expected a: b, found b", "| `expected a: b, found b` | Because of c. | Do it. |"),
-        ("found b|c. See `check`.", r"| `found b\|c` | Because of c. | See `check`. |"),
-        ("found b. `check` says it.", "| `found b` | Because of c. | `check` says it. |"),
-    ],
-)
-def test_a_message_is_split_into_what_was_found_and_what_to_do(message, row):
-    assert make_row(message) == row
-
-
-def test_messages_with_the_same_cure_share_a_row_and_a_why_may_say_what_to_do():
-    assert make_row("found b here. Do c.", "found b there. Do c.") == (
-        "| `found b here`<br>`found b there` | Because of c. | Do c. |"
+def is_safe(text):
+    return not any(
+        unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}
+        or unicodedata.bidirectional(char) in {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+        for char in text
     )
-    assert make_row("found b. Do c.", whys=f"{WHY} | Do d.") == "| `found b` | Because of c. | Do d. |"
 
 
-@pytest.mark.parametrize(
-    ("message", "whys", "fault"),
-    [
-        ("found x. Do c.", f"{WHY}\nmodule.py | found x | Because.", "no error of module.py says: found b"),
-        ("found x. Do c.", "# Area", "no why for module.py:7: found x"),
-        ("found b", WHY.replace(" | Do it.", ""), "not said what to do: module.py:7: found b"),
-        ("found b. Do c.", WHY.replace("module.py", "other.py"), "no why for module.py:7: found b"),
-    ],
-)
-def test_an_error_without_a_why_and_a_why_without_an_error_are_refused(message, whys, fault):
-    with pytest.raises(ValueError, match=fault):
-        make_row(message, whys=whys)
+class Hostile:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, _):
+        raise ColabUtilsError(f"expected an image in {HOSTILE}, found none")
 
 
-def test_an_error_that_no_test_raised_is_named(tmp_path):
-    sites = [Site("data/coco.py", range(7, 10), ("one",)), Site("drive.py", range(7, 8), ("two",))]
-    (tmp_path / "data+coco.py:9").touch()
-    (tmp_path / "drive.py:8").touch()
-    assert find_unraised(sites, tmp_path) == sites[1:]
-    told = subprocess.run(
-        [sys.executable, "-m", "tools.list_errors", "--raised", tmp_path], cwd=ROOT, capture_output=True, text=True
-    )
-    assert told.returncode == 1
-    assert (" errors of the package are raised by a test" in told.stdout, told.stderr) == (True, "")
-    assert "\ndrive.py:" in told.stdout
+def test_every_control_character_is_escaped_and_all_letters_stay():
+    for code in range(sys.maxunicode + 1):
+        char = chr(code)
+        assert is_safe(escape(char)), hex(code)
+        if unicodedata.category(char)[0] in "LMNPS" or char in "\u200c\u200d\ufe0f ":
+            assert escape(char) == char
+    assert escape(KEPT) == KEPT
+    assert escape("a\nb\u202ec") == r"a\nb\u202ec"
+    assert escape(escape(HOSTILE)) == escape(HOSTILE)
 
 
-def test_errors_are_recorded_where_they_are_made_in_forked_processes_too(tmp_path):
-    code = """if True:
-        import os, sys
-        from pathlib import Path
-        from tests.conftest import _record_errors
-        from colab_utils.drive import get_profile
-        _record_errors(Path(sys.argv[1]))
-        if os.fork() == 0:
-            get_profile("no such profile")
-        os.wait()
-    """
-    subprocess.run(
-        [sys.executable, "-c", code, tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-    )
-    site = next(site for site in find_sites() if "expected a Drive profile" in site.messages[0])
-    assert find_unraised([site], tmp_path) == []
+@pytest.mark.parametrize("kind", [ColabUtilsError, ColabUtilsWarning])
+def test_errors_and_warnings_escape_their_message(kind):
+    for error in (kind(f"found {HOSTILE}"), pickle.loads(pickle.dumps(kind(f"found {HOSTILE}")))):
+        assert is_safe(str(error))
+        assert r"a\x1b[2J\x07\r\nerror: b\u202egpj" in str(error)
+    assert str(kind(KEPT)) == KEPT
+
+
+def test_notebooks_and_warnings_show_one_line():
+    assert is_safe("".join(ColabUtilsError(HOSTILE)._render_traceback_()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.warn(HOSTILE, ColabUtilsWarning, stacklevel=1)
+    assert is_safe(str(caught[0].message))
+
+
+def test_other_errors_are_described_without_control_characters():
+    assert is_safe(describe_error(ValueError("\x1b[31m\u202ebad")))
+
+
+def test_the_error_of_a_workers_dataset_keeps_the_lines_of_torch():
+    with pytest.raises(ColabUtilsError) as caught:
+        next(iter(DataLoader(Hostile(), num_workers=1)))
+    lines = str(caught.value).split("\n")
+    assert len(lines) > 3
+    assert all(map(is_safe, lines))
+    assert describe_error(caught.value) == escape(f"expected an image in {HOSTILE}, found none")
+
+
+def test_the_command_line_shows_no_control_character(tmp_path, capsys, tiny_dataset):
+    name = "no\x1b[2J\u202e.json\n"
+    for words in (["verify", "--shards", tmp_path / name], ["verify", "--shards", tmp_path, name], ["check" + name]):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as exit_:
+            status = exit_.code
+        shown = capsys.readouterr().err
+        assert status == 2
+        assert shown.count("\n") == 1
+        assert is_safe(shown.rstrip("\n"))
+
+
+def test_skipped_images_are_listed_without_control_characters(tmp_path, tiny_dataset):
+    text = Path(tiny_dataset.annotations).read_text()
+    first = next(path.name for path in sorted(Path(tiny_dataset.images).iterdir()) if path.name in text)
+    (tmp_path / "a.json").write_text(text.replace(first, r"\u001b[2J\nerror: all is lost\u202e.jpg", 1))
+    done = subprocess.run(
+        [sys.executable, "-m", "colab_utils", "preprocess", "--images", tiny_dataset.images, "--annotations",
+         tmp_path / "a.json", "--shards", tmp_path / "shards", "--storage", "keep", "--max-bad", "0.5"],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert r"skipped \x1b[2J\nerror: all is lost\u202e.jpg: the file is missing" in done.stderr
+    assert all(map(is_safe, (done.stdout + done.stderr).split("\n")))
