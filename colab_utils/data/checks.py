@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from colab_utils.data.coco import CocoDataset, decode_text, is_sound_box, read_bytes, read_coco, resolve_image
+from colab_utils.data.coco import CocoDataset, decode_text, read_bytes, read_coco, resolve_image
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
@@ -37,8 +37,8 @@ _EFFECTS = {
     "missing image": "image is skipped",
     "bad image": "image is skipped",
     "size mismatch": "image is skipped",
+    "bad annotation": "image is skipped",
     "bad mask": "image is skipped",
-    "bad box": "image is skipped",
     "box without area": "note: object is left out, as torchvision does",
     "image without objects": "note: kept, left out of training",
     "repeated file_name": "note: kept, the same picture counts twice",
@@ -178,17 +178,17 @@ def _find_defects(images: Path, dataset: CocoDataset) -> Iterator[_Defect]:
 
 
 def _check_image(images: Path, dataset: CocoDataset, i: int) -> list[_Defect]:
-    image, annotations = dataset.image(i), dataset.annotations(i)
+    image, (annotations, faults) = dataset.image(i), dataset.read_annotations(i)
     name, number = image["file_name"], image["id"]
     kind, found, size = _check_file(images, image)
     defects = [_Defect(kind, f"{name}: {found}", number)] if kind else []
-    if not annotations:
+    for fault, reason in faults:
+        defects.append(_Defect("bad annotation", f"{name}: annotation {fault}: {reason}", number, fault))
+    if not annotations and not faults:
         defects.append(_Defect("image without objects", name, number))
     for one in annotations:
         where, (width, height) = f"{name}: annotation {one['id']}", one["bbox"][2:]
-        if not is_sound_box(one):
-            defects.append(_Defect("bad box", f"{where}: bbox {one['bbox']}, area {one['area']}", number, one["id"]))
-        elif not (width > 0 and height > 0) and not one["iscrowd"]:
+        if not (width > 0 and height > 0) and not one["iscrowd"]:
             defects.append(_Defect("box without area", where, number, one["id"]))
         try:
             if all(size):

@@ -249,7 +249,7 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
             found = f"found {describe_error(error)}{cure}".replace("found expected a batch, ", "")
             raise ColabUtilsError(f"expected batch {number + 1} from the loader, {found}") from error
         if number == 0:
-            raise ColabUtilsError("expected batches from the loader, found none: is the dataset smaller than a batch?")
+            raise ColabUtilsError("expected batches from the loader, found none: lower the batch size")
         if number == before:
             return  # an iterator: it cannot start again
 
@@ -261,8 +261,13 @@ def _is_pair(batch: Any) -> bool:
 
 def count_images(batch: Any) -> int:
     """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of samples, of a tensor."""
-    if type(batch) in (tuple, list) and len(batch) == 2 and type(batch[0]) is torch.Tensor and batch[0].ndim:
-        return len(batch[0])  # what most batches are: the rest takes 50 µs where a step has filled the caches
+    if (
+        type(batch) in (tuple, list)
+        and len(batch) == 2
+        and type(batch[0]) is torch.Tensor
+        and (shape := batch[0].shape)
+    ):
+        return shape[0]  # what most batches are: the rest takes 50 µs where a step has filled the caches
     first = batch[0] if isinstance(batch, list) and batch and not _is_pair(batch) else None
     if isinstance(first, Mapping | tuple | str) or getattr(first, "ndim", 0) == 3:
         return len(batch)
@@ -295,7 +300,7 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     """
     for part in restore:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} in it")
+            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} there: omit it")
     parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
     owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
     orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
