@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.coco import is_sound_box
-from colab_utils.data.decoding import read_npy_header
+from colab_utils.data.decoding import MOST_PIXELS, read_npy_header
 from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
@@ -39,7 +38,7 @@ __all__ = [
 
 _OF_THE_TAR = ("name", "images", "annotations", "bytes", "xxh3_64")  # in the head, as in `ShardInfo`
 _START_BYTES = 16  # before the head
-_MOST_PIXELS = 1 << 27  # of an image: what a larger one would take, no loader has
+_LARGEST_NUMBER = 1e15  # of a box
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +236,9 @@ def check_record(record: dict[str, Any]) -> list[dict[str, Any]]:
         KeyError, TypeError, ValueError, ColabUtilsError: if it is no record.
     """
     for one in record["annotations"]:
-        if not (isinstance(one["category_id"], int) and one["iscrowd"] in (0, 1) and is_sound_box(one)):
+        numbers = [*one["bbox"], one["area"]]
+        sound = len(numbers) == 5 and all(abs(number) < _LARGEST_NUMBER for number in numbers)
+        if not (sound and isinstance(one["category_id"], int) and one["iscrowd"] in (0, 1)):
             raise ValueError(f"an annotation {one}")
     return [
         encode_segmentation(one["segmentation"], record["height"], record["width"]) for one in record["annotations"]
@@ -259,12 +260,14 @@ def _check_arrays(arrays: ShardArrays, shard: ShardInfo, categories: Sequence[di
     if spans.min(initial=0) < 0 or (spans[:, 0] > shard.bytes - spans[:, 1]).any():
         raise ValueError("places outside the tar")
     sizes = arrays.sizes.astype(np.int64)
-    if sizes.min(initial=1) < 1 or sizes.prod(1).max(initial=0) > _MOST_PIXELS:
+    if sizes.min(initial=1) < 1 or sizes.prod(1).max(initial=0) > MOST_PIXELS:
         raise ValueError("sizes of no images")
     limits = np.repeat(sizes[:, ::-1], counts, axis=0)
     for corners in (arrays.boxes, arrays.crops):  # not a number: on no side of another
         if not ((corners[:, :2] >= 0) & (corners[:, :2] <= corners[:, 2:]) & (corners[:, 2:] <= limits)).all():
             raise ValueError("a box or a mask outside its image")
+    if not ((arrays.boxes[:, :2] < arrays.boxes[:, 2:]).all() and np.isfinite(arrays.areas).all()):
+        raise ValueError("a box without area")
     if not np.array_equal(arrays.mask_ends, np.concatenate([[0], np.cumsum(count_mask_bytes(arrays.crops))])):
         raise ValueError("masks of other sizes")
     if not np.isin(arrays.labels, [category["id"] for category in categories]).all():

@@ -10,9 +10,9 @@ import json
 import os
 import pickle
 import shutil
-import warnings
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 

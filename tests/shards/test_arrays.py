@@ -229,6 +229,8 @@ def put(place, value):
         (edit("boxes", put((0, 0), np.nan)), "outside its image"),
         (edit("boxes", put((0, 3), np.inf)), "outside its image"),
         (edit("boxes", put((0, 0), 7)), "outside its image"),  # right of its own right side
+        (edit("boxes", put((0, 2), 1)), "without area"),
+        (edit("areas", put(0, np.nan)), "without area"),
         (edit("mask_ends", put(1, 2**62)), "masks of other sizes"),
         (edit("mask_ends", put(slice(None), -1)), "bits as"),
         (edit("bits", lambda v: v[:-1]), "bits as"),
