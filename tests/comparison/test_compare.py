@@ -431,6 +431,15 @@ def test_bad_settings_are_refused(tiny_dataset, tmp_path, settings, words):
         compare(annotations=tiny_dataset.annotations, folder=tmp_path, **settings)
 
 
+def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prepare):
+    (tmp_path / "empty.json").write_text('{"images": [], "annotations": [], "categories": []}')
+    with pytest.raises(ColabUtilsError, match=r"expected images in .*empty.json, found none: name"):
+        prepare(annotations=tmp_path / "empty.json")
+    (tmp_path / "images").mkdir()  # of another dataset
+    with pytest.raises(ColabUtilsError, match=r"expected usable images in .*, found none\. The first: .*Run check"):
+        prepare(images=tmp_path / "images")
+
+
 # ------------------------------------------------------------------------------------- what a dataset costs
 
 
