@@ -325,7 +325,7 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
         ({"segmentation": [[1, 2, 3, 4]]}, "one of 4 numbers"),
         ({"segmentation": {"size": [4, 4], "counts": [16]}}, "expected RLE of size [128, 160]"),
         ({"segmentation": {"size": [128, 160], "counts": "zz"}}, "found damaged ones"),
-        ({"bbox": [float("nan"), 1, 2, 3]}, "expected finite numbers"),
+        ({"bbox": [float("nan"), 1, 2, 3]}, "where COCO has finite numbers"),
     ],
 )
 def test_a_bad_annotation_is_named(dataset, folder, changes, reason):
