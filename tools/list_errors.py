@@ -1,9 +1,9 @@
 """Every error of the package in one table, ``docs/errors.md``: `make errors`.
 
-The messages, and what they say to do, are read from the code. Why each happens stands in ``list_errors.txt``: areas of
-the user's work (``# area | what to do where a message does not say it``), and below each its errors (``modules | some
-words of the message | why``, and perhaps ``| what to do``). An error without a why and a why without an error are
-refused.
+The messages, and what they say to do, are read from the code. Why each happens stands in ``list_errors.txt``, after an
+introduction: areas of the user's work (``# area | what to do where a message does not say it``), and below each its
+errors (``modules | some words of the message | why``, and perhaps ``| what to do``). An error without a why and a why
+without an error are refused.
 """
 
 from __future__ import annotations
@@ -22,28 +22,19 @@ __all__ = ["Site", "find_sites", "find_unraised", "make_page"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PAGE, WHYS = ROOT / "colab_utils", ROOT / "docs" / "errors.md", Path(__file__).with_suffix(".txt")
-_INTRODUCTION = """# Errors
-
-What each error of `colab_utils` says, why it happens on Colab, and what to do. A word in CAPITALS stands for what your
-message names in its place. An error is one line: what was expected, what was found, what to do. In a notebook, `%tb`
-shows where it comes from. What was finished before an error is safe: run the same cell or command again, and it goes on
-there.
-
-This page is made from the code by `make errors`, and a test raises each error on it.
-"""
 _WORDS = {"strerror": "REASON", "self": "THESE"}
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the code that makes an error."""
+    """A place in the code that makes an error, and what it says."""
 
     module: str
     """File, relative to the package."""
     lines: range
     """Its first line to its last."""
-    messages: tuple[str, ...]
-    """What it may say, with PLACEHOLDERS for what is known only when it happens."""
+    message: str
+    """What it says, with PLACEHOLDERS for what is known only when it happens; one place may say different things."""
 
 
 def find_sites(package: Path = PACKAGE) -> list[Site]:
@@ -90,8 +81,8 @@ class _Code:
             for scope in ast.walk(tree):
                 if isinstance(scope, ast.Module | ast.FunctionDef) and scope not in self.makers.values():
                     for call in _walk_scope(scope):
-                        if isinstance(call, ast.Call) and (messages := self._read_call(module, call, scope)):
-                            yield Site(module, range(call.lineno, (call.end_lineno or 0) + 1), tuple(messages))
+                        for message in self._read_call(module, call, scope) if isinstance(call, ast.Call) else ():
+                            yield Site(module, range(call.lineno, (call.end_lineno or 0) + 1), message)
 
     def _read_call(self, module: str, call: ast.Call, scope: ast.AST) -> list[str]:
         """The messages of a call that makes an error; none of another one."""
@@ -139,10 +130,10 @@ class _Code:
                 return ["".join(texts) for texts in product(*self._fill([one, other], scope, known))]
             case ast.IfExp(body=one, orelse=other) if self._is_text(one, other, scope, known):
                 ways = [one, other]
-            case ast.BoolOp(values=[_, ast.JoinedStr() as one]):
+            case ast.BoolOp(values=[_, ast.JoinedStr() as one]) | ast.Attribute(value=ast.JoinedStr() as one):
                 ways = [one]
-            case ast.Call(func=ast.Attribute(value=ast.JoinedStr() as one)):  # its .replace(...)
-                ways = [one]
+            case ast.Call(func=ast.Attribute() as one):  # text.replace(...)
+                ways = [one] if self._read(one, scope, known) else []
             case ast.Subscript(value=ast.Tuple(elts=ways)):
                 pass
             case ast.Name():
@@ -183,29 +174,25 @@ def make_page(sites: Sequence[Site], whys: str) -> str:
     Raises:
         ValueError: an error without a why, or without what to do; a why without an error.
     """
-    area, usual, faults, pages = "", "", list[str](), list[str]()
-    left = [(site, message) for site in sites for message in site.messages]
-    for line in filter(None, whys.splitlines()):
-        first, *rest = (part.strip() for part in line.split(" | "))
-        if first.startswith("# "):
-            area, usual = first, " ".join(rest)
-            pages.append(f"\n#{area}\n\n| the message | why it happens | what to do |\n|---|---|---|\n")
-            continue
-        words, why, *told = rest
-        found = [(site, message) for site, message in left if site.module in first.split(", ") and words in message]
-        faults += [] if found else [f"no error of {first} says: {words}"]
-        left = [one for one in left if one not in found]
-        rows = dict[str, dict[str, None]]()
-        for site, message in found:
-            said, cure = _split(message)
-            cure = "".join(told) or cure or usual
-            faults += [] if cure else [f"not said what to do: {site.module}:{site.lines[0]}: {message}"]
-            rows.setdefault(cure, {})[said] = None
-        pages += [f"| {'<br>'.join(map(_quote, said))} | {why} | {cure} |\n" for cure, said in rows.items()]
-    faults += [f"no why for {site.module}:{site.lines[0]}: {message}" for site, message in left]
+    introduction, *areas = whys.split("\n# ")
+    page, faults, left = f"# Errors\n\n{introduction}", list[str](), list(sites)
+    for area in areas:
+        head, *lines = filter(None, area.splitlines())
+        name, _, usual = head.partition(" | ")
+        page += f"\n## {name}\n\n| the message | why it happens | what to do |\n|---|---|---|\n"
+        for modules, words, why, *told in (line.split(" | ") for line in lines):
+            found = [one for one in left if one.module in modules.split(", ") and words in one.message]
+            faults += [] if found else [f"no error of {modules} says: {words}"]
+            left = [one for one in left if one not in found]
+            rows = dict[str, dict[str, None]]()
+            for said, cure in (_split(one.message) for one in found):
+                rows.setdefault("".join(told) or cure or usual, {})[_quote(said)] = None
+            faults += [f"not said what to do: {one.module}: {one.message}" for one in found if "" in rows]
+            page += "".join(f"| {'<br>'.join(said)} | {why} | {cure} |\n" for cure, said in rows.items())
+    faults += [f"no why for {one.module}:{one.lines[0]}: {one.message}" for one in left]
     if faults:
         raise ValueError("\n".join(f"tools/list_errors.txt: {fault}" for fault in faults))
-    return _INTRODUCTION + "".join(pages)
+    return page
 
 
 def _split(message: str) -> tuple[str, str]:
@@ -235,9 +222,12 @@ def main() -> None:
     parser.add_argument("--raised", metavar="DIR", type=Path, help="fail if the tests did not raise each error")
     options, sites = parser.parse_args(), find_sites()
     if options.raised:
-        left = [f"{one.module}:{one.lines[0]}: {one.messages[0]}" for one in find_unraised(sites, options.raised)]
-        print(f"{len(sites) - len(left)} of {len(sites)} errors of the package are raised by a test", *left, sep="\n")
-        sys.exit(bool(left))
+        left = [f"{one.module}:{one.lines[0]}: {one.message}" for one in find_unraised(sites, options.raised)]
+        sys.exit(
+            "\n".join([f"error: expected a test for each error of the package, found {len(left)} without", *left])
+            if left
+            else 0
+        )
     try:
         page = make_page(sites, WHYS.read_text(encoding="utf-8"))
     except ValueError as error:

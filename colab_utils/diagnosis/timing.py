@@ -300,7 +300,7 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     """
     for part in restore:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} there: omit it")
+            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it out")
     parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
     owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
     orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]

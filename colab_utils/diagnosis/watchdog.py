@@ -120,7 +120,7 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
     """
     require_linux("watch a loader")
     if on_stall not in get_args(OnStall):
-        raise ColabUtilsError(f"expected on_stall as one of {', '.join(get_args(OnStall))}, found {on_stall!r}: choose")
+        raise ColabUtilsError(f"expected on_stall in {', '.join(get_args(OnStall))}, found {on_stall!r}: choose one")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
         raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):

@@ -436,7 +436,7 @@ def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prep
     with pytest.raises(ColabUtilsError, match=r"expected images in .*empty.json, found none: name"):
         prepare(annotations=tmp_path / "empty.json")
     (tmp_path / "images").mkdir()  # of another dataset
-    with pytest.raises(ColabUtilsError, match=r"expected usable images in .*images, found none, as of .*Run check"):
+    with pytest.raises(ColabUtilsError, match=r"expected usable images in .*, found none\. The first: .*Run check"):
         prepare(images=tmp_path / "images")
 
 

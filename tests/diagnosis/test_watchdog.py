@@ -500,7 +500,7 @@ def test_it_costs_little():
         ({"timeout_s": 0}, "timeout_s as seconds over 0"),
         ({"timeout_s": float("nan")}, "timeout_s as seconds over 0"),
         ({"timeout_s": "60"}, "timeout_s as seconds over 0"),
-        ({"on_stall": "panic"}, "one of report, skip, restart"),
+        ({"on_stall": "panic"}, "in report, skip, restart"),
         ({"on_stall": "skip"}, "worker processes of make_loader"),  # a list has none
     ],
 )
