@@ -42,7 +42,7 @@ def test_every_line_that_makes_an_error_is_found():
     [
         ("raise ColabUtilsError('expected a, found b. Do c.')", ["expected a, found b. Do c."]),
         # names, attributes, calls and constants in a message
-        ("raise ColabUtilsError(f'{path}: {error.strerror}, {len(x)} of {INDEX_NAME}')\nINDEX_NAME = 'index.json'",
+        ("raise ColabUtilsError(f'{path}: {error.strerror}, {len(x)} of {INDEX_NAME}')\nINDEX_NAME, X = 'index.json', 1",
          ["PATH: REASON, NUMBER of index.json"]),
         ("raise ColabUtilsError(f'{type(model).__name__}, {format_bytes(free)}, {chr(10).join(names)}')",
          ["TYPE, SIZE, NAMES"]),

@@ -63,9 +63,11 @@ class _Code:
         nodes = [(module, node) for module, tree in self.trees.items() for node in ast.walk(tree)]
         classes = [node for _, node in nodes if isinstance(node, ast.ClassDef)]
         functions = [(module, node) for module, node in nodes if isinstance(node, ast.FunctionDef)]
-        constants = [node for _, node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+        assigned = [(node.targets[0], node.value) for _, node in nodes if isinstance(node, ast.Assign)]
+        sides = [(getattr(to, "elts", [to]), getattr(value, "elts", [value])) for to, value in assigned]
         self.parents = {child: node for _, node in nodes for child in ast.iter_child_nodes(node)}
-        self.constants = {_name(node.targets[0]): node.value.value for node in constants}
+        pairs = [pair for names, values in sides for pair in zip(names, values, strict=False)]
+        self.constants = {_name(to): value.value for to, value in pairs if isinstance(value, ast.Constant)}
         self.kinds = {"ColabUtilsError"}
         while new := {one.name for one in classes if self.kinds & {*map(_name, one.bases)}} - self.kinds:
             self.kinds |= new
@@ -154,7 +156,7 @@ def _make_placeholder(node: ast.AST) -> str:
         case ast.Attribute(attr="size") | ast.Call(func=ast.Name(id="len")):
             return "NUMBER"
         case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Constant(value=str(name)):
-            return _WORDS.get(name, re.sub(" s$", "", name.strip("_").replace("_", " ")).upper())
+            return _WORDS.get(name, re.sub(" [sS]$", "", name.strip("_").replace("_", " ")).upper())
         case ast.Call(func=ast.Attribute(attr=name)) if name.startswith("find_"):
             return name.removeprefix("find_").upper()
         case ast.Call(func=ast.Attribute(attr="join" | "get"), args=[one, *_]) | ast.GeneratorExp(elt=one):
@@ -200,7 +202,9 @@ def _split(message: str) -> tuple[str, str]:
     for end in (r"\. (?=[A-Z`])", "[:;] "):
         match = re.match(rf"((?:.*?\bfound\b:? |(?!.*\bfound\b)).*?){end}(.+)", message)
         if match and not match[1].isupper() and not match[2].isupper():
-            return match[1], (match[2][0].upper() + match[2][1:].rstrip(".?") + ".").replace("|", r"\|")
+            return match[1], (match[2][0].upper() + match[2][1:].rstrip(".?") + ".").replace(".).", ".)").replace(
+                "|", r"\|"
+            )
     return message.rstrip("."), ""
 
 
