@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from colab_utils.data.coco import CocoDataset, decode_text, read_bytes, read_coco, resolve_image
+from colab_utils.data.coco import CocoDataset, decode_text, read_bytes, read_coco
 from colab_utils.data.masks import encode_segmentation
-from colab_utils.drive import get_profile, guard_drive, read_file
+from colab_utils.drive import DriveLostError, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import show_progress, write_file
 
@@ -180,7 +180,7 @@ def _find_defects(images: Path, dataset: CocoDataset) -> Iterator[_Defect]:
 def _check_image(images: Path, dataset: CocoDataset, i: int) -> list[_Defect]:
     image, (annotations, faults) = dataset.image(i), dataset.read_annotations(i)
     name, number = image["file_name"], image["id"]
-    kind, found, size = _check_file(images, image)
+    kind, found, size = _check_file(images, dataset, i)
     defects = [_Defect(kind, f"{name}: {found}", number)] if kind else []
     for fault, reason in faults:
         defects.append(_Defect("bad annotation", f"{name}: annotation {fault}: {reason}", number, fault))
@@ -198,11 +198,14 @@ def _check_image(images: Path, dataset: CocoDataset, i: int) -> list[_Defect]:
     return defects
 
 
-def _check_file(images: Path, image: dict[str, Any]) -> tuple[str, str, tuple[int, int]]:
+def _check_file(images: Path, dataset: CocoDataset, i: int) -> tuple[str, str, tuple[int, int]]:
     """The kind of defect of an image file (or ""), what was found, and the masks' height and width, 0 if unknown."""
-    size = image["height"], image["width"]
+    height, width = dataset.sizes[i].tolist()
+    size = height, width
     try:
-        path = resolve_image(images, image["file_name"])
+        path, _ = dataset.find_image(images, i)
+    except DriveLostError:
+        raise
     except ColabUtilsError:
         return "unsafe file_name", "leaves the image folder", size
     try:
