@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from colab_utils.data.coco import read_coco, warn_of_found_images
-from colab_utils.data.decoding import decode_pixels
+from colab_utils.data.coco import open_coco
+from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -211,8 +211,7 @@ class CocoFolder(_CocoSamples):
     ) -> None:
         self.folder = Path(images)
         self.profile, self.retries = get_profile(profile, images), Retries()
-        self.coco = read_coco(annotations)
-        warn_of_found_images(images, self.coco)
+        self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.fingerprint = self.coco.fingerprint
         self.image_ids, self.sizes = self.coco.image_ids, self.coco.sizes
@@ -221,7 +220,9 @@ class CocoFolder(_CocoSamples):
         index = self._check(index)
         data = self.read(index)
         try:
-            image = self.decode(data)
+            image, (height, width) = self.decode(data), self.sizes[index].tolist()
+            if height and width and image.shape[1:] != (height, width):
+                image = torch.from_numpy(decode_upright(data, height, width).transpose(2, 0, 1).copy())
         except ColabUtilsError as error:
             raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
         height, width = image.shape[-2:]
