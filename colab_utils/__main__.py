@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import colab_utils
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import write_file
 
 __all__ = ["main"]
@@ -55,7 +55,7 @@ def _finish(report: Any, command: str, target: str) -> int:
     else:
         if target:
             write_file(Path(target), text.encode())
-        _print(f"{report}\n")
+        _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     if getattr(getattr(report, "change", None), "fails", False):
         print("error: expected no slower loop than --fail-below allows, found one. See the last line.", file=sys.stderr)
         return 3
@@ -108,7 +108,7 @@ def _print(text: str) -> None:
 
 
 def _fail(message: str) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    print("error: " + escape(" ".join(message.split())), file=sys.stderr)
     return 2
 
 
@@ -179,7 +179,7 @@ def _preprocess(
         images, annotations, shards=shards, storage=storage, shard_mb=shard_mb, max_bad=max_bad, **settings
     )
     for image in report.skipped:
-        print(f"skipped {image.file_name}: {image.reason}", file=sys.stderr)
+        print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     return report
 
 
@@ -215,7 +215,7 @@ def _compare(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {' '.join(message.split())}. See {self.prog} --help.\n")
+        self.exit(2, f"error: {escape(' '.join(message.split()))}. See {self.prog} --help.\n")
 
 
 def positive_number(text: str) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from time import monotonic, sleep, thread_time
+from time import perf_counter, sleep, thread_time
 from typing import Any, Literal, get_args
 
 from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, forking, read_ending
@@ -234,10 +234,11 @@ class _Pass:
         try:
             with self._record.measure_pass() as clock:
                 while True:
-                    clock.ask()
+                    asked_s = clock.ask()
                     began_cpu_s = thread_time() if alone else 0.0  # it takes 10 µs
-                    batch = self._fetch()
-                    self._record.wait_cpu_s += thread_time() - began_cpu_s if alone else 0.0
+                    batch = self._fetch(asked_s)
+                    if alone:
+                        self._record.wait_cpu_s += thread_time() - began_cpu_s
                     if batch is _END:
                         break
                     clock.receive(count_images(batch))
@@ -248,11 +249,10 @@ class _Pass:
             if before is not None:
                 signal.signal(_INTERRUPT, before)
 
-    def _fetch(self) -> Any:
+    def _fetch(self, asked_s: float) -> Any:
         """The next batch; after a worker ended, start again if that is asked for."""
         for tries in range(_MAX_TRIES + 1):
-            asked_s = self._asked_s = monotonic()
-            cause = None
+            self._asked_s, cause = asked_s, None
             before, forking.monitor = forking.monitor, self._monitor
             try:
                 try:
@@ -274,7 +274,7 @@ class _Pass:
                     self._given_up = dead[0], stall
                     self._report(stall, gives_up=True)
                 cause = error
-            self._batches = None
+            self._batches, asked_s = None, perf_counter()
             self._recover(cause, last=tries == _MAX_TRIES)
 
     def _begin(self) -> Any:
@@ -308,9 +308,9 @@ class _Pass:
                 told.clear()
             with suppress(Exception):  # what is looked at may go away meanwhile
                 self._record.resources.look(self._record.clock.count)
-                if asked_s is not None and monotonic() - asked_s > _LATE_S:
+                if asked_s is not None and perf_counter() - asked_s > _LATE_S:
                     self._record.note_samples(self._list_samples())
-            if asked_s is None or monotonic() - asked_s < due_s - min(_LOOK_S, due_s / 2):
+            if asked_s is None or perf_counter() - asked_s < due_s - min(_LOOK_S, due_s / 2):
                 continue
             try:
                 blamed, stall = self._look(asked_s)
@@ -337,8 +337,8 @@ class _Pass:
         def inspect() -> Activity:
             return self._monitor.inspect_thread(self._thread) if here else self._monitor.inspect_worker(blamed.pid)
 
-        before, until_s = inspect(), monotonic() + _LOOK_S
-        while self._asked_s == asked_s and monotonic() < until_s:
+        before, until_s = inspect(), perf_counter() + _LOOK_S
+        while self._asked_s == asked_s and perf_counter() < until_s:
             sleep(_TICK_S)
         seen = inspect()
         moves = (seen.bytes_read, seen.sample) != (before.bytes_read, before.sample)
@@ -392,7 +392,7 @@ class _Pass:
     def _make_stall(self, verdict: Verdict, asked_s: float, blamed: WorkerJob, seen: Activity, cure: str = "") -> Stall:
         file = seen.path if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
         return Stall(
-            verdict, monotonic() - asked_s, blamed.worker, blamed.pid, seen.sample, blamed.indices, file, seen.call,
+            verdict, perf_counter() - asked_s, blamed.worker, blamed.pid, seen.sample, blamed.indices, file, seen.call,
             seen.stack, cure or _FINDINGS[verdict][1],
         )  # fmt: skip
 

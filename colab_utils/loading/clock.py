@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 __all__ = ["LoopClock"]
 
-_CHECKED = 15  # every 16th batch: whether CUDA is used
+_CHECKED = 63  # every 16th batch, of four times each: whether CUDA is used
 
 
 class LoopClock:
@@ -43,9 +43,9 @@ class LoopClock:
     def __init__(self) -> None:
         # of each batch: when it was asked for, came, its step ended, and it was left; noted in few lines, for each of
         # them costs microseconds where a step has filled the processor's caches
-        self._asked, self._came, self._ended, self._left = (array("d") for _ in range(4))
+        self._times = array("d")
         self.firsts, self.ends_s, self.images = array("q"), 0.0, 0
-        self.began_s = self._asked_s = self._left_s = perf_counter()
+        self.began_s = self._asked_s = self._came_s = self._ended_s = self._left_s = perf_counter()
         self._is_first, self._is_at_work, self._is_on_gpu = True, False, False
         self._events: list[Any] = []  # of the batch at work, on CUDA's stream
         self._pending: deque[list[Any]] = deque()  # of batches that a GPU may still be at
@@ -53,7 +53,7 @@ class LoopClock:
     @property
     def count(self) -> int:
         """Batches that came and are over: the number of the one that is asked for, or at work."""
-        return len(self._left)
+        return len(self._times) // 4
 
     @property
     def seconds(self) -> float:
@@ -63,34 +63,32 @@ class LoopClock:
     @property
     def waits_s(self) -> NDArray[np.float64]:
         """Seconds until each batch came, float64 [batches that are over]."""
-        return self._subtract(self._came, self._asked)
+        return self._subtract(1)
 
     @property
     def steps_s(self) -> NDArray[np.float64]:
         """Seconds from there until its step ended, float64 [batches that are over]."""
-        return self._subtract(self._ended, self._came)
+        return self._subtract(2)
 
     @property
     def between_s(self) -> NDArray[np.float64]:
         """Seconds from there until the next batch was asked for, or the loop was left; float64 [batches]."""
-        return self._subtract(self._left, self._ended)
+        return self._subtract(3)
 
-    def ask(self) -> None:
-        """The next batch is asked for."""
-        self._asked_s = now_s = perf_counter()
-        if self._is_first or not len(self._left) & _CHECKED:
+    def ask(self) -> float:
+        """The next batch is asked for; gives the time, by `time.perf_counter`."""
+        now_s = perf_counter()
+        if self._is_first or not len(self._times) & _CHECKED:
             self._is_on_gpu = torch.cuda.is_initialized()
         events = [_record_event()] if self._is_on_gpu else []
         if self._is_at_work:
             self._leave(now_s, events)
-        self._events = events
+        self._asked_s, self._events = now_s, events
+        return now_s
 
     def receive(self, images: int = 0) -> None:
         """The batch came, with so many images."""
-        self._asked.append(self._asked_s)
-        self._came.append(perf_counter())
-        self._ended.append(0.0)
-        self._is_at_work = True
+        self._came_s, self._ended_s, self._is_at_work = perf_counter(), 0.0, True
         self.images += images
         if self._events:
             self._events.append(_record_event())
@@ -102,7 +100,7 @@ class LoopClock:
     def end_step(self) -> None:
         """The step ended; where it is said several times for a batch, the last time counts."""
         if self._is_at_work:
-            self._ended[-1] = perf_counter()
+            self._ended_s = perf_counter()
             if self._events:
                 self._events[2:] = [_record_event()]
 
@@ -123,13 +121,12 @@ class LoopClock:
         self._settle()
         late_s = at_work[0].elapsed_time(at_work[1]) / 1000 if at_work else 0.0
         if self._is_at_work and not at_work:
-            late_s = self._came[-1] - self._asked[-1]
+            late_s = self._came_s - self._asked_s
         return float(self.waits_s.sum()) + late_s
 
     def _leave(self, now_s: float, events: list[Any]) -> None:
         """The batch at work ends here."""
-        self._left.append(now_s)
-        self._ended[-1] = self._ended[-1] or now_s
+        self._times.extend((self._asked_s, self._came_s, self._ended_s or now_s, now_s))
         self._is_at_work = False
         if self._events:
             self._pending.append([*self._events, *events])
@@ -138,16 +135,15 @@ class LoopClock:
     def _settle(self) -> None:
         """Replace times of the wall clock by those of the stream, where the GPU has done its work."""
         while self._pending and self._pending[0][-1].query():
-            number, events = len(self._left) - len(self._pending), self._pending.popleft()
+            row, events = 4 * (self.count - len(self._pending)), self._pending.popleft()
             parts_s = [first.elapsed_time(then) / 1000 for first, then in pairwise(events)]
-            wait_s, step_s, between_s = [*parts_s, 0.0][:3]
-            self._came[number] = self._asked[number] + wait_s
-            self._ended[number] = self._came[number] + step_s
-            self._left[number] = self._ended[number] + between_s
+            for part, seconds in enumerate([*parts_s, 0.0][:3], row):
+                self._times[part + 1] = self._times[part] + seconds
 
-    def _subtract(self, later: Any, earlier: Any) -> NDArray[np.float64]:
-        count = len(self._left) - len(self._pending)
-        return np.array(later[:count]) - np.array(earlier[:count])
+    def _subtract(self, part: int) -> NDArray[np.float64]:
+        """How long this part of each batch took that is over."""
+        times = np.array(self._times[: 4 * (self.count - len(self._pending))]).reshape(-1, 4)
+        return times[:, part] - times[:, part - 1]
 
 
 def _record_event() -> Any:

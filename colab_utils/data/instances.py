@@ -1,0 +1,135 @@
+"""Masks as image files, one colour an object, to COCO instance JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import show_progress, write_file
+
+__all__ = ["convert_masks"]
+
+_ORIENTATION = 0x0112  # of EXIF
+_MOST_OBJECTS = 5000  # in one mask: more colours are a photo, or a mask that was saved as JPEG
+
+
+def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, category: str = "object") -> Path:
+    """Write the COCO instance JSON of a folder of images and a folder of masks, such as Penn-Fudan's.
+
+    A mask has its image's size. 0, or black, is the background; every other value or colour is one object. The mask of
+    ``a.jpg`` is called ``a.png``, or ``a_mask.png`` with the same ending for all. The objects become RLE with the same
+    pixels; boxes and areas are theirs, as pycocotools computes them.
+
+    Args:
+        images: the image folder.
+        masks: the folder of masks, without subfolders.
+        output: the JSON file to write, which must not exist.
+        category: what every object is.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        ColabUtilsError: an image without a mask or a mask without an image, a mask of another size or that is no mask,
+            or ``output`` exists.
+
+    Example:
+        >>> convert_masks("PNGImages", "no/such/PedMasks", output="people.json", category="person")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder of image files at PNGImages, found none. Check the name.
+    """
+    output = Path(output)
+    if output.exists():
+        raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
+    rows, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
+    pairs = _pair_files(Path(images), Path(masks))
+    with show_progress("masks", total=len(pairs), unit="image") as bar:
+        for number, (image, mask) in enumerate(pairs, 1):
+            values = _read_mask(image, mask)
+            height, width = values.shape
+            rows.append({"id": number, "file_name": image.name, "width": width, "height": height})
+            for rle, box, area in _encode_objects(values, mask):
+                annotations.append({
+                    "id": len(annotations) + 1, "image_id": number, "category_id": 1, "iscrowd": 0, "bbox": box,
+                    "area": area, "segmentation": rle,
+                })  # fmt: skip
+            bar.update()
+    content = {"images": rows, "annotations": annotations, "categories": [{"id": 1, "name": category}]}
+    try:
+        write_file(output, json.dumps(content).encode())
+    except OSError as error:
+        raise ColabUtilsError(f"expected to write {output}, found: {error.strerror}. Name another file.") from None
+    return output
+
+
+def _list_files(folder: Path) -> dict[str, Path]:
+    """Image files by their name without its ending."""
+    known = Image.registered_extensions()
+    paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in known)
+    if not paths:
+        raise ColabUtilsError(f"expected a folder of image files at {folder}, found none. Check the name.")
+    found = {path.stem: path for path in paths}
+    for path in paths:
+        if found[path.stem] != path:
+            raise ColabUtilsError(f"expected one file called {path.stem} in {folder}, found two. Remove one of them.")
+    return found
+
+
+def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
+    """Each image with its mask; what their names differ in is the same for all."""
+    pictures, drawn = _list_files(images), _list_files(masks)
+    first = next(iter(pictures))
+    ends = sorted((name.removeprefix(first) for name in drawn if name.startswith(first)), key=len) or [""]
+    end = next((end for end in ends if all(stem + end in drawn for stem in pictures)), ends[0])
+    alone = [str(path) for stem, path in pictures.items() if stem + end not in drawn]
+    alone += [str(path) for stem, path in drawn.items() if stem.removesuffix(end) not in pictures]
+    if alone:
+        raise ColabUtilsError(
+            f"expected a mask called like each image, with the same ending for all, found {len(alone)} files without "
+            f"the other, such as {alone[0]}. Rename them, or move them away."
+        )
+    return [(path, drawn[stem + end]) for stem, path in pictures.items()]
+
+
+def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
+    """The mask's values, int64 [H, W]; 0 is the background."""
+    try:
+        with Image.open(image) as opened:
+            size, turned = opened.size, opened.getexif().get(_ORIENTATION, 1) > 4
+        with Image.open(mask) as opened:
+            kind, found = (
+                opened.format,
+                opened if opened.mode in ("1", "L", "P", "I", "I;16") else opened.convert("RGB"),
+            )
+            values = np.asarray(found).astype(np.int64)
+    except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
+        raise ColabUtilsError(f"expected an image at {image} and a mask at {mask}, found: {error}") from None
+    if values.shape[1::-1] != (size[::-1] if turned else size):
+        raise ColabUtilsError(
+            f"expected a mask of {size[0]} x {size[1]} pixels at {mask}, as {image} has, found one of "
+            f"{values.shape[1]} x {values.shape[0]}. Export the masks again."
+        )
+    if kind == "JPEG":
+        raise ColabUtilsError(f"expected a mask that keeps its values at {mask}, found a JPEG. Export masks as PNG.")
+    return values @ (65536, 256, 1) if values.ndim == 3 else values
+
+
+def _encode_objects(values: NDArray[np.int64], mask: Path) -> Iterator[tuple[dict[str, Any], list[float], float]]:
+    """RLE with text counts, box (x, y, width, height) and area of each object."""
+    from pycocotools import mask as coco_mask
+
+    objects = [value for value in np.unique(values).tolist() if value]
+    if len(objects) > _MOST_OBJECTS:
+        raise ColabUtilsError(
+            f"expected a mask with one colour an object at {mask}, found {len(objects):,} colours. Is it a photo?"
+        )
+    for value in objects:
+        rle = coco_mask.encode(np.asfortranarray(values == value).astype(np.uint8, order="F"))
+        yield {**rle, "counts": rle["counts"].decode()}, coco_mask.toBbox(rle).tolist(), float(coco_mask.area(rle))

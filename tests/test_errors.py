@@ -1,0 +1,99 @@
+"""What reaches a terminal: one line, and no character that steers it."""
+
+import pickle
+import subprocess
+import sys
+import unicodedata
+import warnings
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+from colab_utils.__main__ import main
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error, escape
+
+HOSTILE = "a\x1b[2J\x07\r\nerror: b\u202egpj.exe\u2066\x85\u2028\x9bc\udc80\x7f\u200f\u061c\x00.jpg"
+KEPT = "café cafe\u0301 猫 ねこ 👩\u200d👧 🇫🇷 ☀\ufe0f Ελ.jpg"  # joiners hold emoji together
+
+
+def is_safe(text):
+    return not any(
+        unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"}
+        or unicodedata.bidirectional(char) in {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+        for char in text
+    )
+
+
+class Hostile:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, _):
+        raise ColabUtilsError(f"expected an image in {HOSTILE}, found none")
+
+
+def test_every_control_character_is_escaped_and_all_letters_stay():
+    for code in range(sys.maxunicode + 1):
+        char = chr(code)
+        assert is_safe(escape(char)), hex(code)
+        if unicodedata.category(char)[0] in "LMNPS" or char in "\u200c\u200d\ufe0f ":
+            assert escape(char) == char
+    assert escape(KEPT) == KEPT
+    assert escape("a\nb\u202ec") == r"a\nb\u202ec"
+    assert escape(escape(HOSTILE)) == escape(HOSTILE)
+
+
+@pytest.mark.parametrize("kind", [ColabUtilsError, ColabUtilsWarning])
+def test_errors_and_warnings_escape_their_message(kind):
+    for error in (kind(f"found {HOSTILE}"), pickle.loads(pickle.dumps(kind(f"found {HOSTILE}")))):
+        assert is_safe(str(error))
+        assert r"a\x1b[2J\x07\r\nerror: b\u202egpj" in str(error)
+    assert str(kind(KEPT)) == KEPT
+
+
+def test_notebooks_and_warnings_show_one_line():
+    assert is_safe("".join(ColabUtilsError(HOSTILE)._render_traceback_()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.warn(HOSTILE, ColabUtilsWarning, stacklevel=1)
+    assert is_safe(str(caught[0].message))
+
+
+def test_other_errors_are_described_without_control_characters():
+    assert is_safe(describe_error(ValueError("\x1b[31m\u202ebad")))
+
+
+def test_the_error_of_a_workers_dataset_keeps_the_lines_of_torch():
+    with pytest.raises(ColabUtilsError) as caught:
+        next(iter(DataLoader(Hostile(), num_workers=1)))
+    lines = str(caught.value).split("\n")
+    assert len(lines) > 3
+    assert all(map(is_safe, lines))
+    assert describe_error(caught.value) == escape(f"expected an image in {HOSTILE}, found none")
+
+
+def test_the_command_line_shows_no_control_character(tmp_path, capsys, tiny_dataset):
+    name = "no\x1b[2J\u202e.json\n"
+    for words in (["verify", "--shards", tmp_path / name], ["verify", "--shards", tmp_path, name], ["check" + name]):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as exit_:
+            status = exit_.code
+        shown = capsys.readouterr().err
+        assert status == 2
+        assert shown.count("\n") == 1
+        assert is_safe(shown.rstrip("\n"))
+
+
+def test_skipped_images_are_listed_without_control_characters(tmp_path, tiny_dataset):
+    text = Path(tiny_dataset.annotations).read_text()
+    first = next(path.name for path in sorted(Path(tiny_dataset.images).iterdir()) if path.name in text)
+    (tmp_path / "a.json").write_text(text.replace(first, r"\u001b[2J\nerror: all is lost\u202e.jpg", 1))
+    done = subprocess.run(
+        [sys.executable, "-m", "colab_utils", "preprocess", "--images", tiny_dataset.images, "--annotations",
+         tmp_path / "a.json", "--shards", tmp_path / "shards", "--storage", "keep", "--max-bad", "0.5"],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert r"skipped \x1b[2J\nerror: all is lost\u202e.jpg: the file is missing" in done.stderr
+    assert all(map(is_safe, (done.stdout + done.stderr).split("\n")))
