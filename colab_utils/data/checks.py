@@ -18,7 +18,7 @@ from colab_utils.data.coco import CocoDataset, read_coco, resolve_image
 from colab_utils.data.defects import Findings, check_image, read_header
 from colab_utils.data.statistics import RARE, DatasetStatistics, measure_dataset
 from colab_utils.drive import Retries, read_file
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import count_cores, fork_pool, pop_done, show_progress
 
 __all__ = [
@@ -235,7 +235,7 @@ def _find_in_all(
     for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
         yield from ((kind, f"annotation {number}") for number in ids.tolist())
     names = Counter(dataset.file_name(i) for i in range(len(dataset)))
-    yield from (("repeated file_name", name) for name, count in names.items() for _ in range(count - 1))
+    yield from (("repeated file_name", escape(name)) for name, count in names.items() for _ in range(count - 1))
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == sum(found.annotations for found in findings):
         yield "no instances", _name_purpose(dataset)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import CocoDataset, is_sound_box, resolve_image
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, read_file
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, escape
 
 __all__ = [
     "HARMLESS", "MODEL_SIZES", "NEAR", "Findings", "Header", "check_image", "compare_box", "compare_sizes",
@@ -140,10 +140,16 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         >>> check_image(read_coco("annotations.json"), 0, Header(size=(480, 640))).defects  # doctest: +SKIP
         []
     """
-    name, found, size = dataset.file_name(i), [*filter(None, [header.fault]), *header.notes], tuple(dataset.sizes[i])
-    if all(header.size):
-        found += compare_sizes(size, header)
+    name, found, size = (
+        escape(dataset.file_name(i)),
+        [*filter(None, [header.fault]), *header.notes],
+        tuple(dataset.sizes[i]),
+    )
+    compared = compare_sizes(size, header) if all(header.size) else []
+    found += compared
     height, width = size if all(size) else header.size
+    if compared and compared[0][0] == "size mismatch":
+        height = width = 0  # whose pixels the masks are is not known
     annotations, objects, seen = dataset.annotations(i), list[tuple[float, ...]](), set[tuple[int, str]]()
     if not annotations:
         found.append(("image without objects", ""))

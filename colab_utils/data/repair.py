@@ -53,27 +53,29 @@ def repair_annotations(
     findings = inspect_images(folder, dataset)
     raw = json.loads(decode_text(read_bytes(source), source))
     done, lost = defaultdict[str, list[str]](list), defaultdict[str, dict[str, int]](dict)
-    owned, categories = defaultdict[Any, list[Any]](list), {category["id"] for category in dataset.categories}
-    for one in raw["annotations"]:
+    owned, categories = defaultdict[Any, list[int]](list), {category["id"] for category in dataset.categories}
+    for row, one in enumerate(raw["annotations"]):
         owner = _to_numbers(one.get("image_id"))
-        owned[owner if isinstance(owner, int | float) else None].append(one)
-    kept: dict[str, list[Any]] = {"images": [], "annotations": []}
+        owned[owner if isinstance(owner, int | float) else None].append(row)
+    entries, kept = list[Any](), dict[int, Any]()
     for i, found in enumerate(findings):
         name, changes, mine = dataset.file_name(i), list[str](), owned.pop(int(dataset.image_ids[i]), [])
         try:
-            entry, rows = _read_numbers(raw["images"][i], changes), [_read_numbers(one, changes) for one in mine]
-            size = _mend_image(entry, rows, found.header, changes)
-            rows = _drop_repeated(rows, changes)
-            mended = [_mend_object(one, size, categories, changes, as_objects=crowds == "objects") for one in rows]
+            entry, rows = _read_numbers(raw["images"][i], changes), _read_rows(raw["annotations"], mine, changes)
+            size = _mend_image(entry, [*rows.values()], found.header, changes)
+            mended = {
+                row: _mend_object(one, size, categories, changes, as_objects=crowds == "objects")
+                for row, one in rows.items()
+            }
         except _LostObjectError as error:
             lost[str(error)][name] = len(mine)
             continue
         for change in changes:
             done[change].append(name)
-        kept["images"].append(entry)
-        kept["annotations"] += filter(None, mended)
-    done["annotation of no image, left out"] = [f"id {one.get('id')}" for rows in owned.values() for one in rows]
-    if not any(not one.get("iscrowd") for one in kept["annotations"]):
+        entries.append(entry)
+        kept |= {row: one for row, one in mended.items() if one}
+    done["annotation of no image left out"] = [f"number {row + 1}" for rest in owned.values() for row in rest]
+    if all(one.get("iscrowd") for one in kept.values()):
         raise ColabUtilsError(
             f"expected objects to keep, found none in {source} that {folder} has an image and masks for. Name the "
             "right image folder, or export polygons."
@@ -83,7 +85,9 @@ def repair_annotations(
         effect = f"images left out whole, with {sum(where.values()):,} objects, so that none becomes background"
         repairs.append(Problem(kind, len(where), tuple(where)[:EXAMPLES], effect))
     try:
-        write_file(output, json.dumps({**raw, **kept}).encode())
+        write_file(
+            output, json.dumps(raw | {"images": entries, "annotations": [kept[row] for row in sorted(kept)]}).encode()
+        )
     except OSError as error:
         raise ColabUtilsError(f"expected to write {output}, found: {error.strerror}. Name another file.") from None
     return replace(check_dataset(images, output), repairs=tuple(repairs))
@@ -104,6 +108,16 @@ def _read_numbers(entry: dict[str, Any], changes: list[str]) -> dict[str, Any]:
             changes.append("parts of fewer than 3 points left out")
         read["segmentation"] = whole or outline
     return read
+
+
+def _read_rows(annotations: list[Any], rows: list[int], changes: list[str]) -> dict[int, dict[str, Any]]:
+    """An image's annotations by their row, without those of the same class and outline as one before."""
+    unique = dict[str, tuple[int, dict[str, Any]]]()
+    for row in rows:
+        one = _read_numbers(annotations[row], changes)
+        unique.setdefault(repr((one.get("category_id"), one.get("segmentation") or row)), (row, one))
+    changes += ["repeated annotation left out"] * (len(rows) - len(unique))
+    return dict(unique.values())
 
 
 def _to_numbers(value: Any) -> Any:
@@ -148,15 +162,6 @@ def _fit(outlines: list[Any], size: tuple[int, int]) -> bool:
         )
     except (TypeError, ValueError, KeyError):
         return False
-
-
-def _drop_repeated(rows: list[dict[str, Any]], changes: list[str]) -> list[dict[str, Any]]:
-    """Without those of the same class and outline as one before."""
-    unique = dict[Any, Any]()
-    for one in rows:
-        unique.setdefault(repr((one.get("category_id"), one.get("segmentation") or id(one))), one)
-    changes += ["repeated annotation left out"] * (len(rows) - len(unique))
-    return [*unique.values()]
 
 
 def _mend_object(

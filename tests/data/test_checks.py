@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,21 +72,26 @@ def paint(mode="RGB", kind="JPEG", size=(160, 128), **options):
     """Another picture in place of one."""
 
     def spoil(dataset):
-        picture = Image.effect_noise(size, 90)
+        noise = np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), np.uint8)
+        picture = Image.fromarray(noise)
         if mode == "I;16":
-            picture = Image.fromarray(np.asarray(picture).astype(np.uint16) * 256)
-        picture.convert(mode).save(dataset.file(4), kind, **options)
+            picture = Image.fromarray(noise[..., 0].astype(np.uint16) * 256)
+        picture = picture if picture.mode == mode else picture.convert(mode)
+        picture.save(dataset.file(4), kind, **options)
 
     return spoil
 
 
 def turn(orientation, *, square=False, upright=False):
+    """A photo with an orientation by EXIF, and its annotations for it as it is stored, or upright."""
+
     def spoil(dataset):
-        exif, image = Image.Exif(), dataset.coco["images"][4]
+        exif = Image.Exif()
         exif[0x0112] = orientation
-        size = (128, 128) if square else (128, 160) if upright else (160, 128)
-        image.update(width=size[1 if upright else 0], height=size[0 if upright else 1])
-        Image.effect_noise(size, 90).save(dataset.file(4), "JPEG", exif=exif)
+        if square:
+            dataset.coco["images"][4].update(height=160)
+            dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if not one["iscrowd"]]
+        paint(size=(128, 160) if upright else (160, 160) if square else (160, 128), exif=exif)(dataset)
 
     return spoil
 
@@ -132,6 +136,12 @@ def draw(polygon, box=None):
     return spoil
 
 
+def widen(dataset):
+    """Another width, and no mask that would tell that the file is right."""
+    dataset.coco["images"][4]["width"] = 170
+    dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if not one["iscrowd"]]
+
+
 def shrink(dataset):
     """A photo of many pixels with a small object."""
     paint(size=(4000, 3000))(dataset)
@@ -148,8 +158,12 @@ def repeat_annotation(dataset):
     dataset.coco["annotations"].append({**dataset.coco["annotations"][2], "id": 999})
 
 
-def add_category(number, name):
-    return lambda dataset: dataset.coco["categories"].append({"id": number, "name": name})
+def add_category(number, name=""):
+    def spoil(dataset):
+        categories = dataset.coco["categories"]
+        categories.append({"id": number, "name": name or categories[0]["name"]})
+
+    return spoil
 
 
 # kind of the defect, whether it is serious, and what repair must keep of the 12 images
@@ -165,8 +179,9 @@ DEFECTS = [
     (spoil_image(file_name="../images/a.jpg"), "unsafe file_name", True, 11),
     (spoil_image(file_name="/etc/passwd"), "unsafe file_name", True, 11),
     (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
-    (spoil_image(width=99), "size mismatch", True, 11),
-    (spoil_image(width=-160), "size mismatch", True, 11),
+    (spoil_image(width=99), "size mismatch", True, 12),  # as the outlines tell
+    (spoil_image(width=-160), "size mismatch", True, 12),
+    (widen, "size mismatch", True, 11),
     (paint("CMYK"), "CMYK image", False, 12),
     (paint("L"), "grey image", False, 12),
     (paint("I;16", "PNG"), "16-bit image", False, 12),
@@ -208,9 +223,13 @@ DEFECTS = [
     (empty, "image without objects", False, 12),
     (repeat_name, "repeated file_name", False, 12),
     (add_category(0, "background"), "category id 0", False, 12),
-    (add_category(99, "disc"), "name of several categories", False, 12),
+    (add_category(99), "name of several categories", False, 12),
     (add_category(99, "unicorn"), "unused category", False, 12),
 ]
+
+
+def list_serious(report):
+    return [problem.kind for problem in report.problems if not problem.effect.startswith("note")]
 
 
 def list_kinds(report):
@@ -224,11 +243,11 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
     report = dataset.check()
     assert list_kinds(report).get(kind, 0) == before.get(kind, 0) + 1
     others = list_kinds(report).keys() - before.keys() - {kind}
-    assert others <= {"unused category", "rare category", "polygon beyond the image", "enlarged image"}
+    assert others <= {"unused category", "wrong extension", "polygon beyond the image"}
     assert report.ok is not serious
     problem = next(problem for problem in report.problems if problem.kind == kind)
-    named = ("annotation", Path(dataset.coco["images"][4]["file_name"]).name, "disc", "background", "unicorn")
-    assert any(escape(name) in escape(problem.examples[-1]) for name in named)
+    named = ("annotation", dataset.coco["images"][4]["file_name"], dataset.coco["categories"][-1]["name"])
+    assert any(escape(name) in problem.examples[-1] for name in named)
     assert f"{kind} ({problem.effect})" in str(report)
     original = dataset.annotations.read_bytes()
     repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "repaired.json")
@@ -278,7 +297,7 @@ def test_ids_that_start_again_in_each_image(dataset, tmp_path):
     seen: dict[int, int] = {}
     for one in dataset.coco["annotations"]:
         one["id"] = seen[one["image_id"]] = seen.get(one["image_id"], 0) + 1
-    dataset.coco["annotations"][0]["segmentation"] = []
+    dataset.coco["annotations"][0].update(segmentation=[], bbox=[0, 0, 0, 0])
     dataset.save()
     repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["annotations"] == dataset.coco["annotations"][1:]
@@ -290,7 +309,10 @@ def test_repair_without_ids_in_utf_16(dataset, tmp_path):
     dataset.coco["annotations"][3]["category_id"] = 999
     dataset.annotations.write_bytes(json.dumps(dataset.coco).encode("utf-16"))
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    assert report.annotations == len(dataset.coco["annotations"]) - 1
+    without = [
+        one for one in dataset.coco["annotations"] if one["image_id"] != dataset.coco["annotations"][3]["image_id"]
+    ]
+    assert (report.images, report.annotations) == (11, len(without))
 
 
 def test_repair_overwrites_nothing(dataset, tmp_path):
@@ -305,34 +327,28 @@ def test_a_jpeg_with_something_after_its_end_is_whole(dataset):
     """Phones put a video or a map behind the picture."""
     with open(dataset.file(4), "ab") as file:
         file.write(b"\x01" * 20_000)
-    assert dataset.check().problems == ()
+    assert dataset.check().ok
 
 
 def test_masks_are_checked_where_the_json_has_no_size(dataset):
     for image in dataset.coco["images"]:
         del image["width"], image["height"]
-    assert dataset.check().problems == ()
+    assert dataset.check().ok
     dataset.coco["annotations"][0]["segmentation"] = {"size": [1, 1], "counts": [1]}
-    assert [problem.kind for problem in dataset.check().problems] == ["bad mask"]
+    assert list_serious(dataset.check()) == ["bad mask"]
 
 
-def test_a_turned_photo_is_no_mismatch(dataset):
-    image = dataset.coco["images"][4]
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (image["height"], image["width"])).save(dataset.file(4), "JPEG", exif=exif)
-    assert dataset.check().problems == ()
-
-
-def test_what_check_does_not_see_preprocess_does(dataset, tmp_path):
-    """A PNG cut short behind its header, and a JPEG cut behind an end marker in its metadata."""
-    png, picture = io.BytesIO(), Image.effect_noise((160, 128), 90)
-    picture.convert("RGB").save(png, "PNG")
-    dataset.file(4).write_bytes(png.getvalue()[:9000])
+def test_what_only_decoding_shows(dataset, tmp_path):
+    """A JPEG cut behind an end marker in its metadata, and a PNG damaged in its middle."""
+    paint(kind="PNG")(dataset)
+    damaged = bytearray(dataset.file(4).read_bytes())
+    damaged[9000] ^= 255
+    dataset.file(4).write_bytes(damaged)
     jpeg = io.BytesIO()
-    picture.save(jpeg, "JPEG", comment=b"\xff\xd9")
+    Image.effect_noise((160, 128), 90).save(jpeg, "JPEG", comment=b"\xff\xd9")
     dataset.file(5).write_bytes(jpeg.getvalue()[:3000])
     assert dataset.check().ok
+    assert list_serious(dataset.check(deep=True)) == ["truncated image", "bad image"]
     report = write_shards(dataset.images, dataset.annotations, shards=tmp_path / "s", workers=1, max_bad=0.5)
     names = {dataset.coco["images"][i]["file_name"] for i in (4, 5)}
     assert {image.file_name for image in report.skipped} == names
@@ -359,7 +375,7 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(Image, "open", fail)
-    assert [problem.kind for problem in dataset.check().problems] == ["bad image"]
+    assert "bad image" in list_kinds(dataset.check())
 
 
 def test_missing_folder_and_file(dataset, tmp_path):
