@@ -36,12 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 report = run(**options)
             return 0 if report is None else _finish(report, command, target)
         except ColabUtilsError as error:
-            return _fail(str(error))
+            return _fail(error)
         except KeyboardInterrupt:
             print("\nstopped: what was finished is safe, the same command continues there", file=sys.stderr)
             return 130
         except OSError as error:
-            return _fail(f"expected to read and write files, found: {error}. Check the disk, or mount Drive again.")
+            text = f"expected to read and write files, found: {error}. Check the disk, or mount Drive again."
+            return _fail(ColabUtilsError(text))
 
 
 def _finish(report: Any, command: str, target: str) -> int:
@@ -57,19 +58,19 @@ def _finish(report: Any, command: str, target: str) -> int:
             write_file(Path(target), text.encode())
         _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     if getattr(getattr(report, "change", None), "fails", False):
-        print("error: expected no slower loop than --fail-below allows, found one. See the last line.", file=sys.stderr)
+        _fail(ColabUtilsError("expected no slower loop than --fail-below allows, found one. See the last line."))
         return 3
     bad = getattr(report, "bad", ())
     if bad:
         more = f" ({len(bad)} bad shards in all)" if len(bad) > 1 else ""
-        return _fail(
+        raise ColabUtilsError(
             f"expected complete shards, found {bad[0].reason}{more}. Copy the named file again from a good folder, "
             "or delete it and run preprocess again: it makes what is missing."
         )
     if getattr(report, "ok", True) is False:
         first = next((problem for problem in report.problems if not problem.effect.startswith("note")), None)
         found = f"{first.count:,} x {first.kind} ({first.examples[0]})" if first else "no image"
-        return _fail(
+        raise ColabUtilsError(
             f"expected a dataset without defects, found {found}. "
             "Write a repaired annotations file with --repair OUT.json, or repair the files."
         )
@@ -107,8 +108,8 @@ def _print(text: str) -> None:
             raise
 
 
-def _fail(message: str) -> int:
-    print("error: " + escape(" ".join(message.split())), file=sys.stderr)
+def _fail(error: ColabUtilsError) -> int:
+    print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return 2
 
 
@@ -137,14 +138,14 @@ def _diagnose(
     from colab_utils.diagnosis.timing import EmulatedStep
 
     if fail_below is not None and not against:
-        raise ColabUtilsError("expected --against FILE beside --fail-below. Name the JSON of an earlier run.")
+        raise ColabUtilsError("expected --against FILE beside --fail-below, found none. Name an earlier JSON.")
     before = read_run(against) if against else None  # before the work: a wrong file is said at once
     if shards and not (images or annotations):
         dataset: Any = colab_utils.ShardDataset(shards)
     elif images and annotations and not shards:
         dataset = colab_utils.CocoFolder(images, annotations)
     else:
-        raise ColabUtilsError("expected --images and --annotations together, or --shards alone. See --help.")
+        raise ColabUtilsError("expected --images and --annotations, or --shards alone, found others. See --help.")
     loader = colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
     try:
         found = colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
@@ -204,7 +205,7 @@ def _compare(
         figure.savefig(Path(report, "receipts.png"))
         return make_table(read_receipts(against))
     if not {"images", "annotations"} <= set(options):
-        raise ColabUtilsError("expected --images and --annotations, or --against with receipts. See --help.")
+        raise ColabUtilsError("expected --images and --annotations, or --against, found neither. See --help.")
     check_receipt_folder(report)
     options.setdefault("drive_profile", get_profile(None, options["images"]) or "typical")
     names = [name.strip() for name in strategies.split(",")] if strategies else None

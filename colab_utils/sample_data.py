@@ -94,9 +94,9 @@ def make_dataset(
     recipe = {"n": n, "width": width, "height": height, "objects": list(objects), "categories": list(categories),
               "photos": photos, "seed": seed, "version": 3}  # fmt: skip
     if n < 1 or not (32 <= min(width, height) <= max(width, height) <= 65_500 and 0 <= objects[0] <= objects[1]):
-        raise ColabUtilsError(f"expected n > 0, sides of 32 to 65,500 pixels, fewest <= most objects; found {recipe}")
+        raise ColabUtilsError(f"expected n > 0, sides 32 to 65,500, fewest <= most objects, found {recipe}: mend it")
     if not (0 <= photos <= n and set() != set(categories) <= set(_SHAPES)):
-        raise ColabUtilsError(f"expected 0 <= photos <= n, and categories of {', '.join(_SHAPES)}; found {recipe}")
+        raise ColabUtilsError(f"expected photos <= n, categories of {', '.join(_SHAPES)}, found {recipe}: change it")
     images, annotations = Path(folder) / "images", Path(folder) / "annotations.json"
     try:
         if not annotations.exists():

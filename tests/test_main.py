@@ -160,8 +160,8 @@ BAD = [
         ("--checkpoint-steps", 0), ("--local", "{}/local", "--seed", -1))],
     # one thing in place of another
     (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
-    (["diagnose", "--images", "{}/images"], "together"),
-    (["diagnose"], "together"),
+    (["diagnose", "--images", "{}/images"], "or --shards alone"),
+    (["diagnose"], "or --shards alone"),
     (["copy", "--shards", "{}/shards", "--to", "{}/shards"], "two folders"),
     (["copy", "--shards", "{}/shards", "--to", "{}/coco.json"], "coco.json"),
     (["preprocess", *COCO, "--shards", "{}/coco.json"], "coco.json"),

@@ -9,6 +9,15 @@ import signal
 import pytest
 
 from colab_utils import runtime
+from colab_utils.errors import ColabUtilsError
+
+
+def test_another_system_than_linux_is_told_so(monkeypatch):
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(
+        ColabUtilsError, match="expected Linux to share memory, found win32: use Colab, a Linux machine"
+    ):
+        runtime.require_linux("share memory")
 
 
 def test_one_progress_bar_at_a_time(monkeypatch, capsys):

@@ -163,7 +163,7 @@ def compare(
     chosen = choose_strategies(strategies)
     if min(batch_size, batches, repeats, max_images) < 1 or workers < 0:
         found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
-        raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}")
+        raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}: raise what is less")
     profile = get_profile(drive_profile)
     with put_back(None, restore), read_at_full_speed():
         prepared = PreparedData(
@@ -281,7 +281,7 @@ def _run_in_turns(
         if not rows:
             raise
     if not any(row.times for row in rows):
-        raise ColabUtilsError(f"expected a strategy that can be timed, found that none could: {rows[0].note}")
+        raise ColabUtilsError(f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}")
     return summarise(rows, note)
 
 

@@ -93,7 +93,7 @@ class PreparedData:
         self.bad = [error for error in errors if error]
         usable = [row for row, error in enumerate(errors) if not error]
         if not usable:
-            raise ColabUtilsError(f"expected usable images in {images}, found none: {self.bad[0]}")
+            raise ColabUtilsError(f"expected usable images in {images}, found none. The first: {self.bad[0]}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
         self.reference = CocoFolder(images, self.annotations)
         self.name = f"{coco.fingerprint[:8]}-{len(usable)}-{min_size}-{max_size}"

@@ -37,7 +37,7 @@ _KINDS = {
     "stops preprocess": "no images|unknown image|unknown category",
     "stops training: masks are needed, as polygons or RLE": "no instances",
     "image is skipped": "unsafe file_name|missing image|empty file|truncated image|bad image|size mismatch|"
-    "bad annotation|object without mask|bad mask|bad box",
+    "bad annotation|object without mask|bad mask",
     "object becomes background": "inverted box|box outside the image",
     "objects become background; where they are CVAT's brush masks: --repair with --crowds objects": "many crowds",
     "object is trained without a pixel": "normalised polygon|empty mask",
@@ -237,9 +237,9 @@ def _find_in_all(
     names = Counter(dataset.file_name(i) for i in range(len(dataset)))
     yield from (("repeated file_name", escape(name)) for name, count in names.items() for _ in range(count - 1))
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
-    if lacking and lacking == sum(found.annotations for found in findings):
+    if lacking and lacking == len(dataset.ids):
         yield "no instances", _name_purpose(dataset)
-    crowds, objects = (sum(getattr(one, field) for one in findings) for field in ("crowds", "annotations"))
+    crowds, objects = dataset.crowds, len(dataset.ids)
     text = f"{crowds:,} of {objects:,} objects are crowds and left out"
     yield from [("many crowds" if crowds > _MANY_CROWDS * objects else "crowd", text)] * crowds
     named = Counter(one["name"] for one in dataset.categories)

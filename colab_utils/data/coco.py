@@ -10,6 +10,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -17,18 +18,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from colab_utils.data.decoding import name_kind
+from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 
 __all__ = [
-    "CocoDataset", "decode_text", "is_sound_box", "read_bytes", "read_coco", "resolve_image",
-    "write_subset",
+    "CocoDataset", "decode_text", "read_bytes", "read_coco", "resolve_image", "write_subset",
 ]  # fmt: skip
 
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
-_LARGEST_NUMBER = 1e15
+_LARGEST_NUMBER = 1e15  # of a box; a float32 holds it
+_UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
+_NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
+_FAULTS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)  # what reading an entry raises
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +59,9 @@ class CocoDataset:
     first: NDArray[np.int64]
     """int64 [I + 1]: image i has the annotations ``first[i]`` to ``first[i + 1]``."""
     ids: NDArray[np.int64]
-    """int64 [A]: annotation ids."""
+    """int64 [A]: annotation ids; an id that is missing or text is the annotation's row in the file, from 1."""
+    is_crowd: NDArray[np.bool_]
+    """bool [A]: whether an annotation is a crowd, which is left out of training."""
     texts: bytes
     """The JSON of annotations, UTF-8."""
     spans: NDArray[np.int64]
@@ -78,10 +85,37 @@ class CocoDataset:
         number = int(self.image_ids[index])
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
 
+    @property
+    def crowds(self) -> int:
+        """How many annotations are crowds."""
+        return int(self.is_crowd.sum())
+
     def annotations(self, index: int) -> list[dict[str, Any]]:
-        """The image's annotations in COCO form, made when you ask; the segmentation is as in the file."""
-        rows = range(self.first[index], self.first[index + 1])
-        return [_read_annotation(json.loads(self._text(row)), int(self.ids[row])) for row in rows]
+        """The image's annotations in COCO form, made when you ask; the segmentation is as in the file.
+
+        Raises:
+            ColabUtilsError: one of them is faulty, such as one whose box is no numbers.
+        """
+        sound, faults = self.read_annotations(index)
+        for number, reason in faults:
+            raise ColabUtilsError(f"annotation {number}: {reason}")
+        return sound
+
+    def list_faults(self, index: int) -> list[tuple[int, str]]:
+        """The image's faulty annotations: id, and what is wrong with it."""
+        return self.read_annotations(index)[1]
+
+    def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+        """The image's sound annotations as :meth:`annotations` gives them, and its faulty ones."""
+        sound, faults = list[dict[str, Any]](), list[tuple[int, str]]()
+        height, width = self.sizes[index].tolist()
+        for row in range(self.first[index], self.first[index + 1]):
+            number = int(self.ids[row])
+            try:
+                sound.append(_read_annotation(json.loads(self._text(row)), number, height, width))
+            except (*_FAULTS, ColabUtilsError) as error:
+                faults.append((number, _explain(error)))
+        return sound, faults
 
     def subset(self, start: int, stop: int) -> CocoDataset:
         """Images ``start`` to ``stop`` alone, in arrays of their own (small to send to another process)."""
@@ -96,6 +130,7 @@ class CocoDataset:
             name_ends=self.name_ends[start : stop + 1] - self.name_ends[start],
             first=self.first[start : stop + 1] - a,
             ids=self.ids[a:b],
+            is_crowd=self.is_crowd[a:b],
             texts=b"".join(texts),
             spans=np.stack([ends[:-1], ends[1:]], axis=1),
         )
@@ -107,6 +142,10 @@ class CocoDataset:
 
 def read_coco(annotations: str | Path) -> CocoDataset:
     """Read a COCO instance JSON: polygons, uncompressed and compressed RLE, crowds, sparse category ids.
+
+    What tools write beside the format is understood: numbers as text, ids of annotations that are no numbers, LVIS's
+    ``coco_url`` for a ``file_name``, and boxes and areas that are missing, which come from the mask as in pycocotools.
+    A faulty annotation refuses its image alone, and only when you ask for it: see `CocoDataset.list_faults`.
 
     Args:
         annotations: the JSON file.
@@ -137,18 +176,23 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     columns = _Columns()
     for section, entry, start, end in _iterate_entries(text, path):
         try:
-            if section == "images":
-                columns.add_image(entry)
-            elif section == "annotations":
+            if section == "annotations":
                 columns.add_annotation(entry, text[start:end])
+            elif not isinstance(entry, dict):
+                raise TypeError(f"{type(entry).__name__} where COCO has an object")
+            elif section == "images":
+                columns.add_image(entry)
             else:
                 columns.add_category(entry)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            name = entry.get("id", "?") if isinstance(entry, dict) else entry
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            found = f"an entry of '{section}' (id {name!r:.40}) with {reason:.120}"
+        except _FAULTS as error:
+            name = entry.get("id") if isinstance(entry, dict) else entry
+            known = repr(name) if isinstance(name, int | float | str) else "?"
+            found = f"an entry of '{section}' (id {known:.40}) with {_explain(error)}"
             raise _expect(path, found, "Export the dataset again as COCO instances.") from None
     del text
+    if columns.ids and not columns.has_shapes:
+        found = f"{len(columns.ids):,} annotations without bbox and segmentation (captions, or panoptic?)"
+        raise _expect(path, found, _NAME_INSTANCES)
     return _group(columns, fingerprint, path)
 
 
@@ -169,16 +213,18 @@ def decode_text(data: bytes, path: Path) -> str:
     """Text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark.
 
     Raises:
-        ColabUtilsError: if the bytes are not text.
+        ColabUtilsError: if the bytes are not text, or those of another kind of file.
 
     Example:
         >>> decode_text("{}".encode("utf-16"), Path("a.json"))
         '{}'
     """
+    if kind := name_kind(data):
+        raise _expect(path, kind, "Then name the JSON.")
     try:
         return data.decode(json.detect_encoding(data))
     except UnicodeDecodeError:
-        raise _expect(path, "bytes that are not text", "Is it a zip? Unpack it first.") from None
+        raise _expect(path, "bytes that are not UTF-8 text, perhaps Latin-1", "Save the JSON as UTF-8.") from None
 
 
 def resolve_image(folder: str | Path, file_name: str) -> Path:
@@ -203,26 +249,15 @@ def resolve_image(folder: str | Path, file_name: str) -> Path:
     return path
 
 
-def is_sound_box(annotation: dict[str, Any]) -> bool:
-    """Whether an annotation's ``bbox`` and ``area`` are finite numbers that a float32 holds.
-
-    Example:
-        >>> is_sound_box({"bbox": [0, 0, 4, 4], "area": 16}), is_sound_box({"bbox": [0, 0, 4, 4], "area": float("nan")})
-        (True, False)
-    """
-    return all(abs(number) < _LARGEST_NUMBER for number in (*annotation["bbox"], annotation["area"]))
-
-
 def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:
     """Write the records of some images, in this order, as a COCO JSON of their own; returns ``path``."""
     chosen = list(indices)
-    subset = {
-        "images": [dataset.image(index) for index in chosen],
-        "annotations": [annotation for index in chosen for annotation in dataset.annotations(index)],
-        "categories": list(dataset.categories),
-    }
+    images, categories = json.dumps([dataset.image(index) for index in chosen]), json.dumps(dataset.categories)
+    rows = (row for index in chosen for row in range(dataset.first[index], dataset.first[index + 1]))
+    annotations = b", ".join(map(dataset._text, rows))  # as they are, faults and all
+    content = b'{"images": %b, "annotations": [%b], "categories": %b}'
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(subset).encode())
+    write_file(path, content % (images.encode(), annotations, categories.encode()))
     return path
 
 
@@ -260,14 +295,15 @@ def _iterate_entries(text: str, path: Path) -> Iterator[tuple[str, Any, int, int
             mark, position = take(position, ",}")
         if position != len(text):
             raise json.JSONDecodeError("expected nothing more", "", position)
-    except (ValueError, IndexError, RecursionError) as error:
+    except RecursionError:
+        raise _expect(path, "JSON that is nested too deeply", "Export or copy it again.") from None
+    except (ValueError, IndexError) as error:
         where = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
         found_text = f"text that is not JSON at character {where:,} of {len(text):,}"
         raise _expect(path, found_text, "It may be cut short or something else: export or copy it again.") from None
     missing = [key for key in _SECTIONS if key not in found]
     if missing:
-        cure = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
-        raise _expect(path, f"no list of {' and '.join(missing)}", cure)
+        raise _expect(path, f"no list of {' and '.join(missing)}", _NAME_INSTANCES)
 
 
 def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
@@ -279,11 +315,16 @@ class _Columns:
 
     def __init__(self) -> None:
         self.image_ids, self.sizes, self.names, self.name_ends = array("q"), array("i"), bytearray(), array("q", [0])
-        self.ids, self.owners, self.categories = array("q"), array("q"), array("q")
+        self.ids, self.owners, self.categories, self.is_crowd = array("q"), array("q"), array("q"), array("b")
         self.texts, self.text_ends, self.category_names = bytearray(), array("q", [0]), dict[int, str]()
+        self.has_shapes = False
 
     def add_image(self, image: dict[str, Any]) -> None:
-        name = image["file_name"]
+        url, name = image.get("coco_url"), image.get("file_name")
+        if not name and isinstance(url, str):
+            name = url.partition("?")[0].rpartition("/")[2]
+        if name is None:
+            raise KeyError("file_name")
         if not isinstance(name, str):
             raise TypeError(f"a file_name that is not text: {name!r}")
         self.image_ids.append(_to_integer(image["id"], "id"))
@@ -291,12 +332,15 @@ class _Columns:
         self.names += name.encode()
         self.name_ends.append(len(self.names))
 
-    def add_annotation(self, entry: dict[str, Any], text: str) -> None:
-        annotation = _read_annotation(entry, _to_integer(entry.get("id", len(self.ids) + 1), "id"))
-        self.ids.append(annotation["id"])
-        self.owners.append(annotation["image_id"])
-        self.categories.append(annotation["category_id"])
-        self.texts += text.encode("utf-8", "surrogatepass")
+    def add_annotation(self, entry: Any, text: str) -> None:
+        """One annotation, of which only the ids and iscrowd are read here: a fault refuses its image, not the file."""
+        entry = entry if isinstance(entry, dict) else {}
+        self.ids.append(_read_id(entry, len(self.ids) + 1))
+        self.owners.append(_read_reference(entry, "image_id"))
+        self.categories.append(_read_reference(entry, "category_id"))
+        self.is_crowd.append(entry.get("iscrowd") in (1, "1"))  # true is 1
+        self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
+        self.texts += text.encode()
         self.text_ends.append(len(self.texts))
 
     def add_category(self, category: dict[str, Any]) -> None:
@@ -305,26 +349,84 @@ class _Columns:
             raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
 
 
-def _read_annotation(entry: dict[str, Any], number: int) -> dict[str, Any]:
-    """An entry of ``annotations`` with what COCO asks for; ``number`` is its id."""
-    box, area = entry["bbox"], entry.get("area")
-    if not isinstance(box, list) or len(box) != 4:
-        raise ValueError(f"a bbox that is not [x, y, width, height]: {box!r}")
-    return {
+def _read_id(entry: dict[str, Any], row: int) -> int:
+    """An annotation's id; ``row`` where it has none, one that is no number (a UUID), or a faulty one."""
+    try:
+        return _to_integer(entry["id"], "id")
+    except _FAULTS:
+        return row
+
+
+def _read_reference(entry: dict[str, Any], name: str) -> int:
+    try:
+        return _to_integer(entry[name], name)
+    except _FAULTS:
+        return _UNREADABLE
+
+
+def _read_annotation(entry: dict[str, Any], number: int, height: int, width: int) -> dict[str, Any]:
+    """An entry of ``annotations`` with what COCO asks for; ``number`` is its id, the size that of its image."""
+    if not isinstance(entry.get("id"), str | None):
+        _to_integer(entry["id"], "id")
+    box, area, crowd = entry.get("bbox"), entry.get("area"), entry.get("iscrowd")
+    if box not in (None, []):
+        box = _to_numbers(box, "bbox")
+        if len(box) != 4:
+            raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
+    if crowd not in (None, 0, 1, "0", "1"):
+        raise ValueError(f"iscrowd {crowd!r:.40} where COCO has 0 or 1")
+    annotation = {
         "id": number,
         "image_id": _to_integer(entry["image_id"], "image_id"),
         "category_id": _to_integer(entry["category_id"], "category_id"),
-        "bbox": [float(side + 0) for side in box],
-        "area": float(box[2] * box[3] if area is None else area + 0),
-        "iscrowd": int(bool(entry.get("iscrowd"))),
+        "bbox": box,
+        "area": None if area is None else _to_numbers([area], "area")[0],
+        "iscrowd": int(crowd or 0),
         "segmentation": entry.get("segmentation"),
     }
+    return annotation if box and area is not None else _derive_shape(annotation, height, width)
+
+
+def _derive_shape(annotation: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+    """The annotation with the box and the area that it lacks, of its mask; the area of the box where it has no mask."""
+    from pycocotools import mask as coco_mask
+
+    box, area = annotation["bbox"], annotation["area"]
+    try:
+        rle = encode_segmentation(annotation["segmentation"], height, width)
+    except ColabUtilsError as error:
+        if not box:
+            raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None
+        return {**annotation, "area": box[2] * box[3]}
+    box, mask_area = box or coco_mask.toBbox(rle).tolist(), float(coco_mask.area(rle))
+    return {**annotation, "bbox": box, "area": mask_area if area is None else area}
+
+
+def _to_numbers(values: Any, name: str) -> list[float]:
+    """Finite numbers, which may be text, as Roboflow and VIA write some."""
+    kinds = int | float | str
+    if isinstance(values, list) and all(isinstance(one, kinds) and not isinstance(one, bool) for one in values):
+        with suppress(ValueError, OverflowError):
+            numbers = [float(one) for one in values]
+            if all(abs(one) < _LARGEST_NUMBER for one in numbers):
+                return numbers
+    raise ValueError(f"{name} {values!r:.60} where COCO has finite numbers")
 
 
 def _to_integer(value: Any, name: str) -> int:
+    if isinstance(value, str):
+        with suppress(ValueError, OverflowError):
+            value = int(value) if value.strip().isdecimal() else float(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or abs(value) >= 2**63:
-        raise ValueError(f"{name} {value!r} where COCO has an integer")
+        raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
     return int(value)
+
+
+def _explain(error: Exception) -> str:
+    """What an entry has that COCO has not, in one line."""
+    if isinstance(error, RecursionError):
+        return "lists that are nested too deeply"
+    return f"no {error}" if isinstance(error, KeyError) else f"{error}"
 
 
 def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
@@ -337,7 +439,8 @@ def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
         found = f"image id {repeated[0]} twice ({repeated.size} such ids)"
         raise _expect(path, found, "Export the dataset again, or give the images ids of their own.")
     known_image = np.isin(owners, image_ids)
-    known_category = np.isin(np.array(columns.categories, np.int64), [*columns.category_names])
+    categories = [*columns.category_names, _UNREADABLE]  # one that cannot be read is a fault of its annotation
+    known_category = np.isin(np.array(columns.categories, np.int64), categories)
     kept = np.flatnonzero(known_image & known_category)
     image_of = order[np.searchsorted(ordered, owners[kept])] if kept.size else kept
     kept = kept[np.argsort(image_of, kind="stable")]
@@ -351,6 +454,7 @@ def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
         name_ends=np.array(columns.name_ends, np.int64),
         first=np.concatenate([[0], np.cumsum(np.bincount(image_of, minlength=len(image_ids)))]),
         ids=ids[kept],
+        is_crowd=np.array(columns.is_crowd, np.bool_)[kept],
         texts=bytes(columns.texts),
         spans=np.stack([ends[kept], ends[kept + 1]], axis=1),
         unknown_images=ids[~known_image],

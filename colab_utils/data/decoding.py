@@ -14,12 +14,25 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
-__all__ = ["decode_pixels", "load_jpeg_decoder", "read_npy_header"]
+__all__ = ["MOST_PIXELS", "decode_pixels", "load_jpeg_decoder", "name_kind", "read_npy_header"]
+
+MOST_PIXELS = 128_000_000
+"""Of an image: phones of 108 megapixels pass, and a decoded image takes at most 0.4 GB."""
 
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][a-z]\d+)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n",
     re.DOTALL,
 )
+_KINDS = {
+    b"PK\x03\x04": "a zip: unpack it first",
+    b"\x1f\x8b": "a gzip file: unpack it first",
+    b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull` where it comes from",
+    b"\\s*<(!doctype html|html)": "a web page: download the file itself",
+    b"....ftyp(hei|hev|mif1|msf1)": "HEIC: save it as JPEG",
+    b"%PDF": "a PDF: save its pages as images",
+    b"\\0{16}": "nothing but zeros: copy it again",
+    b"$": "an empty file: copy it again",
+}  # what people have in place of an image or of a JSON, by its first bytes
 _JPEG, _NUMPY = b"\xff\xd8\xff", b"\x93NUMPY"
 
 
@@ -60,6 +73,17 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         raise ColabUtilsError("expected a complete image, found bytes of no known kind") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ColabUtilsError(f"expected a complete image, found: {error}") from None
+
+
+def name_kind(data: bytes | bytearray) -> str:
+    """What a file that is no image and no JSON is, and what to do; "" where that is not known.
+
+    Example:
+        >>> name_kind(b"version https://git-lfs.github.com/spec/v1")
+        'a Git LFS pointer: run `git lfs pull` where it comes from'
+    """
+    head = bytes(data[:256])
+    return next((name for kind, name in _KINDS.items() if re.match(kind, head, re.IGNORECASE | re.DOTALL)), "")
 
 
 def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.dtype[Any]]:

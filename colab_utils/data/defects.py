@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.coco import CocoDataset, is_sound_box, resolve_image
+from colab_utils.data.coco import CocoDataset, resolve_image
+from colab_utils.data.decoding import MOST_PIXELS, name_kind
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, escape
@@ -58,8 +59,6 @@ class Findings(NamedTuple):
     header: Header
     objects: NDArray[np.float64]
     """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable object."""
-    annotations: int
-    crowds: int
 
 
 def read_header(images: Path, name: str, retries: Retries, *, deep: bool = False) -> Header:
@@ -150,8 +149,13 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     height, width = size if all(size) else header.size
     if compared and compared[0][0] == "size mismatch":
         height = width = 0  # whose pixels the masks are is not known
-    annotations, objects, seen = dataset.annotations(i), list[tuple[float, ...]](), set[tuple[int, str]]()
-    if not annotations:
+    (annotations, faults), objects, seen = (
+        dataset.read_annotations(i),
+        list[tuple[float, ...]](),
+        set[tuple[int, str]](),
+    )
+    found += [("bad annotation", f"annotation {number}: {reason}") for number, reason in faults]
+    if not annotations and not faults:
         found.append(("image without objects", ""))
     defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
     for one in annotations:
@@ -163,15 +167,14 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
             objects.append((one["category_id"], *one["bbox"][2:], pixels))
         seen.add(key)
         defects += [(kind, f"{name}: annotation {one['id']}: {text}".removesuffix(": ")) for kind, text in found]
-    count = sum(one["iscrowd"] for one in annotations)
-    return Findings(defects, header, np.array(objects, np.float64).reshape(-1, 4), len(annotations), count)
+    return Findings(defects, header, np.array(objects, np.float64).reshape(-1, 4))
 
 
 def find_scale(height: Any, width: Any) -> Any:
     """What Mask R-CNN multiplies the sides of an image with, by torchvision's defaults; arrays are fine, too.
 
     Example:
-        >>> round(find_scale(480, 640), 3)
+        >>> round(float(find_scale(480, 640)), 3)
         1.667
     """
     shorter, longer = MODEL_SIZES
@@ -194,8 +197,6 @@ def compare_sizes(size: tuple[int, ...], header: Header) -> list[tuple[str, str]
 
 def _check_object(one: dict[str, Any], height: int, width: int) -> tuple[list[tuple[str, str]], int]:
     """The defects of an annotation, and the pixels of its mask; 0 where it cannot be trained on."""
-    if not is_sound_box(one):
-        return [("bad box", f"bbox {one['bbox']}, area {one['area']}")], 0
     if not one["segmentation"]:
         return [("object without mask", "")], 0
     try:
@@ -216,10 +217,11 @@ def _check_object(one: dict[str, Any], height: int, width: int) -> tuple[list[tu
 def _check_polygons(segmentation: Any, height: int, width: int, pixels: int) -> list[tuple[str, str]]:
     if isinstance(segmentation, dict):
         return []
-    points = [np.array(polygon, np.float64).reshape(-1, 2) for polygon in segmentation]
-    if is_normalised(segmentation):
-        return [("normalised polygon", "all of its numbers lie in 0 to 1")]
+    polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
+    points = [np.array(polygon, np.float64).reshape(-1, 2) for polygon in polygons if len(polygon) > 5]
     everywhere = np.concatenate(points)
+    if is_normalised(everywhere):
+        return [("normalised polygon", "all of its numbers lie in 0 to 1")]
     beyond = max(*-everywhere.min(0), *(everywhere.max(0) - (width, height)))
     if beyond > NEAR:
         return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
@@ -230,14 +232,14 @@ def _check_polygons(segmentation: Any, height: int, width: int, pixels: int) -> 
     return [("self-crossing polygon", f"encloses {enclosed:,.0f} pixels, fills {pixels:,}")] if crossing else []
 
 
-def is_normalised(polygons: list[list[float]]) -> bool:
-    """Whether polygons are given in shares of the image, 0 to 1, where COCO has pixels.
+def is_normalised(numbers: Any) -> bool:
+    """Whether a polygon is given in shares of the image, 0 to 1, where COCO has pixels.
 
     Example:
-        >>> is_normalised([[0.1, 0.1, 0.9, 0.1, 0.9, 0.5]])
+        >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5])
         True
     """
-    return all(0 <= number <= 1 for polygon in polygons for number in polygon)
+    return 0 <= np.min(numbers) and np.max(numbers) <= 1
 
 
 def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[tuple[str, str]]:

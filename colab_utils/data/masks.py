@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.errors import ColabUtilsError
 
 __all__ = [
@@ -46,35 +47,42 @@ class PackedMasks(NamedTuple):
 def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     """One COCO segmentation (polygons, uncompressed or compressed RLE) as compressed RLE.
 
-    Polygons become pixels as in pycocotools' ``frPyObjects``, several polygons of one object are united.
+    Polygons become pixels as in pycocotools' ``frPyObjects``, several polygons of one object are united. A polygon
+    without its list, [x, y, x, y, ...], is one polygon. Parts of fewer than 3 points, which have no pixel, are left out
+    beside a part that has 3.
 
     Returns:
         ``{"size": [height, width], "counts": bytes}``.
 
     Raises:
-        ColabUtilsError: if the segmentation is empty, malformed, or made for an image of another size.
+        ColabUtilsError: if the image has no pixels or too many, or the segmentation is empty, malformed, or made for an
+            image of another size.
     """
+    if height < 1 or width < 1 or height * width > MOST_PIXELS:
+        raise ColabUtilsError(f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}")
     if isinstance(segmentation, dict):
         return _encode_rle(segmentation, height, width)
     if not isinstance(segmentation, list) or not segmentation:
         raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
     from pycocotools import mask as coco_mask
 
+    polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
     try:
-        for polygon in segmentation:
-            _check_polygon(polygon)
-        rles = coco_mask.frPyObjects(segmentation, height, width)
+        parts = [np.asarray(polygon, np.float64) for polygon in polygons]
     except (TypeError, ValueError, OverflowError):
         raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
-    return coco_mask.merge(rles)
+    drawn = [part for part in parts if part.ndim != 1 or part.size >= 6 or part.size % 2] or parts
+    for part in drawn:
+        _check_polygon(part)
+    return coco_mask.merge(coco_mask.frPyObjects(drawn, height, width))
 
 
-def _check_polygon(polygon: Any) -> None:
+def _check_polygon(polygon: NDArray[np.float64]) -> None:
     """Refuse what pycocotools would take wrongly: it walks every pixel of an edge, however far that goes."""
-    if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
-        found = f"one of {len(polygon)} numbers" if isinstance(polygon, list) else "something else"
+    if polygon.ndim != 1 or polygon.size < 6 or polygon.size % 2:
+        found = f"one of {polygon.size} numbers" if polygon.ndim == 1 else "something else"
         raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found {found}")
-    points = np.asarray(polygon, np.float64).reshape(-1, 2)
+    points = polygon.reshape(-1, 2)
     with np.errstate(over="ignore", invalid="ignore"):
         farthest = np.abs(points).max()
         outline = np.abs(np.diff(points, axis=0, append=points[:1])).sum()

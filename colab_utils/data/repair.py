@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colab_utils.data.checks import EXAMPLES, DatasetReport, Problem, check_dataset, inspect_images
-from colab_utils.data.coco import decode_text, is_sound_box, read_bytes, read_coco
+from colab_utils.data.coco import decode_text, read_bytes, read_coco
 from colab_utils.data.defects import HARMLESS, NEAR, Header, compare_box, compare_sizes, is_normalised, measure_mask
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.errors import ColabUtilsError
@@ -179,10 +179,10 @@ def _mend_object(
     if crowd not in (None, 0, 1):
         raise _LostObjectError("bad annotation")
     sound = isinstance(box, list) and len(box) == 4 and all(isinstance(side, int | float) for side in box)
-    sound = sound and is_sound_box({"bbox": box, "area": 0})
+    sound = sound and all(abs(side) < math.inf for side in box)
     try:
         mask = encode_segmentation(outline, *size)
-        if isinstance(outline, list) and is_normalised(outline):
+        if isinstance(outline, list) and all(map(is_normalised, outline)):
             one["segmentation"] = [[x * size[1 - n % 2] for n, x in enumerate(polygon)] for polygon in outline]
             mask = encode_segmentation(one["segmentation"], *size)
             changes.append("polygons in 0 to 1 scaled")

@@ -123,7 +123,7 @@ def diagnose(
         found = "an iterator" if isinstance(loader, Iterator) else repr(loader)
         raise ColabUtilsError(f"expected a loader that starts again, found {found}: pass the DataLoader itself")
     if not seconds > 0:
-        raise ColabUtilsError(f"expected seconds over 0, found {seconds!r}")
+        raise ColabUtilsError(f"expected seconds over 0, found {seconds!r}: give a number, like 20")
     with put_back(loader, restore):
         return _diagnose(loader, step, seconds, verify, {"min_size": min_size, "max_size": max_size})
 

@@ -120,9 +120,9 @@ def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator
 
 def _check(*, seconds: float, **values: float) -> None:
     for name, value in {"seconds": seconds, **values}.items():
-        whole, least = name in ("workers", "prefetch"), int(name == "prefetch")
-        if not least <= value < math.inf or (whole and not isinstance(value, int | np.integer)):
-            raise ColabUtilsError(f"expected {name} to be a{' whole' * whole} number, {least} or more; found {value!r}")
+        kind, least = "of" if name not in ("workers", "prefetch") else "as a whole number of", int(name == "prefetch")
+        if not least <= value < math.inf or (kind != "of" and not isinstance(value, int | np.integer)):
+            raise ColabUtilsError(f"expected {name} {kind} {least} or more, found {value!r}: choose another")
     slowest_s = max(values["load_s"] / max(1, values["workers"]), values["step_s"])
     if not 0 < seconds <= slowest_s * _MAX_BATCHES:
         found = f"found {seconds} s with one each {slowest_s} s: give load_s or step_s more than 0, or fewer seconds"

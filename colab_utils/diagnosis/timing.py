@@ -249,7 +249,7 @@ def fetch_batches(loader: Iterable[Any]) -> Generator[Any, None, None]:
             found = f"found {describe_error(error)}{cure}".replace("found expected a batch, ", "")
             raise ColabUtilsError(f"expected batch {number + 1} from the loader, {found}") from error
         if number == 0:
-            raise ColabUtilsError("expected batches from the loader, found none: is the dataset smaller than a batch?")
+            raise ColabUtilsError("expected batches from the loader, found none: lower the batch size")
         if number == before:
             return  # an iterator: it cannot start again
 
@@ -300,7 +300,7 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     """
     for part in restore:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} in it")
+            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it out")
     parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
     owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
     orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]

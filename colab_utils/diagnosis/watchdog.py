@@ -120,11 +120,11 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
     """
     require_linux("watch a loader")
     if on_stall not in get_args(OnStall):
-        raise ColabUtilsError(f"expected on_stall as one of {', '.join(get_args(OnStall))}, found {on_stall!r}")
+        raise ColabUtilsError(f"expected on_stall in {', '.join(get_args(OnStall))}, found {on_stall!r}: choose one")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
-        raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}")
+        raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
-        raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}")
+        raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
     restarts = isinstance(loader, Loader) and loader.workers > 0 and loader.backend != "threads"
     if on_stall in ("skip", "restart") and not restarts:
         raise ColabUtilsError(

@@ -54,15 +54,15 @@ class LoaderSettings:
         choices: dict[str, tuple[Any, ...]] = {"deliver": get_args(Delivery), "backend": get_args(Backend)}
         for name, known in (choices | {"image_dtype": (torch.float32, torch.uint8)}).items():
             if (value := getattr(self, name)) not in known:
-                raise ColabUtilsError(f"expected {name} as one of {', '.join(map(str, known))}, found {value!r}")
+                raise ColabUtilsError(f"expected {name} in {', '.join(map(str, known))}, found {value!r}: choose one")
         least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0, "ranks": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
-                raise ColabUtilsError(f"expected {name} as a whole number of {lowest} or more, found {value!r}")
+                raise ColabUtilsError(f"expected {name} as integer of {lowest} or more, found {value!r}: choose one")
             object.__setattr__(self, name, int(value))
         if self.rank >= self.ranks:
-            raise ColabUtilsError(f"expected a rank under {self.ranks} (ranks), found {self.rank}")
+            raise ColabUtilsError(f"expected a rank under {self.ranks} (ranks), found {self.rank}: count ranks from 0")
         if self.transforms is not None and self.deliver == "packed":
             raise ColabUtilsError(
                 "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or "
@@ -149,7 +149,7 @@ def make_loader(
         1 torch.float32 torch.Size([1, 8, 8])
     """
     if transform_on not in ("device", "worker"):
-        raise ColabUtilsError(f"expected transform_on as one of device, worker, found {transform_on!r}")
+        raise ColabUtilsError(f"expected transform_on in device, worker, found {transform_on!r}: choose one")
     on_worker, torch_device, group = transform_on == "worker", find_device(device), torch.distributed
     if sampler is None and rank is None and ranks is None and group.is_available() and group.is_initialized():
         rank, ranks = group.get_rank(), group.get_world_size()
@@ -293,8 +293,8 @@ class Loader:
             if len(self.bad) > self.settings.max_bad:
                 self.close()
                 raise ColabUtilsError(
-                    f"expected at most {self.settings.max_bad} bad images (max_bad), found {len(self.bad)}, the last: "
-                    f"{found}"
+                    f"expected at most {self.settings.max_bad} bad images (max_bad), found {len(self.bad)}. Allow "
+                    f"more, or mend them; the last: {found}"
                 )
             text = f"an image is left out (number {len(self.bad)} so far): {found}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
@@ -374,7 +374,7 @@ def find_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ColabUtilsError(f"expected a device such as 'cpu' or 'cuda', found {device!r}") from None
+        raise ColabUtilsError(f"expected a device such as 'cpu' or 'cuda', found {device!r}: name one") from None
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ColabUtilsError(
             f"expected a GPU for device {device!r}, found none. On Colab, choose Runtime > Change runtime type; or use "

@@ -86,7 +86,7 @@ class Fetcher:
                 "shards by ShardDataset(folder)."
             )
         if not len(self):
-            raise ColabUtilsError("expected a dataset with images, found an empty one")
+            raise ColabUtilsError("expected a dataset with images, found an empty one: open another")
         base: Any = dataset
         rows: NDArray[np.int64] | None = None
         while type(base) is Subset:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from colab_utils.data.coco import is_sound_box
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.errors import ColabUtilsError
 
@@ -130,8 +129,6 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
         (x, y, width, height), area = annotation["bbox"], annotation["area"]
         try:
             rles.append(encode_segmentation(annotation["segmentation"], *original))
-            if not is_sound_box(annotation):
-                raise ColabUtilsError(f"expected finite numbers, found bbox {annotation['bbox']}, area {area}")
         except ColabUtilsError as error:
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
         box = [x * scale_x, y * scale_y, width * scale_x, height * scale_y]

@@ -112,7 +112,7 @@ def animate_simulation(simulation: Simulation, *, seconds: float = math.inf, spe
     from IPython.display import HTML
 
     if not (seconds > 0 and 0 < speed < math.inf):
-        raise ColabUtilsError(f"expected seconds and speed to be numbers, more than 0; found {seconds!r}, {speed!r}")
+        raise ColabUtilsError(f"expected seconds and speed over 0, found {seconds!r} and {speed!r}: choose others")
     steps, workers = simulation.steps, simulation.workers
     shown_s = min(seconds, simulation.seconds, *steps.start_s[_MAX_STEPS : _MAX_STEPS + 1].tolist())
     shown = steps.start_s < shown_s
@@ -175,7 +175,7 @@ def explore_simulation(
     import ipywidgets
 
     if not (load_s > 0 and step_s > 0):
-        raise ColabUtilsError(f"expected load_s and step_s to be numbers, more than 0; found {load_s!r}, {step_s!r}")
+        raise ColabUtilsError(f"expected load_s and step_s over 0, found {load_s!r} and {step_s!r}: choose others")
 
     def make(kind: Any, value: float, text: str, **ends: float) -> Any:
         wide = {"layout": {"width": "44em"}, "style": {"description_width": "20em"}}

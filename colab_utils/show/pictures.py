@@ -71,7 +71,7 @@ def draw_pairs(
     import numpy as np
 
     if not left or len(left) != len(right):
-        raise ColabUtilsError(f"expected the same samples, one at least, twice, found {len(left)} and {len(right)}")
+        raise ColabUtilsError(f"expected the same samples twice, found {len(left)} and {len(right)}: draw one or more")
     pairs = list(zip(left, right, strict=True))
     same = all(np.array_equal(a, b) for (a, _), (b, _) in pairs)
     same_masks = all(np.array_equal(a["masks"], b["masks"]) for (_, a), (_, b) in pairs)
@@ -104,7 +104,7 @@ def draw_predictions(
     """
     chosen = list(range(len(predictions))) if indices is None else list(indices)
     if not chosen or len(chosen) != len(predictions):
-        raise ColabUtilsError(f"expected one prediction for each of {len(chosen)} samples, found {len(predictions)}")
+        raise ColabUtilsError(f"expected {len(chosen)} predictions, one a sample, found {len(predictions)}: pass all")
     panels: list[_Panel] = []
     for i, prediction in zip(chosen, predictions, strict=True):
         image, target = dataset[i]

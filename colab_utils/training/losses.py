@@ -105,7 +105,7 @@ def _check_input(model: Any, batch: Any) -> None:
     name = type(model).__name__
     problem = ""
     if isinstance(model, DistributedDataParallel | DataParallel):
-        problem = f"a model without {name} around it: wrap a module whose forward calls compute_losses instead"
+        problem = f"a plain model, found {name} around it: wrap a module whose forward calls compute_losses instead"
     elif not isinstance(model, GeneralizedRCNN) or not getattr(model.roi_heads, "has_mask", bool)():
         problem = f"a Mask R-CNN of torchvision, found {name}: call model(images, targets) with deliver='dense'"
     elif not model.training:

@@ -94,7 +94,7 @@ def build_mask_rcnn(
         3
     """
     if num_classes < 2:
-        raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}")
+        raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}: add one")
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size, "norms": norms}
     known: Mapping[int, str] = _COCO_NAMES
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None

@@ -308,7 +308,7 @@ def test_a_strategy_that_fails_leaves_a_note(race):
     assert not rows["failing"].comparable
     assert rows["other"].images_per_second > 0
     json.dumps(dataclasses.asdict(found))
-    with pytest.raises(ColabUtilsError, match="none could: ImportError: no module named fastloader"):
+    with pytest.raises(ColabUtilsError, match=r"found none\. Mend first: ImportError: no module named fastloader"):
         race(fake("failing", fail))
 
 
@@ -429,6 +429,15 @@ def test_bad_settings_are_refused(tiny_dataset, tmp_path, settings, words):
     settings = {"images": tiny_dataset.images} | QUICK | settings
     with pytest.raises(ColabUtilsError, match=words):
         compare(annotations=tiny_dataset.annotations, folder=tmp_path, **settings)
+
+
+def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prepare):
+    (tmp_path / "empty.json").write_text('{"images": [], "annotations": [], "categories": []}')
+    with pytest.raises(ColabUtilsError, match=r"expected images in .*empty.json, found none: name"):
+        prepare(annotations=tmp_path / "empty.json")
+    (tmp_path / "images").mkdir()  # of another dataset
+    with pytest.raises(ColabUtilsError, match=r"expected usable images in .*, found none\. The first: .*Run check"):
+        prepare(images=tmp_path / "images")
 
 
 # ------------------------------------------------------------------------------------- what a dataset costs

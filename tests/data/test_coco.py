@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import pickle
 import tracemalloc
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pycocotools import mask as coco_mask
 
-from colab_utils.data.coco import is_sound_box, read_coco, resolve_image
+from colab_utils.data.coco import read_coco, resolve_image, write_subset
+from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 
@@ -82,7 +85,7 @@ def test_builtin_dataset_is_what_json_reads(tiny_dataset):
 def numbers():
     return st.one_of(
         st.integers(-(10**6), 10**6),
-        st.floats(allow_nan=False, allow_infinity=False),
+        st.floats(-1e14, 1e14),
         st.floats(-5000, 5000).map(lambda x: round(x, 2)),
         st.floats(-5000, 5000).map(lambda x: round(x, 5)),
     )
@@ -147,7 +150,21 @@ def test_encodings_and_unicode_names(path, encoding):
     [
         (change_annotation(id=5.0), "id", 5),  # float ids
         (change_annotation(image_id=7.0, category_id=90.0), "category_id", 90),
-        (change_annotation(area=None), "area", 16.0),  # no area: that of the box
+        (change_annotation(id="12"), "id", 12),  # numbers as text: Roboflow, VIA
+        (change_annotation(id="9007199254740993"), "id", 9007199254740993),
+        (change_annotation(id="3f2b-uuid"), "id", 1),  # the row
+        (change_annotation(id=None), "id", 1),
+        (change_annotation(image_id="7", category_id="90.0"), "image_id", 7),
+        (change_annotation(bbox=["0", 0.5, "4.25", 4]), "bbox", [0, 0.5, 4.25, 4]),
+        (change_annotation(area="16.5"), "area", 16.5),
+        (change_annotation(area=None), "area", 6.0),  # the pixels of the mask, as in pycocotools
+        (change_annotation(area=None, segmentation=[]), "area", 16.0),  # no mask: that of the box
+        (change_annotation(bbox=None), "bbox", [1, 0, 3, 3]),
+        (change_annotation(bbox=[]), "bbox", [1, 0, 3, 3]),
+        (change_annotation(bbox=[], segmentation=[0, 0, 4, 0, 4, 4]), "bbox", [1, 0, 3, 3]),  # a flat polygon
+        (change_annotation(iscrowd="0"), "iscrowd", 0),
+        (change_annotation(iscrowd="1"), "iscrowd", 1),
+        (change_annotation(iscrowd=False), "iscrowd", 0),
         (change_annotation(iscrowd=None), "iscrowd", 0),
         (change_annotation(iscrowd=True), "iscrowd", 1),
         (change_annotation(segmentation=[]), "segmentation", []),  # kept for the checks
@@ -160,9 +177,97 @@ def test_odd_but_readable_entries(path, coco, key, expected):
     assert read(path, coco).annotations(0)[0][key] == expected
 
 
-def test_nan_comes_through_for_the_checks(path):
-    annotation = read(path, change_annotation(bbox=[float("nan"), 0, 1, 1])).annotations(0)[0]
-    assert not is_sound_box(annotation)
+def nest(depth: int) -> Any:
+    nested: Any = 5
+    for _ in range(depth):
+        nested = [nested]
+    return nested
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"bbox": [float("nan"), 0, 1, 1]}, "bbox [nan, 0, 1, 1] where COCO has finite numbers"),
+        ({"bbox": [0, 0, float("inf"), 1]}, "finite numbers"),
+        ({"bbox": [1, 2, 3]}, "bbox [1.0, 2.0, 3.0] where COCO has [x, y, width, height]"),
+        ({"bbox": ["1", "a", 3, 4]}, "finite numbers"),
+        ({"bbox": [True, 2, 3, 4]}, "finite numbers"),
+        ({"bbox": "1234"}, "finite numbers"),
+        ({"bbox": [10**400, 2, 3, 4]}, "finite numbers"),
+        ({"bbox": None, "segmentation": []}, "no bbox, and no mask to derive it from"),
+        ({"bbox": nest(400)}, "finite numbers"),
+        ({"area": "big"}, "area ['big'] where"),
+        ({"area": float("inf")}, "finite numbers"),
+        ({"area": [5]}, "finite numbers"),
+        ({"id": 1.5}, "id 1.5 where COCO has an integer"),
+        ({"id": [4]}, "id [4] where COCO has an integer"),
+        ({"category_id": "car"}, "category_id 'car' where COCO has an integer"),
+        ({"category_id": None}, "category_id None"),
+        ({"iscrowd": 4}, "iscrowd 4 where COCO has 0 or 1"),  # once a crowd, without a word
+        ({"iscrowd": "false"}, "iscrowd 'false' where"),
+        ({"iscrowd": [0]}, "iscrowd [0] where"),
+    ],
+)
+def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, reason):
+    good = {**make_coco()["annotations"][0], "image_id": 3, "id": 9}
+    dataset = read(path, make_coco(annotations=[{**make_coco()["annotations"][0], **changes}, good]))
+    [(number, found)] = dataset.list_faults(0)
+    assert (number, dataset.list_faults(1)) == (1, [])
+    assert reason in found
+    assert len(found) < 200
+    with pytest.raises(ColabUtilsError, match=r"^annotation 1: "):
+        dataset.annotations(0)
+    assert [one["id"] for one in dataset.annotations(1)] == [9]
+    assert dataset.crowds == 0
+    part = read_coco(write_subset(dataset, [1, 0], path.parent / "part.json"))
+    assert [reason for _, reason in part.list_faults(1)] == [found]
+
+
+@pytest.mark.parametrize("image_id", [None, "a.jpg", [7], 7.5, float("inf"), True])
+def test_an_annotation_of_no_readable_image_is_one_of_an_unknown_image(path, image_id):
+    rows = [*make_coco()["annotations"], {**make_coco()["annotations"][0], "image_id": image_id, "id": 2}, 5]
+    dataset = read(path, make_coco(annotations=rows))
+    assert dataset.unknown_images.tolist() == [2, 3]
+    assert len(dataset.annotations(0)) == 1
+
+
+def test_boxes_and_areas_come_from_the_mask_as_in_pycocotools(path, coco_mini):
+    coco = json.loads(coco_mini.annotations.read_text())
+    for one in coco["annotations"]:
+        del one["bbox"], one["area"]
+    dataset = read(path, coco)
+    for i in range(len(dataset)):
+        size = dataset.sizes[i].tolist()
+        for one in dataset.annotations(i):
+            rles = coco_mask.frPyObjects(one["segmentation"], *size)
+            rle = coco_mask.merge(rles) if isinstance(rles, list) else rles
+            assert (one["bbox"], one["area"]) == (coco_mask.toBbox(rle).tolist(), coco_mask.area(rle))
+
+
+def test_no_box_and_no_size_of_the_image_is_a_fault(path):
+    images = [{"id": 7, "file_name": "a"}]
+    dataset = read(path, {**change_annotation(bbox=None), "images": images})
+    assert "expected an image of 1 to 128,000,000 pixels" in dataset.list_faults(0)[0][1]
+    assert read(path, {**change_annotation(area=None), "images": images}).annotations(0)[0]["area"] == 16
+
+
+def test_crowds_are_counted(path):
+    one = make_coco()["annotations"][0]
+    rows = [{**one, "iscrowd": crowd, "image_id": image} for crowd, image in ((1, 3), ("1", 7), (True, 7), (0, 7))]
+    dataset = read(path, make_coco(annotations=rows))
+    assert (dataset.crowds, dataset.subset(0, 1).crowds, dataset.subset(1, 2).crowds) == (3, 2, 1)
+
+
+@pytest.mark.parametrize("depth", [1, 5, 63, 64, 65, 400, *range(930, 1001), 20_000])
+def test_nesting_is_one_clear_line_at_every_depth(path, depth):
+    text = json.dumps(change_annotation(segmentation="X")).replace('"X"', "[" * depth + "5" + "]" * depth)
+    with pytest.raises(ColabUtilsError, match=r"nested too deeply|polygons"):
+        encode_segmentation(read(path, text.encode()).annotations(0)[0]["segmentation"], 6, 8)
+
+
+def test_a_name_that_is_missing_is_that_of_its_url(path):
+    images = [{"id": 7, "coco_url": "http://images.cocodataset.org/val2017/000000397133.jpg?x=1"}]
+    assert read(path, make_coco(images=images)).file_name(0) == "000000397133.jpg"
 
 
 def test_missing_sizes_are_zero_and_missing_ids_are_rows(path):
@@ -193,10 +298,14 @@ WHOLE = json.dumps(make_coco()).encode()
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b"", "text that is not JSON at character 0"),
+        (b"", "an empty file"),
         (b"   ", "text that is not JSON"),
-        (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff\xfe", "bytes that are not text"),  # a zip
-        (b"\xff\xd8\xff\xe0", "bytes that are not text"),  # a JPEG
+        (b"PK\x03\x04\x14\x00\x00\x00\x08\x00\xff\xfe", "a zip: unpack it first"),
+        (gzip.compress(WHOLE), "a gzip file: unpack it first"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer: run `git lfs pull`"),
+        (b"\n<!DOCTYPE html><html>", "a web page"),
+        (b"\xff\xd8\xff\xe0", "bytes that are not UTF-8 text"),  # a JPEG
+        (WHOLE.replace(b"car", b"B\xe4r"), "bytes that are not UTF-8 text, perhaps Latin-1. Save the JSON as UTF-8"),
         (b"hello", "text that is not JSON at character 0"),
         (b"{}", "no list of images and annotations and categories"),
         (b"[]", "found a list"),  # detection results
@@ -205,7 +314,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (WHOLE + b"}", "text that is not JSON"),
         (WHOLE[:-1] + b",}", "text that is not JSON"),
         (WHOLE.replace(b"}],", b"},],", 1), "text that is not JSON"),
-        (b'{"info": ' + b"[" * 100_000, "text that is not JSON"),  # nested too deep
+        (b'{"info": ' + b"[" * 100_000, "JSON that is nested too deeply"),
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),  # more digits than Python reads
         ({"images": {}, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(images=[5]), "'images' (id 5)"),
@@ -213,19 +322,15 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(images=[{"id": 7}]), "no 'file_name'"),
         (make_coco(images=[{"id": 7, "file_name": 5}]), "a file_name that is not text"),
         (make_coco(images=[{"id": 7, "file_name": "\ud800"}]), "'images' (id 7)"),
-        (make_coco(images=[{"id": "7", "file_name": "a"}]), "id '7' where COCO has an integer"),
+        (make_coco(images=[{"id": 7, "coco_url": 5}]), "no 'file_name'"),
+        (make_coco(images=[{"id": nest(300), "file_name": "a"}]), "'images' (id ?)"),
+        (make_coco(images=[{"id": "seven", "file_name": "a"}]), "id 'seven' where COCO has an integer"),
         (make_coco(images=[{"id": 7.5, "file_name": "a"}]), "id 7.5 where"),
         (make_coco(images=[{"id": float("nan"), "file_name": "a"}]), "NaN"),
         (make_coco(images=[{"id": 2**70, "file_name": "a"}]), "id 1180591620717411303424 where"),
         (make_coco(images=[{"id": 7, "file_name": "a", "height": 2**40}]), "'images' (id 7)"),
         (make_coco(images=make_coco()["images"] * 2), "image id 3 twice"),
-        (change_annotation(bbox=None), "a bbox that is not"),
-        (change_annotation(bbox=[1, 2, 3]), "a bbox that is not"),
-        (change_annotation(bbox=["1", 2, 3, 4]), "'annotations' (id 1)"),
-        (change_annotation(image_id=None), "image_id None"),
-        (change_annotation(category_id="car"), "category_id 'car'"),
-        (change_annotation(area="big"), "'annotations' (id 1)"),
-        (make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]), "no 'bbox'"),  # a captions file
+        (make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]), "without bbox and segmentation"),
         (make_coco(categories=[{"id": 1}]), "'categories' (id 1) with no 'name'"),
         (make_coco(categories=[5]), "'categories' (id 5)"),
         (make_coco(categories=[{"id": 1, "name": "a"}, {"id": 1, "name": "b"}]), "another name, 'b', than 'a'"),
@@ -242,7 +347,7 @@ def test_what_is_not_coco_is_one_clear_line(path, content, found):
 
 
 def test_cut_short_anywhere_is_told(path):
-    for length in range(0, len(WHOLE), 7):
+    for length in range(7, len(WHOLE), 7):
         with pytest.raises(ColabUtilsError, match=r"not JSON at character|no list of"):
             read(path, WHOLE[:length])
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from colab_utils.data.decoding import decode_pixels, load_jpeg_decoder, read_npy_header
-from colab_utils.errors import ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 
 def dump(array):
@@ -37,6 +37,21 @@ def test_headers_are_those_of_numpy(shape, dtype):
 def test_other_headers_are_refused(data):
     with pytest.raises(ValueError, match=r"header|type"):
         read_npy_header(data)
+
+
+@pytest.mark.parametrize(
+    ("array", "found"),
+    [
+        (np.ones((2, 3, 3)), r"float64 \[2, 3, 3\]"),
+        (np.ones((2, 3), np.uint8), r"uint8 \[2, 3\]"),
+        (np.ones((2, 3, 4), np.uint8), r"uint8 \[2, 3, 4\]"),
+    ],
+)
+def test_other_arrays_than_pixels_are_refused(array, found):
+    with pytest.raises(ColabUtilsError, match=rf"expected raw pixels as uint8 \[H, W, 3\], found: {found}"):
+        decode_pixels(dump(array))
+    with pytest.raises(ColabUtilsError, match="raw pixels"):
+        decode_pixels(dump(array)[:70])  # cut short in its header
 
 
 def test_threads_do_not_disturb_each_other():

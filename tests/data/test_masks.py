@@ -89,9 +89,9 @@ def test_no_compressed_rle_is_read_past_its_end(counts, size):
 
 
 def test_large_runs_are_read():
-    rle = {"size": [20_000, 20_000], "counts": [399_999_990, 10]}
-    counts = coco_mask.frPyObjects(rle, 20_000, 20_000)["counts"]
-    assert encode_segmentation({**rle, "counts": counts.decode()}, 20_000, 20_000)["counts"] == counts
+    rle = {"size": [10_000, 12_000], "counts": [119_999_990, 10]}
+    counts = coco_mask.frPyObjects(rle, 10_000, 12_000)["counts"]
+    assert encode_segmentation({**rle, "counts": counts.decode()}, 10_000, 12_000)["counts"] == counts
 
 
 def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
@@ -129,11 +129,14 @@ def test_resize_is_torch_nearest(masks, height, width):
         (None, "without a mask"),
         ([], "without a mask"),
         ([[]], "one of 0 numbers"),
-        ([SQUARE, [1, 1, 2, 2]], "one of 4 numbers"),  # too short: pycocotools takes 4 numbers for a box
+        ([[1, 1, 2, 2]], "one of 4 numbers"),  # too short: pycocotools takes 4 numbers for a box
+        ([[1, 1, 2, 2], []], "one of 4 numbers"),
+        ([SQUARE, [1, 1, 2]], "one of 3 numbers"),
+        ([SQUARE, 5], "something else"),
+        ([SQUARE, [[1, 1]]], "something else"),
         ([[1, 1, 5, 1, 5, 4, 1]], "one of 7 numbers"),  # odd
-        (SQUARE, "something else"),  # one polygon without its list
         ([[[1, 1], [5, 1], [5, 4]]], "at least 3 points"),  # points as pairs
-        ([[[1, 1]] * 6], "made of numbers"),
+        ([[[1, 1]] * 6], "something else"),
         ([["a"] * 6], "made of numbers"),
         ([[None] * 6], "reaches to pixel nan"),
         ([[float("nan"), *SQUARE[1:]]], "reaches to pixel nan"),
@@ -183,6 +186,16 @@ def test_parts_of_one_object_are_united():
     rle = encode_segmentation([SQUARE, [4, 2, 7, 2, 7, 5, 4, 5]], 6, 8)
     one, two = (coco_mask.decode(encode_segmentation([part], 6, 8)) for part in (SQUARE, [4, 2, 7, 2, 7, 5, 4, 5]))
     assert np.array_equal(coco_mask.decode(rle), one | two)
+
+
+def test_parts_without_an_area_are_left_out_beside_one_with_an_area():
+    for parts in ([SQUARE, [1, 1, 2, 2]], [[], SQUARE], [[1, 1, 4, 4], [3, 3], SQUARE]):
+        assert encode_segmentation(parts, 6, 8) == encode_segmentation([SQUARE], 6, 8)
+
+
+def test_a_polygon_without_its_list_and_numbers_as_text_are_that_polygon():
+    for segmentation in (SQUARE, [str(number) for number in SQUARE], [[str(number) for number in SQUARE]]):
+        assert encode_segmentation(segmentation, 6, 8) == encode_segmentation([SQUARE], 6, 8)
 
 
 def test_no_masks():

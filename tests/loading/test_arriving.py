@@ -458,6 +458,13 @@ def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
     assert not (tmp_path / "ssd").exists()
 
 
+def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
+    dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW)
+    with pytest.raises(ColabUtilsError, match="expected no sampler while shards arrive"):
+        make_loader(dataset, batch_size=2, workers=0, sampler=[0, 1])
+    dataset.stop()
+
+
 def test_the_folder_that_shards_come_from_is_no_target(drive):
     with pytest.raises(ColabUtilsError, match="expected two folders"):
         ArrivingShards(drive, drive)

@@ -254,6 +254,9 @@ def test_two_passes_at_once_are_refused(make, seen):
         {"prefetch": 0},
         {"seed": -1},
         {"deliver": "sparse"},
+        {"transform_on": "gpu"},
+        {"rank": 2, "ranks": 2},
+        {"rank": -1, "ranks": 2},
         {"device": "gpu"},
         {"device": "cuda:99" if torch.cuda.is_available() else "cuda"},
     ],
@@ -264,7 +267,13 @@ def test_arguments_out_of_range_are_refused(options):
 
 
 def test_what_is_no_dataset_is_refused():
-    for dataset, found in ((Numbers(0), "empty"), (iter([1]), "list_iterator"), ("shards", "found str")):
+    kinds = (
+        (Numbers(0), "empty"),
+        (iter([1]), "list_iterator"),
+        ("shards", "found str"),
+        ([torch.ones(3)], "found Tensor"),
+    )
+    for dataset, found in kinds:
         with pytest.raises(ColabUtilsError, match=found):
             list(make_loader(dataset, batch_size=1, workers=0))
 

@@ -292,9 +292,6 @@ def test_area_and_crowds_are_scaled_and_extras_dropped():
     ("changes", "found"),
     [
         ({"segmentation": []}, "annotation 5: expected polygons or RLE"),
-        ({"bbox": [float("nan"), 0, 1, 1]}, "annotation 5: expected finite numbers"),
-        ({"area": float("inf")}, "annotation 5: expected finite numbers"),
-        ({"bbox": [1e300, 0, 1, 1]}, "annotation 5: expected finite numbers"),
     ],
 )
 def test_bad_annotations_are_named(changes, found):

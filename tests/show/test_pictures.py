@@ -195,5 +195,5 @@ def test_no_prediction_at_all_is_a_picture_too():
 
 
 def test_predictions_must_match_their_samples():
-    with pytest.raises(ColabUtilsError, match="one prediction for each of 2 samples, found 1"):
+    with pytest.raises(ColabUtilsError, match="2 predictions, one a sample, found 1"):
         draw_predictions(Samples([make_sample()]), [make_prediction([0.9])], indices=[0, 0])

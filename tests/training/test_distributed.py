@@ -168,6 +168,16 @@ def tell_starts():
         return [found, ranks.gather(ranks.rank), ranks.count]
 
 
+def refuse_to_copy(folder, shards):
+    with pytest.raises(ColabUtilsError, match="expected one process to train while its shards are copied, found 2"):
+        train(shards, folder / "run", local=folder / "ssd", steps=1, **TINY)
+    return [path.name for path in folder.iterdir() if path.is_dir()]
+
+
+def test_several_processes_copy_nothing_while_they_train(shards, tmp_path):
+    assert run_ranks(refuse_to_copy, 2, tmp_path / "ranks", tmp_path, shards) == [["ranks"], ["ranks"]]
+
+
 def test_all_ranks_take_what_the_first_one_has(tmp_path):
     assert run_ranks(tell_starts, 3, tmp_path) == [["coco", [0, 1, 2], 3]] * 3
 

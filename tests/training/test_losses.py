@@ -240,7 +240,7 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(real_samples):
     model = build(real_samples)
     boxes_only = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=2)
     refused = [
-        (DataParallel(model), packed, "without DataParallel around it.* whose forward calls compute_losses"),
+        (DataParallel(model), packed, "found DataParallel around it.* whose forward calls compute_losses"),
         (boxes_only, packed, "found FasterRCNN.*deliver='dense'"),
         (torch.nn.Identity(), packed, "found Identity"),
         (build(real_samples).eval(), packed, "evaluation mode: call model.train"),

@@ -1,0 +1,343 @@
+"""Changes of bytes, of JSON values, and of the parts of PNG, JPEG, tar and zip files, drawn from a seeded generator."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from copy import deepcopy
+from random import Random
+from typing import Any
+
+import numpy as np
+
+NUMBERS = [0, -1, 1, 2, 3, 127, 255, 256, 65_535, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 10**9, 10**30, 0.5, -0.0]
+NUMBERS += [1e308, 1e16, float("nan"), float("inf"), -float("inf")]
+_NEST = "many brackets"  # stands for lists in lists, which Python's own json does not write
+TEXTS = [
+    "",
+    "0",
+    "1",
+    "12.5",
+    "nan",
+    "x",
+    "false",
+    "../../../outside/secret.png",
+    "/etc/passwd",
+    "a\\b.png",
+    "..",
+    ".",
+    "\0",
+]
+TEXTS += [
+    "C:\\photos\\0.jpg",
+    "file:///etc/passwd",
+    "line\nbreak",
+    "\x1b[31mred",
+    "\u202egpj",
+    "\ud800",
+    "é",
+    "e\u0301",
+]
+TEXTS += ["a" * 300, "x/" * 2000, "<script>", "link.png", "secret.png", "index.json", "shard-000000.tar"]
+OUTLINE = [1, 2, 9, 2, 9, 9, 4, 9]
+FIELDS: dict[str, list[Any]] = {  # what tools write into the fields of COCO entries, well or badly
+    "iscrowd": [True, False, None, "0", "1", "false", 4, [0], 0.5, "true"],
+    "bbox": [None, [], [3, 4, 2], ["3", "4", "8.5", "6"], [3, 4, -2, 5], [0, 0, 1e300, 4], "3,4,8,6", [1e9, 2, 3, 4]],
+    "segmentation": [
+        OUTLINE, [], None, [[1, 2, 3, 4]], [OUTLINE, [1, 2, 3, 4]], [OUTLINE[:7]], [OUTLINE[:6], OUTLINE[1:7]],
+        [[str(number) for number in OUTLINE]], [[1e9, 0, 0, 5, 5, 5]], [[3.0, 1e6, 7, -1e6, 9, 9] * 3],
+        {"size": [24, 32], "counts": [24 * 32]}, {"size": [24, 32], "counts": [5, 0, 0, 3, 24 * 32 - 8]},
+        {"size": [32, 24], "counts": [5, 24 * 32 - 5]}, {"size": ["24", "32"], "counts": [0, 24 * 32]},
+        {"size": [60_000, 60_000], "counts": [0, 0, 10, 3_599_999_990]},
+    ],
+    "area": [None, -5, "7.5", float("nan"), 0], "id": [None, "7", 7.0, "7a"], "image_id": ["8", 8.0, 99],
+    "file_name": TEXTS, "category_id": ["3", 0, 99], "name": [None, 5, "dog"],
+    "width": [0, None, "32", 33, 24], "height": [0, None, "24", 60_000, 32],
+}  # fmt: skip
+
+
+def change_bytes(rng: Random, data: bytes, changes: int = 3) -> bytes:
+    """Flip, overwrite, cut, repeat, insert and swap some bytes."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, changes)):
+        place, length = rng.randrange(len(changed) + 1), min(len(changed), int(2 ** rng.uniform(0, 9)))
+        other = rng.randrange(len(changed) + 1)
+        match rng.randrange(9):
+            case 0 | 1 if place < len(changed):
+                changed[place] ^= 1 << rng.randrange(8)
+            case 2 if place < len(changed):
+                changed[place] = rng.randrange(256)
+            case 3:
+                size, order = rng.choice([(1, "little"), (2, "big"), (2, "little"), (4, "big"), (4, "little")])
+                value = int(rng.choice(NUMBERS[:12])) % (1 << 8 * size)
+                changed[place : place + size] = value.to_bytes(size, order)
+            case 4:
+                del changed[place : place + length]
+            case 5:
+                changed[place:place] = changed[other : other + length]
+            case 6:
+                changed[place : place + length] = changed[other : other + length]
+            case 7:
+                changed[place:place] = rng.randbytes(length)
+            case 8:
+                del changed[place:]
+        changed = changed or bytearray(b"\0")
+    return bytes(changed)
+
+
+def change_digit(rng: Random, data: bytes) -> bytes:
+    """Another digit in place of one: what stays plausible."""
+    places = [place for place, byte in enumerate(data) if 48 <= byte < 58]
+    changed = bytearray(data)
+    if places:
+        place = rng.choice(places)
+        changed[place] = 48 + (changed[place] - 48 + rng.randint(1, 9)) % 10
+    return bytes(changed)
+
+
+def draw_value(rng: Random) -> Any:
+    """A value that does not belong there."""
+    return deepcopy(rng.choice([*NUMBERS, *TEXTS, _NEST, None, True, False, [], {}, [[]], [0] * 4]))
+
+
+def change_tree(rng: Random, tree: Any, changes: int = 2) -> Any:
+    """Replace, remove, repeat or swap some values of a JSON document; keys as likely as the many numbers of a list."""
+    root = {"": deepcopy(tree)}
+    for _ in range(rng.randint(1, changes)):
+        places = _list_places(root)
+        one = rng.choice(places[rng.choice(sorted(places))])
+        other = rng.choice(places[rng.choice(sorted(places))])
+        (holder, key), value = one, one[0][one[1]]
+        match rng.randrange(8):
+            case 0 | 1:
+                holder[key] = draw_value(rng)
+            case 2 if holder is not root:
+                del holder[key]
+            case 3 if isinstance(holder, list):
+                holder.insert(rng.randrange(len(holder) + 1), deepcopy(value))
+            case 4:
+                holder[key] = deepcopy(other[0][other[1]])
+            case 5 if isinstance(value, int | float):
+                holder[key] = rng.choice(
+                    [str(value), value + 1, -value, value * 1000, value + 0.5, bool(value), [value]]
+                )
+            case 6 if isinstance(holder, dict):
+                holder[rng.choice(TEXTS)] = holder.pop(key)
+            case _:
+                holder[key] = rng.choice([[value], {"a": value}, str(value)])
+    return root.get("")
+
+
+def dump_json(rng: Random, tree: Any) -> bytes:
+    """JSON text in one of the encodings that tools write."""
+    text = json.dumps(tree, ensure_ascii=rng.random() < 0.7, indent=rng.choice([None, 1]))
+    depth = rng.choice([50, 960, 990, 100_000])
+    text = text.replace(f'"{_NEST}"', "[" * depth + "]" * depth)
+    return text.encode(rng.choice(["utf-8"] * 7 + ["utf-8-sig", "utf-16", "utf-32"]), "surrogatepass")
+
+
+def change_png(rng: Random, data: bytes) -> bytes:
+    """Change the chunks of a PNG: order, number, kind, content, sizes; every checksum is right again."""
+    chunks, place = [], 8
+    while place < len(data):
+        length = int.from_bytes(data[place : place + 4], "big")
+        chunks.append((data[place + 4 : place + 8], data[place + 8 : place + 8 + length]))
+        place += 12 + length
+    for _ in range(rng.randint(1, 2)):
+        row = rng.randrange(len(chunks))
+        kind, body = chunks[row]
+        match rng.randrange(7):
+            case 0:
+                chunks[row] = kind, change_bytes(rng, body, 1)
+            case 1:
+                del chunks[row]
+                chunks = chunks or [(b"IEND", b"")]
+            case 2:
+                chunks.insert(rng.randrange(len(chunks) + 1), (kind, body))
+            case 3:
+                chunks.insert(1, rng.choice(_CHUNKS))
+            case 4:
+                sides = rng.choice([(60_000, 60_000), (0, 24), (32, 25), (2**31 - 1, 1), (24, 32)])
+                chunks[0] = chunks[0][0], struct.pack(">II", *sides) + chunks[0][1][8:]
+            case 5:
+                chunks[row] = rng.choice([b"tRNS", b"PLTE", b"IDAT", b"gAMA", b"acTL", b"fcTL"]), body
+            case 6:
+                at = rng.randrange(8, 13)  # depth, colours, compression, filter, interlace
+                head = bytearray(chunks[0][1].ljust(13, b"\0"))
+                head[at] = rng.choice([0, 1, 2, 3, 4, 6, 8, 16])
+                chunks[0] = chunks[0][0], bytes(head)
+    parts = (
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    )
+    return data[:8] + b"".join(parts)
+
+
+def change_jpeg(rng: Random, data: bytes) -> bytes:
+    """Change the segments of a JPEG: size, orientation, order, number."""
+    segments, place = [], 2
+    while place + 4 < len(data) and data[place] == 0xFF and data[place + 1] != 0xDA:
+        length = int.from_bytes(data[place + 2 : place + 4], "big")
+        segments.append(data[place : place + 2 + length])
+        place += 2 + length
+    row, rest = rng.randrange(len(segments)), data[place:]
+    frame = next(number for number, one in enumerate(segments) if one[1] in (0xC0, 0xC2))
+    match rng.randrange(6):
+        case 0:
+            segments[row] = segments[row][:4] + change_bytes(rng, segments[row][4:], 1)
+        case 1:
+            del segments[row]
+        case 2:
+            segments.insert(row, segments[rng.randrange(len(segments))])
+        case 3:
+            sides = rng.choice([(24, 32), (32, 24), (65_500, 65_500), (0, 32), (25, 32)])
+            segments[frame] = segments[frame][:5] + struct.pack(">HH", *sides) + segments[frame][9:]
+        case 4:
+            orientation = rng.choice([0, 1, 2, 3, 6, 8, 9, 65_535])
+            kind = rng.choice([3, 3, 3, 2, 4, 12])  # short; others are damage
+            exif = b"Exif\0\0MM\0*\0\0\0\x08\0\1" + struct.pack(">HHIHH", 0x0112, kind, 1, orientation, 0) + bytes(4)
+            segments.insert(0, b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif)
+        case 5:
+            rng.shuffle(segments)
+    return data[:2] + b"".join(segments) + rest
+
+
+def change_tar(rng: Random, data: bytes) -> bytes:
+    """Change the members of a tar: order, number, names, kinds, content; its headers are right again."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
+    for _ in range(rng.randint(1, 2)):
+        row, other = rng.randrange(len(members)), rng.randrange(len(members))
+        member, content = members[row]
+        match rng.randrange(7):
+            case 0:
+                members[row], members[other] = members[other], members[row]
+            case 1:
+                del members[row]
+                members = members or [(member, content)]
+            case 2:
+                members.insert(other, members[row])
+            case 3:
+                member.name = rng.choice([members[other][0].name, *(text for text in TEXTS if "\ud800" not in text)])
+            case 4:
+                member.type = rng.choice([tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
+                member.linkname = "../../outside/secret.png"
+            case 5:
+                members[row] = member, change_bytes(rng, content)
+            case 6 if member.name.endswith(".json"):
+                try:
+                    members[row] = member, json.dumps(change_tree(rng, json.loads(content))).encode()
+                except (ValueError, RecursionError):
+                    members[row] = member, change_digit(rng, content)
+    file = io.BytesIO()
+    with tarfile.open(
+        fileobj=file, mode="w", format=rng.choice([tarfile.USTAR_FORMAT] * 3 + [tarfile.PAX_FORMAT])
+    ) as tar:
+        for member, content in members:
+            member.size = len(content) if member.type == tarfile.REGTYPE else 0
+            try:
+                tar.addfile(member, io.BytesIO(content))
+            except ValueError:  # a name that is too long for the format
+                member.name = "long"
+                tar.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def change_member(rng: Random, name: str, content: bytes) -> bytes:
+    """Other bytes in a member of a zip, whatever its name."""
+    return change_bytes(rng, content)
+
+
+def change_zip(rng: Random, data: bytes, edit: Callable[[Random, str, bytes], bytes] = change_member) -> bytes:
+    """Change the members of a zip: names, order, number, kinds, or content by ``edit``. Its checksums are right."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = [(info, archive.read(info)) for info in archive.infolist()]
+    row, other = rng.randrange(len(members)), rng.randrange(len(members))
+    info, content = members[row]
+    match rng.randrange(9):
+        case 0:
+            info.filename = rng.choice([members[other][0].filename, *(text for text in TEXTS if "\ud800" not in text)])
+        case 1:
+            members.insert(other, members[row] if rng.random() < 0.5 else (info, members[other][1]))
+        case 2:
+            del members[row]
+        case 3:
+            info.external_attr = rng.choice([0o120777, 0o010777, 0o040777]) << 16
+            members[row] = info, b"../../../outside/secret.png"
+        case _:
+            members[row] = info, edit(rng, info.filename, content)
+    file = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(file, "w") as archive:
+        warnings.simplefilter("ignore")  # of a name that is there twice
+        for info, content in members:
+            archive.writestr(info, content)
+    return file.getvalue()
+
+
+def change_arrays(rng: Random, data: bytes, hash_bytes: Callable[..., str]) -> bytes:
+    """Change the head, the tables or the bits of an arrays file; sizes and checksums in the head are right again."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    head, file, tables = json.loads(data[8:start]), io.BytesIO(data[start:]), []
+    while file.tell() < head["tables_bytes"]:
+        tables.append(np.load(file))
+    bits = file.read()
+    for _ in range(rng.randint(1, 2)):
+        row = rng.randrange(len(tables))
+        table, numbers = tables[row].copy(), [value for value in NUMBERS if abs(value) < 2**62]
+        match rng.randrange(8):
+            case 0:
+                head = change_tree(rng, head)
+            case 1:
+                bits = change_bytes(rng, bits)
+            case 2:
+                tables[row] = rng.choice(
+                    [table[:-1], table[None], table.astype(np.float64), table.astype(np.int8), table.T]
+                )
+            case 3:
+                tables[row] = tables[rng.randrange(len(tables))]
+            case _ if table.size:
+                with np.errstate(all="ignore"):
+                    place = rng.randrange(table.size)
+                    value = np.array(rng.choice([*numbers, int(table.flat[place]) + 1])).astype(table.dtype)
+                table.flat[place] = value
+                tables[row] = table
+    file = io.BytesIO()
+    for table in tables:
+        np.save(file, table)
+    sizes = {
+        "tables_bytes": len(file.getvalue()),
+        "bits_bytes": len(bits),
+        "tables_xxh3_64": hash_bytes(file.getvalue()),
+    }
+    text = json.dumps(head | sizes if isinstance(head, dict) else head).encode()
+    return len(text).to_bytes(8, "little") + text + file.getvalue() + bits
+
+
+def _list_places(root: Any) -> dict[str, list[tuple[Any, Any]]]:
+    """Where values lie, by their key; places in lists under the key of the list."""
+    places, waiting = dict[str, list[tuple[Any, Any]]](), [(root, "")]
+    while waiting:
+        holder, name = waiting.pop()
+        for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+            under = key if isinstance(key, str) else f"{name}[]"
+            places.setdefault(under, []).append((holder, key))
+            if isinstance(holder[key], dict | list) and len(under) < 60:
+                waiting.append((holder[key], under))
+    return places
+
+
+_CHUNKS = [
+    (b"eXIf", b"MM\0*\0\0\0\x08\0\1\x01\x12\0\2\0\0\0\2ab\0\0"),
+    (b"eXIf", b"not a TIFF"),
+    (b"iCCP", b"profile\0\0not deflated"),
+    (b"zTXt", b"key\0\1" + zlib.compress(b"x")),
+    (b"zTXt", b"key\0\0" + zlib.compress(bytes(50_000_000), 9)),  # a bomb of 50 MB
+    (b"tRNS", b"\0\0\0\0\0\0"),
+    (b"tIME", b""),
+    (b"acTL", b"\0\0\0\2\0\0\0\0"),
+]  # fmt: skip

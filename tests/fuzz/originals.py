@@ -1,0 +1,173 @@
+"""What is mutated: small datasets of several kinds of images and masks, their shards, checkpoints, and a zip."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import tarfile
+import warnings
+import zipfile
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+from colab_utils.shards.write import write_shards
+from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.train import train
+from tests.fuzz.truth import Expected, compare_record, read_truth
+from tests.tiny_model import TINY_MODEL
+
+Tree = dict[str, bytes]
+"""Files of a folder: relative name to content."""
+HEIGHT, WIDTH = 24, 32
+TRAINING: dict[str, Any] = {"steps": 2, "model": TINY_MODEL, "weights": None, "min_size": 32, "workers": 0}
+
+
+@dataclass
+class Originals:
+    """Everything a case starts from, in memory."""
+
+    dataset: Tree = field(default_factory=dict)
+    """``images/...`` and ``coco.json``."""
+    shards: list[Tree] = field(default_factory=list)
+    """Of the dataset; of the same images with other annotations; and of other images under the same names."""
+    runs: list[Tree] = field(default_factory=list)
+    """Two checkpoints that hold little; the newest of a real run; and the best one."""
+    export: bytes = b""
+    """The dataset as a zip."""
+    truth: dict[int, Expected] = field(default_factory=dict)
+    """By image id, what the independent path reads in the dataset."""
+    records: dict[int, Any] = field(default_factory=dict)
+    """By image id, the records of the first shards."""
+    facts: tuple[Any, ...] = ()
+    """Classes and fingerprint of the dataset."""
+
+
+class Inline(Executor):
+    """Runs what is submitted at once: no process to start."""
+
+    def submit(self, work: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        future = Future[Any]()
+        try:
+            future.set_result(work(*arguments, **named))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+def store(images: Path, annotations: Path, shards: Path, **settings: Any) -> Any:
+    """Shards of two images each, whatever is bad left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return write_shards(
+            images, annotations, shards=shards, shard_mb=0.006, executor=Inline(), workers=1, max_bad=1.0, **settings
+        )
+
+
+def make_originals(folder: Path, pickled: Path) -> None:
+    """Make them in a process of its own, whose threads are not forked, and leave them pickled."""
+    made = Originals()
+    for number in range(3):
+        root = folder / str(number)
+        write_tree(root, _make_dataset(number))
+        if not number:
+            made.dataset = read_tree(root)
+        store(root / "images", root / "coco.json", root / "shards")
+        made.shards.append(read_tree(root / "shards"))
+    runs = CheckpointFolder(folder / "small")
+    for step in (1, 2):
+        runs.save(
+            {"weight": np_tensor(step), "other": np_tensor(step + 2), "names": {1: "a"}, "list": [1.5, None, "x"]},
+            step=step,
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(folder / "0" / "shards", folder / "run", log=lambda line: None, **TRAINING)
+    made.runs = [read_tree(folder / "small"), read_tree(folder / "run")]
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in made.dataset.items():
+            archive.writestr(zipfile.ZipInfo(f"export/{name}"), content)
+    made.export = file.getvalue()
+    made.truth = {number: read() for number, read in read_truth(folder / "0/images", made.dataset["coco.json"]).items()}
+    made.records = read_records(made.shards[0])
+    for number, record in made.records.items():
+        compare_record(record, made.truth[number])
+    fingerprint = xxhash.xxh3_128_hexdigest(made.dataset["coco.json"])
+    made.facts = {3: "car", 18: "dog"}, {3: 3, 18: 18}, 19, fingerprint, False
+    pickled.write_bytes(pickle.dumps(made))
+
+
+def np_tensor(seed: int) -> Any:
+    """A tensor of 12 numbers."""
+    import torch
+
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(3, 4)))
+
+
+def read_tree(folder: Path) -> Tree:
+    """All plain files below a folder, but for huge ones."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths if path.stat().st_size < 2**26}
+
+
+def write_tree(folder: Path, tree: Tree) -> None:
+    """Write them again."""
+    for name, content in tree.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def read_records(tree: Tree) -> dict[int, dict[str, Any]]:
+    """The records of shards by image id, by tarfile and json alone."""
+    found = {}
+    for name, content in tree.items():
+        if name.endswith(".tar"):
+            with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+                for member in tar:
+                    if member.name.endswith(".json"):
+                        record = json.loads(tar.extractfile(member).read())
+                        found[record["image_id"]] = record
+    return found
+
+
+def _make_dataset(number: int) -> Tree:
+    """Four images; ``number`` 1 has the same ones with other annotations, 2 has others."""
+    tree: Tree = {}
+    rng, pick = np.random.default_rng(number // 2), random.Random(number)
+    formats = [("0.jpg", "JPEG", "RGB"), ("sub/1.png", "PNG", "RGB"), ("2.tif", "TIFF", "RGB"), ("3.png", "PNG", "P")]
+    images, annotations = [], []
+    for row, (name, kind, mode) in enumerate(formats):
+        file = io.BytesIO()
+        smooth = Image.fromarray(rng.integers(0, 255, (3, 4, 3), np.uint8)).resize((WIDTH, HEIGHT))
+        smooth.convert(mode).save(file, kind)
+        tree[f"images/{name}"] = file.getvalue()
+        images.append({"id": 7 + row, "file_name": name, "width": WIDTH, "height": HEIGHT})
+        for crowd in (0, 0, row % 2):
+            one = {"id": 100 + len(annotations), "image_id": 7 + row, "category_id": pick.choice([3, 18])}
+            annotations.append({**one, "iscrowd": crowd, **_draw_object(pick, crowd)})
+    categories = [{"id": 3, "name": "car"}, {"id": 18, "name": "dog"}]
+    tree["coco.json"] = json.dumps({"images": images, "categories": categories, "annotations": annotations}).encode()
+    return tree
+
+
+def _draw_object(pick: random.Random, crowd: int) -> dict[str, Any]:
+    """A box, an area and a mask: one polygon or two, compressed RLE, or uncompressed for a crowd."""
+    x, y, width, height = pick.randint(0, 20), pick.randint(0, 14), pick.randint(4, 12), pick.randint(4, 10)
+    mask = np.zeros((HEIGHT, WIDTH), np.uint8, order="F")
+    mask[y : y + height, x : x + width] = 1
+    counts = [x * HEIGHT + y, *([height, HEIGHT - height] * width)[:-1], HEIGHT * WIDTH]
+    counts[-1] -= sum(counts[:-1])
+    corners = [x, y, x + width, y, x + width, y + height - 0.5, x, y + height]
+    compressed = {"size": [HEIGHT, WIDTH], "counts": coco_mask.encode(mask)["counts"].decode()}
+    choices: list[Any] = [[corners], [corners, [x, y, x + 3, y, x, y + 3.5]], compressed]
+    segmentation = {"size": [HEIGHT, WIDTH], "counts": counts} if crowd else pick.choice(choices)
+    return {"bbox": [x, y, width, height], "area": width * height * 0.75, "segmentation": segmentation}

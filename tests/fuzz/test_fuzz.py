@@ -1,0 +1,91 @@
+"""A few cases of every kind in the ordinary tests; ``make fuzz`` runs thousands."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from colab_utils.errors import ColabUtilsError
+from tests.fuzz.__main__ import describe, prepare
+from tests.fuzz.kinds import KINDS
+from tests.fuzz.pool import Case, Result, pick_case, run_cases
+from tests.fuzz.truth import WrongDataError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and memory are read as Linux gives them")
+
+
+@pytest.fixture(scope="module")
+def prepared():
+    with prepare() as prepared:
+        yield prepared
+
+
+def run(prepared, kinds, numbers, processes=2) -> list[Result]:
+    originals, folder = prepared
+    return sorted(run_cases(numbers, 0, kinds, originals, folder, processes), key=lambda result: result.number)
+
+
+def leave(case: Case) -> bool:
+    (case.folder / "../outside/secret.png").read_bytes()
+    return False
+
+
+def take_memory(case: Case) -> bool:
+    return not bytearray(1100 * 2**20)
+
+
+def kill(case: Case) -> bool:
+    import os
+
+    os.kill(os.getpid(), 11)
+    return False
+
+
+def refuse_in_lines(case: Case) -> bool:
+    raise ColabUtilsError("not caught")
+
+
+def accept_wrong(case: Case) -> bool:
+    raise WrongDataError("pixels differ\n[1]\n[2]")
+
+
+@pytest.mark.parametrize(
+    ("work", "bug"),
+    [
+        (leave, "Outside in pool.py _look: open /dev/shm"),
+        (take_memory, "more than 1 GB"),
+        (kill, "signal 11"),
+        (refuse_in_lines, "ColabUtilsError in"),
+        (accept_wrong, "WrongDataError in"),
+        (lambda case: 1 / 0, "ZeroDivisionError in"),
+    ],
+)
+def test_each_kind_of_bug_is_told(prepared, work, bug):
+    """And the cases before and after it run."""
+    kinds = {"fine": (1, lambda case: False), "bad": (1, work)}
+    results = run(prepared, kinds, list(range(6)), processes=1)
+    assert [result.number for result in results] == list(range(6))
+    for result in results:
+        assert result.kind == pick_case(0, result.number, kinds)[0]
+        assert result.outcome == ("bug" if result.kind == "bad" else "correct")
+        assert result.bug.startswith(bug) or result.kind == "fine"
+    assert f"python -m tests.fuzz --seed 0 --case {next(one.number for one in results if one.bug)}" in describe(
+        results, 0
+    )
+
+
+def test_a_hang_is_told(prepared, monkeypatch):
+    import time
+
+    monkeypatch.setattr("tests.fuzz.pool.SECONDS", 0.2)
+    results = run(prepared, {"hang": (1, lambda case: time.sleep(60) or False)}, [0, 1])
+    assert [result.outcome for result in results] == ["bug", "bug"]
+    assert results[0].bug.startswith("more than 0.2 s")
+
+
+def test_a_case_is_the_same_again(prepared):
+    one, again = (run(prepared, KINDS, list(range(300, 330)), processes) for processes in (1, 3))
+    assert [(result.kind, result.outcome, result.bug) for result in one] == [
+        (result.kind, result.outcome, result.bug) for result in again
+    ]
