@@ -88,8 +88,12 @@ def read_header(images: Path, name: str, retries: Retries, *, deep: bool = False
             if not status.st_size:
                 return Header(("empty file", "0 bytes"))
             slowed = io.BytesIO(read_file(path)) if get_profile(None, path) else path  # Drive gives it whole
-            with Image.open(slowed) as opened:
-                return _describe(opened, path, status.st_size, deep)
+            try:
+                with Image.open(slowed) as opened:
+                    return _describe(opened, path, status.st_size, deep)
+            except Image.UnidentifiedImageError:
+                with path.open("rb") as file:
+                    return Header(("bad image", name_kind(file.read(256)) or "not an image"))
 
     try:
         header = retries.run(read)
@@ -107,7 +111,9 @@ def read_header(images: Path, name: str, retries: Retries, *, deep: bool = False
 def _describe(opened: Any, path: Path, size: int, deep: bool) -> Header:
     from PIL import Image
 
-    kind, end = opened.format, _ENDS.get(opened.format)
+    kind, end, (width, height) = opened.format, _ENDS.get(opened.format), opened.size
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"{width} x {height} pixels, over {MOST_PIXELS:,}")
     notes = list[tuple[str, str]]()
     belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
     if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
@@ -122,7 +128,7 @@ def _describe(opened: Any, path: Path, size: int, deep: bool) -> Header:
     orientation = Image.Image.getexif(opened).get(_ORIENTATION, 1)
     if deep or (end and not _ends_with(opened.fp, end)):  # cut short, or much of something else after its end
         opened.load()
-    return Header(None, tuple(notes), opened.size[::-1], orientation, size)
+    return Header(None, tuple(notes), (height, width), orientation, size)
 
 
 def _ends_with(file: Any, mark: bytes) -> bool:
@@ -239,7 +245,7 @@ def is_normalised(numbers: Any) -> bool:
         >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5])
         True
     """
-    return 0 <= np.min(numbers) and np.max(numbers) <= 1
+    return bool(np.min(numbers) >= 0 and np.max(numbers) <= 1)
 
 
 def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[tuple[str, str]]:

@@ -72,8 +72,8 @@ def paint(mode="RGB", kind="JPEG", size=(160, 128), **options):
     """Another picture in place of one."""
 
     def spoil(dataset):
-        noise = np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), np.uint8)
-        picture = Image.fromarray(noise)
+        noise = np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), np.uint8) if mode != "1" else None
+        picture = Image.new("1", size) if noise is None else Image.fromarray(noise)
         if mode == "I;16":
             picture = Image.fromarray(noise[..., 0].astype(np.uint16) * 256)
         picture = picture if picture.mode == mode else picture.convert(mode)
@@ -172,7 +172,9 @@ DEFECTS = [
     (lambda d: (d.file(4).unlink(), d.file(4).mkdir()), "missing image", True, 11),
     (lambda d: d.file(4).write_bytes(b""), "empty file", True, 11),
     (lambda d: d.file(4).write_text("no picture"), "bad image", True, 11),
+    (lambda d: d.file(4).write_text("version https://git-lfs.github.com/spec/v1"), "bad image", True, 11),
     (pipe, "bad image", True, 11),
+    (paint("1", "PNG", size=(16_000, 8_001)), "bad image", True, 11),
     (lambda d: cut(d.file(4), 2000), "truncated image", True, 11),
     (cut_end, "truncated image", True, 11),
     (cut_png, "truncated image", True, 11),
