@@ -1,11 +1,11 @@
 # make setup | demo | slides | workshop | badges | setup-cells | errors
-# make test | lint | fuse | fuzz | test-browser | test-colab | stress | peers | benchmark | gpu
+# make test | lint | fuse | fuzz | test-browser | test-colab | test-formats | stress | peers | benchmark | gpu
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo slides workshop badges setup-cells errors test fuse fuzz lint test-browser test-colab stress peers benchmark gpu
+.PHONY: setup demo slides workshop badges setup-cells errors test fuse fuzz lint test-browser test-colab test-formats stress peers benchmark gpu
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -50,6 +50,11 @@ test-browser: setup
 # The notebooks with the versions that Colab has; downloads them once, about 3 GB, to runs/colab
 test-colab: setup
 	$(RUN) -m tools.run_as_colab
+
+# The recipes of docs/FORMATS.md with the converters that they name, in an environment of their own; downloads 300 MB
+test-formats: setup
+	$(RUN) -m benchmarks.environments --work runs/benchmarks --only formats
+	PYTHONPATH=. runs/benchmarks/envs/formats/bin/python -m pytest -W ignore tests/data/test_formats.py
 
 # For a mounted Drive to test on; without it those tests are skipped, and say so
 fuse:

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from colab_utils.data.coco import CocoDataset, read_coco, resolve_image
+from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.data.defects import Findings, check_image, read_header
 from colab_utils.data.statistics import RARE, DatasetStatistics, measure_dataset
 from colab_utils.drive import Retries, read_file
@@ -193,9 +193,9 @@ def _inspect_chunk(start: int) -> list[Findings]:
     """Some images, in a process that has the dataset from the one that forked it."""
     images, dataset, deep = _shared
     chosen = range(start, min(start + _CHUNK, len(dataset)))
-    read = partial(read_header, images, retries=Retries(), deep=deep)
+    read = partial(read_header, images, dataset, retries=Retries(), deep=deep)
     with ThreadPoolExecutor(_STREAMS) as pool:
-        headers = pool.map(read, map(dataset.file_name, chosen))
+        headers = pool.map(read, chosen)
         return [check_image(dataset, i, header) for i, header in zip(chosen, headers, strict=True)]
 
 
@@ -262,21 +262,24 @@ def _find_shared(
     images: Path, dataset: CocoDataset, findings: Sequence[Findings], others: str | Path, annotations: str | Path
 ) -> list[tuple[str, str]]:
     """The pictures that are in another dataset, too, by whatever name: files whose sizes match are compared."""
-    by_size, other = defaultdict[int, list[str]](list), read_coco(annotations)
+    by_size, other = defaultdict[int, list[int]](list), read_coco(annotations)
     for i, found in enumerate(findings):
-        by_size[found.header.bytes].append(dataset.file_name(i))
+        by_size[found.header.bytes].append(i)
 
     @cache
-    def hash_file(folder: str | Path, name: str) -> bytes:
-        return xxhash.xxh3_128_digest(read_file(resolve_image(folder, name), None, retries))
+    def hash_image(dataset: CocoDataset, folder: str | Path, i: int) -> bytes:
+        return xxhash.xxh3_128_digest(read_file(dataset.find_image(folder, i)[0], None, retries))
 
-    def compare(name: str) -> tuple[str, str] | None:
+    def compare(i: int) -> tuple[str, str] | None:
         with suppress(OSError, ColabUtilsError):  # what cannot be read is in no training
-            for twin in by_size.get(resolve_image(others, name).stat().st_size, ()):
-                if hash_file(images, twin) == hash_file(others, name):
-                    return "image in validation, too", twin if twin == name else f"{twin}, there {name}"
+            for twin in by_size.get(other.find_image(others, i)[0].stat().st_size, ()):
+                if hash_image(dataset, images, twin) == hash_image(other, others, i):
+                    return (
+                        "image in validation, too",
+                        f"{escape(dataset.file_name(twin))} is {escape(other.file_name(i))}",
+                    )
         return None
 
     retries = Retries()
     with ThreadPoolExecutor(_STREAMS) as pool:
-        return [*filter(None, pool.map(compare, map(other.file_name, range(len(other)))))]
+        return [*filter(None, pool.map(compare, range(len(other))))]

@@ -7,25 +7,33 @@ little more memory than its text, and worker processes share it.
 from __future__ import annotations
 
 import json
+import os
 import re
+import warnings
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import pairwise
 from pathlib import Path, PureWindowsPath
 from typing import Any
+from unicodedata import normalize
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.masks import encode_segmentation
-from colab_utils.drive import read_file
-from colab_utils.errors import ColabUtilsError
+from colab_utils.drive import DriveLostError, guard_drive, read_file
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 
 __all__ = [
-    "CocoDataset", "decode_text", "read_bytes", "read_coco", "resolve_image", "write_subset",
+    "CocoDataset", "decode_text", "read_bytes", "read_coco", "resolve_image",
+    "warn_of_found_images", "write_subset",
 ]  # fmt: skip
 
 _SECTIONS = ("images", "annotations", "categories")
@@ -66,6 +74,8 @@ class CocoDataset:
     """The JSON of annotations, UTF-8."""
     spans: NDArray[np.int64]
     """int64 [A, 2]: where each annotation starts and ends in ``texts``."""
+    shared_names: frozenset[str]
+    """Base names that several images have, in folders of their own: no image is found by one of them alone."""
     unknown_images: NDArray[np.int64]
     unknown_categories: NDArray[np.int64]
 
@@ -76,7 +86,7 @@ class CocoDataset:
         return f"{len(self):,} images, {len(self.ids):,} annotations, {len(self.categories)} categories"
 
     def file_name(self, index: int) -> str:
-        """The image's path below the image folder; :func:`resolve_image` opens no file outside."""
+        """The image's path below the image folder, as the JSON gives it; :meth:`find_image` opens no file outside."""
         return self.names[self.name_ends[index] : self.name_ends[index + 1]].decode()
 
     def image(self, index: int) -> dict[str, Any]:
@@ -84,6 +94,41 @@ class CocoDataset:
         height, width = self.sizes[index].tolist()
         number = int(self.image_ids[index])
         return {"id": number, "file_name": self.file_name(index), "width": width, "height": height}
+
+    def find_image(self, folder: str | Path, index: int) -> tuple[Path, bool]:
+        """The image's file, always below ``folder``, and whether its base name alone found it.
+
+        The file is that of the ``file_name``, where composed and decomposed accents count as equal. A name with
+        backslashes, of another machine, or of a folder that is not there, as tools write them, means the one file below
+        ``folder`` with this base name; links are not followed to it. A missing file is given as it is named.
+
+        Raises:
+            ColabUtilsError: the name leads out of the folder and no file there has its base name, or several have it;
+                or a link in its place leads out.
+            DriveLostError: Drive went away.
+        """
+        name = self.file_name(index)
+        path = None if _leads_out(name) else resolve_image(folder, name)
+        slashed = name.replace("\\", "/")
+        if path:
+            if (slashed == name and "/" not in name and name.isascii()) or os.path.exists(path):
+                return path, False
+            for other in {normalize(form, slashed) for form in ("NFC", "NFD")} - {name}:
+                if os.path.exists(alike := resolve_image(folder, other)):
+                    return alike, False
+            if slashed == name and os.path.isdir(path.parent):
+                return path, False
+        base = _take_base_name(name)
+        found = _list_files(str(folder)).get(base, "") if base not in self.shared_names else None
+        if found:
+            return Path(folder, found), True
+        if path:
+            return path, False
+        why = "no file" if found == "" else "more than one image or file"
+        raise ColabUtilsError(
+            f"expected a file_name below {folder}, found {name!r:.80}, which leads out of it, and {why} of that name "
+            "there. Put the images there."
+        )
 
     @property
     def crowds(self) -> int:
@@ -228,7 +273,7 @@ def decode_text(data: bytes, path: Path) -> str:
 
 
 def resolve_image(folder: str | Path, file_name: str) -> Path:
-    """The file of a COCO ``file_name``: always below the image folder, whatever the JSON says.
+    """The file of a COCO ``file_name`` as it is named: always below the image folder, whatever the JSON says.
 
     Raises:
         ColabUtilsError: the name, or a link in its place, leads out of the folder.
@@ -237,16 +282,81 @@ def resolve_image(folder: str | Path, file_name: str) -> Path:
         >>> resolve_image("photos", "a/b.jpg").as_posix()
         'photos/a/b.jpg'
     """
-    named = PureWindowsPath(file_name)  # knows both kinds of slash, and drives
-    if not named.parts or named.anchor or ".." in named.parts or "\0" in file_name:
-        raise ColabUtilsError(f"expected a file_name below {folder}, found {file_name!r:.80}, which leads out of it")
+    if _leads_out(file_name):
+        raise ColabUtilsError(
+            f"expected a file_name below {folder}, found {file_name!r:.80}, which leads out of it. Put the image there."
+        )
     path = Path(folder) / file_name
-    if not (real := path.resolve()).is_relative_to(Path(folder).resolve()):
+    if not (real := Path(os.path.realpath(path))).is_relative_to(os.path.realpath(folder)):
         raise ColabUtilsError(
             f"expected an image below {folder}, found the link {path} to {real}, which is not opened. Copy the image "
             "there, or name the folder that holds it."
         )
     return path
+
+
+def warn_of_found_images(folder: str | Path, dataset: CocoDataset) -> None:
+    """One warning for all images that only their base names find below the folder, which is listed afresh."""
+    _list_files.cache_clear()
+    is_folder = cache(lambda parent: os.path.isdir(os.path.join(folder, parent)))
+    found = list[tuple[str, Path]]()
+    for index in range(len(dataset)):
+        name = dataset.file_name(index)
+        if not _leads_out(name) and "\\" not in name and is_folder(name.rpartition("/")[0]):
+            continue
+        try:
+            path, by_base_name = dataset.find_image(folder, index)
+        except DriveLostError:
+            raise
+        except ColabUtilsError:
+            continue  # told where the image is read
+        if by_base_name:
+            found.append((name, path))
+    if found:
+        where = f"such as {found[0][0]!r} at {found[0][1]}"
+        share = f"{len(found):,} of {len(dataset):,} images"
+        message = f"{share} do not lie where the annotations say and were found below {folder} by their names, {where}"
+        warnings.warn(message, ColabUtilsWarning, stacklevel=3)
+
+
+def _leads_out(name: str) -> bool:
+    """Whether a name is none of a file below a folder: absolute, a URL, of a drive of Windows, or with ``..``."""
+    named = PureWindowsPath(name)  # knows both kinds of slash, and drives
+    return not named.parts or bool(named.anchor) or ".." in named.parts or "\0" in name or "://" in name
+
+
+def _take_base_name(name: str) -> str:
+    r"""A name's last part, whatever the machine it comes from, with composed accents.
+
+    Example:
+        >>> _take_base_name("C:\\data\\a.jpg"), _take_base_name("https://example.org/my%20photo.jpg?v=1")
+        ('a.jpg', 'my photo.jpg')
+    """
+    if "://" in name:
+        name = unquote(name.partition("?")[0])
+    return normalize("NFC", name.replace("\\", "/").rpartition("/")[2])
+
+
+@lru_cache(4)
+def _list_files(folder: str) -> dict[str, str | None]:
+    """Where the file of each base name lies below a folder; None where several have it. No link is followed.
+
+    Raises:
+        ColabUtilsError: the folder cannot be listed.
+    """
+    found, folders = dict[str, str | None](), [folder]
+    try:
+        with guard_drive(folder):
+            for one in folders:
+                for entry in os.scandir(one):
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        base = normalize("NFC", entry.name)
+                        found[base] = None if base in found else os.path.relpath(entry.path, folder)
+    except OSError as error:
+        raise ColabUtilsError(f"expected to list the images in {folder}, found: {error}. Check the folder.") from None
+    return found
 
 
 def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:
@@ -322,7 +432,7 @@ class _Columns:
     def add_image(self, image: dict[str, Any]) -> None:
         url, name = image.get("coco_url"), image.get("file_name")
         if not name and isinstance(url, str):
-            name = url.partition("?")[0].rpartition("/")[2]
+            name = _take_base_name(url)
         if name is None:
             raise KeyError("file_name")
         if not isinstance(name, str):
@@ -448,6 +558,7 @@ def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
     return CocoDataset(
         fingerprint=fingerprint,
         categories=tuple({"id": number, "name": name} for number, name in sorted(columns.category_names.items())),
+        shared_names=_find_shared_names(columns),
         image_ids=image_ids,
         sizes=np.array(columns.sizes, np.int32).reshape(-1, 2),
         names=bytes(columns.names),
@@ -460,3 +571,9 @@ def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
         unknown_images=ids[~known_image],
         unknown_categories=ids[known_image & ~known_category],
     )
+
+
+def _find_shared_names(columns: _Columns) -> frozenset[str]:
+    ends = columns.name_ends
+    names = {columns.names[start:end].decode() for start, end in pairwise(ends)}
+    return frozenset(base for base, count in Counter(map(_take_base_name, names)).items() if count > 1)

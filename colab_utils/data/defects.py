@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.coco import CocoDataset, resolve_image
+from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import MOST_PIXELS, name_kind
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, read_file
@@ -61,22 +61,22 @@ class Findings(NamedTuple):
     """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable object."""
 
 
-def read_header(images: Path, name: str, retries: Retries, *, deep: bool = False) -> Header:
+def read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False) -> Header:
     """An image file's header and end; ``deep`` decodes it.
 
     Raises:
         DriveLostError: if Drive went away.
-
-    Example:
-        >>> read_header(Path("no/such/folder"), "a.jpg", Retries()).fault
-        ('missing image', 'not in no/such/folder')
     """
     from PIL import Image
 
     try:
-        path = resolve_image(images, name)
+        path, by_base_name = dataset.find_image(images, i)
+    except DriveLostError:
+        raise
     except ColabUtilsError:
-        return Header(("unsafe file_name", "leaves the image folder"))
+        return Header(
+            ("unsafe file_name", "leaves the image folder, and no other file, or several, have its base name")
+        )
 
     def read() -> Header:
         with guard_drive(path):
@@ -103,7 +103,7 @@ def read_header(images: Path, name: str, retries: Retries, *, deep: bool = False
         raise
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
         return Header(("truncated image" if "truncated" in str(error) else "bad image", str(error)))
-    if path != images / name:
+    if by_base_name:
         header = header._replace(notes=(*header.notes, ("found by base name", str(path.relative_to(images)))))
     return header
 

@@ -288,7 +288,7 @@ def _plan_files(now: Situation, folder: Path) -> _Plan:
     """The image files as they are, on the local disk."""
     dataset: CocoFolder = now.loader.dataset
     for index in now.indices:
-        path = folder / dataset.coco.file_name(index)
+        path = folder / dataset.find_path(index).relative_to(dataset.folder)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(read_file(dataset.find_path(index)))
     local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))

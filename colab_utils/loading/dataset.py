@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from colab_utils.data.coco import read_coco, resolve_image
+from colab_utils.data.coco import read_coco, warn_of_found_images
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
@@ -212,6 +212,7 @@ class CocoFolder(_CocoSamples):
         self.folder = Path(images)
         self.profile, self.retries = get_profile(profile, images), Retries()
         self.coco = read_coco(annotations)
+        warn_of_found_images(images, self.coco)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.fingerprint = self.coco.fingerprint
         self.image_ids, self.sizes = self.coco.image_ids, self.coco.sizes
@@ -257,7 +258,7 @@ class CocoFolder(_CocoSamples):
         Raises:
             ColabUtilsError: if it lies outside the image folder.
         """
-        return resolve_image(self.folder, self.coco.file_name(self._check(index)))
+        return self.coco.find_image(self.folder, self._check(index))[0]
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from colab_utils.data.coco import CocoDataset, read_coco, resolve_image
+from colab_utils.data.coco import CocoDataset, read_coco, warn_of_found_images
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
@@ -204,7 +204,9 @@ def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
         with guard_drive(images):
             if not Path(images).is_dir():
                 raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-            return read_coco(annotations)
+            dataset = read_coco(annotations)
+            warn_of_found_images(images, dataset)
+            return dataset
 
     dataset = Retries().run(read)
     if not len(dataset):
@@ -241,7 +243,7 @@ def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | No
         DriveLostError: if Drive went away.
     """
     try:
-        return read_file(resolve_image(images, dataset.file_name(i)), None, retries)
+        return read_file(dataset.find_image(images, i)[0], None, retries)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ColabUtilsError("the file is missing") from None
     except OSError as error:

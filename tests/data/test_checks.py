@@ -104,6 +104,17 @@ def rename(name):
     return spoil
 
 
+def name_elsewhere(name):
+    """The name on another machine of a file that lies in a folder here."""
+
+    def spoil(dataset):
+        (dataset.images / "here").mkdir()
+        dataset.file(4).rename(dataset.images / "here" / "a.jpg")
+        dataset.coco["images"][4]["file_name"] = name
+
+    return spoil
+
+
 def cut_end(dataset):
     cut(dataset.file(4), dataset.file(4).stat().st_size - 2)
 
@@ -180,6 +191,8 @@ DEFECTS = [
     (cut_png, "truncated image", True, 11),
     (spoil_image(file_name="../images/a.jpg"), "unsafe file_name", True, 11),
     (spoil_image(file_name="/etc/passwd"), "unsafe file_name", True, 11),
+    (name_elsewhere("C:\\Users\\me\\a.jpg"), "found by base name", False, 12),
+    (name_elsewhere("https://example.org/a.jpg"), "found by base name", False, 12),
     (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
     (spoil_image(width=99), "size mismatch", True, 12),  # as the outlines tell
     (spoil_image(width=-160), "size mismatch", True, 12),

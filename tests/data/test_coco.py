@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
-from colab_utils.data.coco import read_coco, resolve_image, write_subset
+from colab_utils.data.coco import _list_files, read_coco, resolve_image, warn_of_found_images, write_subset
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -411,6 +411,91 @@ def test_no_name_leaves_the_folder(tmp_path, name, safe):
     else:
         with pytest.raises(ColabUtilsError, match="leads out of it"):
             resolve_image(tmp_path, name)
+
+
+def find(tmp_path, names, *, files, index=0):
+    """Where the image of an index is found, below a folder with these files."""
+    for file in files:
+        (tmp_path / "images" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "images" / file).touch()
+    images = [{"id": i, "file_name": name} for i, name in enumerate(names)]
+    dataset = read(tmp_path / "a.json", make_coco(images=images, annotations=[]))
+    _list_files.cache_clear()
+    path, by_name = dataset.find_image(tmp_path / "images", index)
+    return path.relative_to(tmp_path / "images").as_posix(), by_name
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "found", "by_name"),
+    [
+        ("x.jpg", ["x.jpg", "a/x.jpg"], "x.jpg", False),
+        ("x.jpg", ["a/x.jpg"], "x.jpg", False),  # as it is named: it is missing
+        ("a/x.jpg", ["a/y.jpg", "x.jpg"], "a/x.jpg", False),
+        ("a/x.jpg", ["x.jpg"], "x.jpg", True),  # no folder a
+        ("a/b/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
+        ("images\\x.jpg", ["x.jpg"], "x.jpg", True),  # Label Studio on Windows
+        ("images\\x.jpg", ["images/x.jpg", "x.jpg"], "images/x.jpg", False),
+        ("images\\x.jpg", ["images\\x.jpg", "x.jpg"], "images\\x.jpg", False),  # Linux allows it
+        ("C:\\data\\x.jpg", ["a/x.jpg"], "a/x.jpg", True),
+        ("/home/me/x.jpg", ["a/x.jpg"], "a/x.jpg", True),
+        ("../../label-studio/data/x.jpg", ["x.jpg"], "x.jpg", True),
+        ("https://example.org/up/my%20x.jpg?v=1", ["my x.jpg"], "my x.jpg", True),
+        ("Stra\u00dfe \u00e9.jpg", ["Stra\u00dfe e\u0301.jpg"], "Stra\u00dfe e\u0301.jpg", False),  # a Mac's zip
+        ("e\u0301/x.jpg", ["\u00e9/x.jpg"], "\u00e9/x.jpg", False),
+        ("/d/\u00e9.jpg", ["e\u0301.jpg"], "e\u0301.jpg", True),
+    ],
+)
+def test_images_are_found_by_their_base_names(tmp_path, name, files, found, by_name):
+    assert find(tmp_path, [name, "other.jpg"], files=files) == (found, by_name)
+
+
+@pytest.mark.parametrize(
+    ("names", "files", "why"),
+    [
+        (["/d/x.jpg"], ["a/x.jpg", "b/x.jpg"], "more than one image or file of that name"),
+        (["/d/1/x.jpg", "/d/2/x.jpg"], ["x.jpg"], "more than one image"),  # it is one of the two
+        (["/d/x.jpg", "a/x.jpg"], ["a/x.jpg"], "more than one image"),
+        (["/d/x.jpg"], ["y.jpg"], "no file of that name"),
+        (["https://example.org/"], ["y.jpg"], "no file of that name"),
+    ],
+)
+def test_an_image_that_may_be_another_is_not_taken(tmp_path, names, files, why):
+    with pytest.raises(ColabUtilsError, match=f"leads out of it, and {why}"):
+        find(tmp_path, names, files=files)
+
+
+def test_no_image_is_found_for_two(tmp_path):
+    """A folder of the annotations is missing, and another one has a file of the same name."""
+    assert find(tmp_path, ["val/x.jpg", "train/x.jpg"], files=["train/x.jpg"]) == ("val/x.jpg", False)
+
+
+def test_no_link_is_followed_to_an_image(tmp_path):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "x.jpg").touch()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a").symlink_to(tmp_path / "secret")
+    (tmp_path / "images" / "x.jpg").symlink_to(tmp_path / "secret" / "x.jpg")
+    with pytest.raises(ColabUtilsError, match="no file of that name"):
+        find(tmp_path, ["/d/x.jpg"], files=[])
+    with pytest.raises(ColabUtilsError, match="which is not opened"):
+        find(tmp_path, ["a/x.jpg"], files=[])
+    (tmp_path / "images" / "loop").symlink_to("loop")
+    assert find(tmp_path, ["loop/x.jpg"], files=[]) == ("loop/x.jpg", False)
+
+
+def test_found_images_are_said_once_and_plain_names_list_nothing(tmp_path, monkeypatch):
+    names = ["a/x.jpg", "/d/y.jpg", "b\\z.jpg", "/d/gone.jpg"]
+    find(tmp_path, names, files=["a/x.jpg", "y.jpg", "z.jpg"])
+    dataset = read_coco(tmp_path / "a.json")
+    with pytest.warns(ColabUtilsWarning) as warned:
+        warn_of_found_images(tmp_path / "images", dataset)
+    assert [str(one.message) for one in warned] == [
+        "2 of 4 images do not lie where the annotations say and were found below "
+        f"{tmp_path}/images by their names, such as '/d/y.jpg' at {tmp_path}/images/y.jpg"
+    ]
+    monkeypatch.setattr("os.scandir", None)
+    assert dataset.find_image(tmp_path / "images", 2)[1]  # the folder was listed once
+    warn_of_found_images(tmp_path / "images", dataset.subset(0, 1))  # and is not for plain names
 
 
 def test_subset_is_the_same_images_and_small_to_send(coco_mini):

@@ -1,20 +1,22 @@
 """The fixes: each is tried on a small loader; one that cannot be tried keeps the others."""
 
+import json
 import time
 from time import perf_counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from colab_utils.diagnosis import fixes
 from colab_utils.diagnosis.diagnose import diagnose
-from colab_utils.diagnosis.fixes import Situation, find_fixes, open_like
+from colab_utils.diagnosis.fixes import Situation, _plan_files, find_fixes, open_like
 from colab_utils.diagnosis.stages import time_stages
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, time_batches
 from colab_utils.drive import DriveProfile
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import CocoFolder, ShardDataset, make_loader
 
 SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
@@ -196,3 +198,22 @@ def test_workers_are_chosen_for_the_limit(monkeypatch, load_ms, cpu_ms, step_ms,
     loader = SimpleNamespace(workers=now)
     situation = Situation(loader, EmulatedStep(step_ms), cached, cached, {}, (), 1, False, 0.0)
     assert situation.choose_workers(load_ms, cpu_ms) == tried
+
+
+def test_files_of_names_that_lead_out_are_copied_into_the_folder(tiny_dataset, tmp_path):
+    """Such a name finds its image by the base name; its copy must not go where the name says."""
+    coco = json.loads(tiny_dataset.annotations.read_text())
+    outside = tmp_path / "outside"
+    for image in coco["images"]:
+        image["file_name"] = f"{outside}/{image['file_name']}"
+    annotations = tmp_path / "annotations.json"
+    annotations.write_text(json.dumps(coco))
+    with pytest.warns(ColabUtilsWarning, match="found below"):
+        dataset = CocoFolder(tiny_dataset.images, annotations)
+    loader = DataLoader(dataset)
+    with pytest.warns(ColabUtilsWarning, match="found below"):
+        plan = _plan_files(Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files")
+    assert not outside.exists()
+    copied = plan.options["dataset"]
+    assert [copied.find_path(i).parent for i in range(2)] == [tmp_path / "files"] * 2
+    assert np.array_equal(copied[1][0], dataset[3][0])

@@ -16,16 +16,17 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 from tests.fuzz.originals import Originals
 from tests.fuzz.truth import WrongDataError
 
 SECONDS, MEGABYTES = 10, 1024
+REFUSED: Any = type("Refused", (), {"__bool__": lambda self: False})()
 _CASES_A_PROCESS = 2000  # then a fresh one: what a case leaves in memory ends with it
 _ROOT = Path(__file__).parents[2]
 _WRITES = {"os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.link", "os.symlink", "os.truncate", "os.chmod"}
@@ -36,13 +37,26 @@ class Outside(BaseException):
     """A file outside of the case's folder was opened or written, or a program was started."""
 
 
-class Case(NamedTuple):
+@dataclass
+class Case:
     """What a kind of case works with."""
 
     rng: random.Random
     folder: Path
     """Its own folder, empty at first; what lies in ``../outside`` must not be opened."""
     originals: Originals
+    refused: list[str] = field(default_factory=list)
+    """What was refused, and why: in one line."""
+
+    def attempt(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """What an entry point returns, or `REFUSED`; anything that it raises but one clear line is a bug."""
+        try:
+            return work(*arguments, **named)
+        except ColabUtilsError as error:
+            if len(text := str(error)) < 3 or not text.isprintable():
+                raise WrongDataError(f"a message that is not one printable line: {text!r:.300}") from error
+            self.refused.append(text)
+            return REFUSED
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,8 @@ class Result:
     """At the highest, more than before the case."""
 
 
-Kinds = dict[str, tuple[int, Callable[[Case], bool]]]
-"""Name to weight and function: it returns whether anything was refused, and raises whatever is a bug."""
+Kinds = dict[str, tuple[int, Callable[[Case], object]]]
+"""Name to weight and function, which raises whatever is a bug."""
 
 
 def pick_case(seed: int, number: int, kinds: Kinds) -> tuple[str, random.Random]:
@@ -167,7 +181,8 @@ def _run_case(number: int, seed: int, kinds: Kinds, originals: Originals, folder
     try:
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
-            outcome = "refused" if kinds[kind][1](Case(rng, case / "work", originals)) else "correct"
+            kinds[kind][1](work := Case(rng, case / "work", originals))
+        outcome = "refused" if work.refused else "correct"
     except BaseException as error:
         outcome, bug, text = "bug", _name_bug(error), "".join(traceback.format_exception(error))
         del error
@@ -191,8 +206,8 @@ def _name_bug(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/colab_utils/" in frame.filename] or frames[-1:]
     place = f"{Path(ours[-1].filename).name} {ours[-1].name}"
-    if isinstance(error, WrongDataError | ColabUtilsError):  # where the fuzzer asked
-        place = next((one.name for one in reversed(frames) if "/fuzz/kinds" in one.filename), place)
+    if isinstance(error, WrongDataError):  # which calls led there
+        place = next((frame.name for frame in reversed(frames) if frame.name.startswith("_judge")), frames[-1].name)
     message = re.sub(r"\d+", "N", (str(error).splitlines() or [""])[0])
     return f"{type(error).__name__} in {place}: {message:.90}"
 

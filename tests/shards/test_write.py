@@ -26,7 +26,7 @@ from PIL import Image
 
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.shards import write
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import hold_folder, read_index, write_index
@@ -325,7 +325,7 @@ def test_one_bad_image_is_named_counted_and_skipped(dataset, folder, spoil, reas
         ({"segmentation": [[1, 2, 3, 4]]}, "one of 4 numbers"),
         ({"segmentation": {"size": [4, 4], "counts": [16]}}, "expected RLE of size [128, 160]"),
         ({"segmentation": {"size": [128, 160], "counts": "zz"}}, "found damaged ones"),
-        ({"bbox": [float("nan"), 1, 2, 3]}, "expected finite numbers"),
+        ({"bbox": [float("nan"), 1, 2, 3]}, "finite numbers"),
     ],
 )
 def test_a_bad_annotation_is_named(dataset, folder, changes, reason):
@@ -335,6 +335,16 @@ def test_a_bad_annotation_is_named(dataset, folder, changes, reason):
     (skipped,) = run(dataset, folder, max_bad=0.1).skipped
     assert reason in skipped.reason
     assert f"annotation {rows[5]['id']}" in skipped.reason
+
+
+def test_images_that_lie_elsewhere_than_named_are_found_and_said(dataset, folder):
+    images = json.loads(dataset[1].read_text())["images"]
+    for image in images:
+        image["file_name"] = f"C:\\\\export\\{image['file_name']}"
+    change(dataset[1], images=images)
+    with pytest.warns(ColabUtilsWarning, match=f"^{len(images)} of {len(images)} images do not lie where"):
+        result = run(dataset, folder)
+    assert (result.images, result.skipped) == (len(images), ())
 
 
 @pytest.mark.parametrize("name", ["../outside.jpg", "{}/outside.jpg", "link.jpg"])

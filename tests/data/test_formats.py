@@ -1,0 +1,133 @@
+"""The recipes of docs/FORMATS.md, run as they stand there: `make test-formats` installs the converters they name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from colab_utils.data.checks import check_dataset
+from colab_utils.loading.dataset import CocoFolder
+
+RECIPES = re.findall(
+    r"^## (.*?)\n.*?```python\n(.*?)```", Path("docs/FORMATS.md").read_text(), re.DOTALL | re.MULTILINE
+)
+WIDTH, HEIGHT = 256, 192
+OBJECTS = {
+    "a": [("cat", [(20, 20), (120, 24), (112, 120), (24, 104)]), ("dog", [(160, 40), (240, 48), (200, 160)])],
+    "b": [("dog", [(40, 40), (200, 32), (192, 160), (120, 176), (48, 152)])],
+}
+CLASSES = {"cat": 8, "dog": 12}  # their values in Pascal VOC
+
+
+def save_photo(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)).save(path)
+
+
+def draw(values, outline=None):
+    drawn = Image.new("P", (WIDTH, HEIGHT))
+    drawn.putpalette(np.random.default_rng(0).integers(0, 256, 768, np.uint8).tobytes())
+    for value, (_, points) in values:
+        ImageDraw.Draw(drawn).polygon(points, fill=value, outline=value if outline is None else outline)
+    return drawn
+
+
+def make_pngs():
+    for name, objects in OBJECTS.items():
+        save_photo(Path(f"PennFudanPed/PNGImages/{name}.png"))
+        Path("PennFudanPed/PedMasks").mkdir(exist_ok=True)
+        draw(enumerate(objects, 1)).save(f"PennFudanPed/PedMasks/{name}_mask.png")
+
+
+def make_labelme():
+    for name, objects in OBJECTS.items():
+        save_photo(Path(f"labelme/{name}.jpg"))
+        shapes = [{"label": label, "points": points, "shape_type": "polygon"} for label, points in objects]
+        content = {"shapes": shapes, "imagePath": f"{name}.jpg", "imageHeight": HEIGHT, "imageWidth": WIDTH}
+        Path(f"labelme/{name}.json").write_text(json.dumps({"version": "5.0", "imageData": None, **content}))
+
+
+def make_yolo():
+    for name, objects in OBJECTS.items():
+        save_photo(Path(f"yolo/images/train/{name}.jpg"))
+        lines = [
+            " ".join(map(str, [[*CLASSES].index(label), *(np.array(points) / (WIDTH, HEIGHT)).ravel()]))
+            for label, points in objects
+        ]
+        Path("yolo/labels/train").mkdir(parents=True, exist_ok=True)
+        Path(f"yolo/labels/train/{name}.txt").write_text("\n".join(lines))
+    Path("yolo/data.yaml").write_text("train: images/train\nnames:\n  0: cat\n  1: dog\n")
+
+
+def make_voc():
+    folder = Path("VOC2012")
+    for name in ("SegmentationObject", "SegmentationClass", "ImageSets/Segmentation"):
+        (folder / name).mkdir(parents=True)
+    palette = [
+        sum((value >> 3 * bit + part & 1) << 7 - bit for bit in range(3)) for value in range(256) for part in range(3)
+    ]
+    for name, objects in OBJECTS.items():
+        save_photo(folder / f"JPEGImages/{name}.jpg")
+        for kind, values in (("Object", [*range(1, 9)]), ("Class", [CLASSES[label] for label, _ in objects])):
+            drawn = draw(zip(values, objects, strict=False), outline=255)
+            drawn.putpalette(palette)
+            drawn.save(folder / f"Segmentation{kind}/{name}.png")
+    (folder / "ImageSets/Segmentation/train.txt").write_text("\n".join(OBJECTS))
+
+
+def make_cvat():
+    text = "".join(f"<label><name>{label}</name><attributes></attributes></label>" for label in CLASSES)
+    text = f"<meta><task><name>t</name><size>2</size><mode>annotation</mode><labels>{text}</labels></task></meta>"
+    for number, (name, objects) in enumerate(OBJECTS.items()):
+        save_photo(Path(f"cvat/images/{name}.jpg"))
+        text += f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">'
+        for label, points in objects:
+            places = ";".join(f"{x:.2f},{y:.2f}" for x, y in points)
+            text += f'<polygon label="{label}" occluded="0" points="{places}" z_order="0"></polygon>'
+        text += "</image>"
+    Path("cvat/annotations.xml").write_text(f"<annotations><version>1.1</version>{text}</annotations>")
+
+
+MADE = {  # by the heading of a recipe: what makes the export, and the images and the JSON that come out
+    "Masks as PNG files, one colour an object": (make_pngs, "PennFudanPed/PNGImages", "people.json"),
+    "LabelMe": (make_labelme, "labelme", "labelme_coco/dataset.json"),
+    "YOLO with outlines": (make_yolo, "yolo/images/train", "yolo.json"),
+    "Pascal VOC": (make_voc, "voc_coco/images/train", "voc_coco/annotations/instances_train.json"),
+    "CVAT's own XML": (make_cvat, "cvat_coco/images/annotations", "cvat_coco/annotations/instances_annotations.json"),
+}
+
+
+def test_every_recipe_is_tried():
+    assert [name for name, _ in RECIPES] == [*MADE]
+
+
+@pytest.mark.parametrize(("name", "code"), RECIPES, ids=[name.split()[0] for name, _ in RECIPES])
+def test_the_objects_come_out_where_they_were_drawn(name, code, tmp_path, monkeypatch):
+    for package in re.findall(r"# pip install (\w+)", code):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"no {package}: make test-formats installs it")
+    monkeypatch.chdir(tmp_path)
+    make, images, annotations = MADE[name]
+    make()
+    exec(compile(code, name, "exec"), {})
+    assert check_dataset(images, annotations).ok
+    dataset = CocoFolder(images, annotations)
+    found = {Path(dataset.coco.file_name(index)).stem: dataset[index][1] for index in range(len(dataset))}
+    assert found.keys() == OBJECTS.keys()
+    for stem, objects in OBJECTS.items():
+        target = found[stem]
+        assert len(target["masks"]) == len(objects)
+        drawn = [np.array(draw([(1, one)])) for one in objects]
+        unions = [[(mask | one).sum() for one in drawn] for mask in target["masks"].numpy()]
+        common = [[(mask & one).sum() for one in drawn] for mask in target["masks"].numpy()]
+        overlap = np.array(common) / unions
+        assert overlap.max(1).min() > 0.9  # borders are traced in different ways
+        if "PNG" not in name:
+            labels = [dataset.class_names[label] for label in target["labels"].tolist()]
+            assert labels == [objects[place][0] for place in overlap.argmax(1)]
