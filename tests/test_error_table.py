@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.list_errors import PACKAGE, PAGE, WHYS, Site, find_sites, find_unraised, make_page
+from tools.list_errors import PACKAGE, PAGE, WHYS, Site, find_sites, find_unraised, list_all, make_page
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,7 +24,7 @@ def find_messages(tmp_path):
 
 
 def test_the_page_is_what_the_code_gives():
-    page = make_page(find_sites(), WHYS.read_text(encoding="utf-8"))
+    page = make_page(list_all(), WHYS.read_text(encoding="utf-8"))
     assert PAGE.read_text(encoding="utf-8") == page, "run make errors"
 
 
@@ -42,7 +42,7 @@ def test_every_line_that_makes_an_error_is_found():
     [
         ("raise ColabUtilsError('expected a, found b. Do c.')", ["expected a, found b. Do c."]),
         # names, attributes, calls and constants in a message
-        ("raise ColabUtilsError(f'{path}: {error.strerror}, {len(x)} of {INDEX_NAME}')\nINDEX_NAME = 'index.json'",
+        ("raise ColabUtilsError(f'{path}: {error.strerror}, {len(x)} of {INDEX}')\nINDEX, X = 'index.json', 1",
          ["PATH: REASON, NUMBER of index.json"]),
         ("raise ColabUtilsError(f'{type(model).__name__}, {format_bytes(free)}, {chr(10).join(names)}')",
          ["TYPE, SIZE, NAMES"]),

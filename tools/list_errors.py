@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Site", "find_sites", "find_unraised", "make_page"]
+__all__ = ["Site", "find_sites", "find_unraised", "list_all", "make_page"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PAGE, WHYS = ROOT / "colab_utils", ROOT / "docs" / "errors.md", Path(__file__).with_suffix(".txt")
@@ -37,9 +37,14 @@ class Site:
     """What it says, with PLACEHOLDERS for what is known only when it happens; one place may say different things."""
 
 
-def find_sites(package: Path = PACKAGE) -> list[Site]:
+def find_sites(folder: Path = PACKAGE, files: str = "*.py") -> list[Site]:
     """Every place that makes an error of the package, or calls what makes one."""
-    return list(_Code(package).list_sites())
+    return list(_Code(folder, files).list_sites())
+
+
+def list_all() -> list[Site]:
+    """Those of the package and of the notebooks' first cell."""
+    return [*find_sites(), *find_sites(WHYS.parent, "setup_cell.txt")]
 
 
 def _name(node: ast.AST | None) -> str:
@@ -57,16 +62,19 @@ def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
 class _Code:
     """The package's code, and what its names stand for in a message."""
 
-    def __init__(self, package: Path) -> None:
-        files = sorted(package.rglob("*.py"))
-        self.trees = {str(file.relative_to(package)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    def __init__(self, folder: Path, files: str) -> None:
+        paths = sorted(folder.rglob(files))
+        self.trees = {str(path.relative_to(folder)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
         nodes = [(module, node) for module, tree in self.trees.items() for node in ast.walk(tree)]
         classes = [node for _, node in nodes if isinstance(node, ast.ClassDef)]
         functions = [(module, node) for module, node in nodes if isinstance(node, ast.FunctionDef)]
-        constants = [node for _, node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+        assigned = [(node.targets[0], node.value) for _, node in nodes if isinstance(node, ast.Assign)]
+        sides = [(getattr(to, "elts", [to]), getattr(value, "elts", [value])) for to, value in assigned]
         self.parents = {child: node for _, node in nodes for child in ast.iter_child_nodes(node)}
-        self.constants = {_name(node.targets[0]): node.value.value for node in constants}
-        self.kinds = {"ColabUtilsError"}
+        pairs = [pair for names, values in sides for pair in zip(names, values, strict=False)]
+        self.constants = {_name(to): value.value for to, value in pairs if isinstance(value, ast.Constant)}
+        self.constants.pop("SOURCE", None)  # of the notebooks' first cell: `make badges` changes it
+        self.kinds = {"ColabUtilsError", "SetupError"}
         while new := {one.name for one in classes if self.kinds & {*map(_name, one.bases)}} - self.kinds:
             self.kinds |= new
         makers = [(module, node) for module, node in functions if _name(node.returns) in self.kinds]
@@ -136,7 +144,7 @@ class _Code:
                 ways = [one] if self._read(one, scope, known) else []
             case ast.Subscript(value=ast.Tuple(elts=ways)):
                 pass
-            case ast.Name():
+            case ast.Name(id=name) if not name.isupper():
                 ways = [value for value in self._find_values(node, scope) if self._read(value, scope, known)]
             case ast.Call(func=ast.Name(id=name), args=[one, *_]):
                 scope = self.texts.get(_name(one) if name == "str" else name, ast.Module())
@@ -154,7 +162,7 @@ def _make_placeholder(node: ast.AST) -> str:
         case ast.Attribute(attr="size") | ast.Call(func=ast.Name(id="len")):
             return "NUMBER"
         case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Constant(value=str(name)):
-            return _WORDS.get(name, re.sub(" s$", "", name.strip("_").replace("_", " ")).upper())
+            return _WORDS.get(name, re.sub(" [sS]$", "", name.strip("_").replace("_", " ")).upper())
         case ast.Call(func=ast.Attribute(attr=name)) if name.startswith("find_"):
             return name.removeprefix("find_").upper()
         case ast.Call(func=ast.Attribute(attr="join" | "get"), args=[one, *_]) | ast.GeneratorExp(elt=one):
@@ -200,7 +208,9 @@ def _split(message: str) -> tuple[str, str]:
     for end in (r"\. (?=[A-Z`])", "[:;] "):
         match = re.match(rf"((?:.*?\bfound\b:? |(?!.*\bfound\b)).*?){end}(.+)", message)
         if match and not match[1].isupper() and not match[2].isupper():
-            return match[1], (match[2][0].upper() + match[2][1:].rstrip(".?") + ".").replace("|", r"\|")
+            return match[1], (match[2][0].upper() + match[2][1:].rstrip(".?") + ".").replace(".).", ".)").replace(
+                "|", r"\|"
+            )
     return message.rstrip("."), ""
 
 
@@ -220,16 +230,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Every error of the package in one table: docs/errors.md")
     parser.add_argument("--check", action="store_true", help="fail if the page is not what the code gives")
     parser.add_argument("--raised", metavar="DIR", type=Path, help="fail if the tests did not raise each error")
-    options, sites = parser.parse_args(), find_sites()
+    options = parser.parse_args()
     if options.raised:
-        left = [f"{one.module}:{one.lines[0]}: {one.message}" for one in find_unraised(sites, options.raised)]
+        left = [f"{one.module}:{one.lines[0]}: {one.message}" for one in find_unraised(find_sites(), options.raised)]
         sys.exit(
             "\n".join([f"error: expected a test for each error of the package, found {len(left)} without", *left])
             if left
             else 0
         )
     try:
-        page = make_page(sites, WHYS.read_text(encoding="utf-8"))
+        page = make_page(list_all(), WHYS.read_text(encoding="utf-8"))
     except ValueError as error:
         sys.exit(f"error: {error}")
     if not options.check:

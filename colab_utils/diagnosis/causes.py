@@ -21,6 +21,7 @@ _RARE = 0.25  # of the batches
 _HOLDS = 0.6  # of what a part of the loop takes, by rare batches
 _TIMES_SLOWER = 8  # than the mean of the others: a slow sample
 _LEAST_SLOW_S = 0.05
+_SENDS_MB_PER_S = 20  # a third of what Drive gives where it is reached (`drive.DRIVE_PROFILES`)
 _ALL_CORES = 0.85  # of the cores are busy
 _SLOWER = 1.3  # times, for a step beside a loader
 _STAGES = {  # what takes most, and what to do
@@ -128,7 +129,8 @@ def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, slower: f
         if cause.id in ("between", "periodic"):  # a diagnosis copies batches there
             continue
         if largest and cause.id in ("work", "collate") and largest.name in _STAGES:
-            id, cure = _STAGES[largest.name]
+            waits_for_data = largest.name == "sample" and largest.cpu_ms < largest.mean_ms / 2
+            id, cure = _STAGES["read" if waits_for_data else largest.name]
             whole_ms = sum(stage.mean_ms for stage in stages)
             why = f"{cause.why} {largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
             cause, works = Cause(id, cause.share, why, cure), True
@@ -211,12 +213,25 @@ def _explain_waits(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> C
         1000 * seconds / times.samples for seconds in (times.wall_s, times.cpu_s, times.queued_s, data_s)
     )
     if data_ms > max(cpu_ms, queued_ms):
-        return Cause(
-            "read", share, f"A sample takes {wall_ms:.3g} ms, and waits {data_ms:.3g} ms of it for its data.",
-            "Store the data on the local disk, in few large files; until then use more workers.",
-        )  # fmt: skip
+        why = f"A sample takes {wall_ms:.3g} ms, and waits {data_ms:.3g} ms of it for its data"
+        return _explain_reads(share, why, 1000 * data_ms, times.bytes_read / times.samples)
     why = f"A sample takes {wall_ms:.3g} ms: {cpu_ms:.3g} ms of work, {queued_ms:.3g} ms until a core is free."
     return _explain_work(share, why, facts, is_queued=queued_ms > cpu_ms)
+
+
+def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause:
+    """Whether the first byte of a file is late, or all of them: a disk that sends gives `_SENDS_MB_PER_S` at least."""
+    if size / data_us > _SENDS_MB_PER_S:
+        why = f"{why}: {size / 1e6:.2g} MB, at {size / data_us:.2g} MB/s. It is the bandwidth."
+        cure = (
+            "Shrink images once, offline (preprocess), to the size that training needs; store them on the local disk."
+        )
+        return Cause("read", share, why, cure)
+    if size > 0:
+        why = f"{why}: only {size / 1e6:.2g} MB, so mostly for the first byte of each file"
+    return Cause(
+        "read", share, f"{why}.", "Store the data on the local disk, in few large files; until then use more workers."
+    )
 
 
 def _explain_unseen(share: float, facts: Facts) -> Cause:

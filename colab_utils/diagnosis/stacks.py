@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from colab_utils.loading.workers import describe_exit
 
@@ -73,19 +74,23 @@ class SampleTimes(NamedTuple):
     """Of it, waiting for a free core."""
     slowest: tuple[tuple[float, int], ...] = ()
     """Seconds and index of the slowest ones, the slowest first."""
+    bytes_read: int = 0
+    """By all of them, in sum; 0 where Linux does not say."""
 
 
-class _Queue(threading.local):
-    """How long the calling thread has waited for a free core, as Linux's ``schedstat`` says; 0 where it does not."""
+class _ThreadCounts(threading.local):
+    """What Linux counts of the calling thread in ``/proc``; 0 where it does not."""
 
     def __init__(self) -> None:
-        self._file = -1
-        with suppress(OSError):
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._files = dict.fromkeys(("schedstat", "io"), -1)
+        for name in self._files:
+            with suppress(OSError):
+                self._files[name] = os.open(f"/proc/thread-self/{name}", os.O_RDONLY)
 
-    def read(self) -> int:
-        """Nanoseconds so far."""
-        return int(os.pread(self._file, 64, 0).split()[1]) if self._file >= 0 else 0
+    def read(self) -> NDArray[np.int64]:
+        """Nanoseconds in which it waited for a free core, and bytes that it read, so far."""
+        counts = [int(os.pread(file, 64, 0).split()[1]) if file >= 0 else 0 for file in self._files.values()]
+        return np.array(counts, np.int64)
 
 
 class _Forking(threading.local):
@@ -108,8 +113,9 @@ class WorkerMonitor:
             dataset = dataset.dataset
         self.dataset = dataset
         # a row for each worker: its pid; for each of its threads the sample, and since when it is at it; then how many
-        # samples it had, their wall, CPU and queueing time in ns, and the slowest ones with their time in ns
-        columns = 5 + 2 * (_THREADS + _SLOWEST)
+        # samples it had, their wall, CPU and queueing time in ns, the bytes that they read, and the slowest ones with
+        # their time in ns
+        columns = 6 + 2 * (_THREADS + _SLOWEST)
         self._notes = np.frombuffer(mmap.mmap(-1, 8 * _ROWS * columns), np.int64).reshape(_ROWS, columns)
         self._ended = SampleTimes()
         self._file = os.memfd_create("colab_utils")  # stacks of workers
@@ -126,22 +132,22 @@ class WorkerMonitor:
                 setattr(kind, name, self._wrap(getattr(kind, name), row))
 
     def _wrap(self, method: Callable[..., Any], row: Any) -> Callable[..., Any]:
-        times, queue = row[1 + 2 * _THREADS :], _Queue()
+        times, counts = row[1 + 2 * _THREADS :], _ThreadCounts()
 
         @wraps(method)
         def noted(me: Any, index: Any, *rest: Any) -> Any:
             if me is not self.dataset:
                 return method(me, index, *rest)
             note = row[1 + 2 * (threading.get_native_id() % _THREADS) :][:2]
-            began_ns, began_cpu_ns, queued_ns = monotonic_ns(), thread_time_ns(), queue.read()
+            began_ns, began_cpu_ns, began = monotonic_ns(), thread_time_ns(), counts.read()
             before, note[:] = note.tolist(), (_read_index(index), began_ns)
             try:
                 return method(me, index, *rest)
             finally:
                 wall_ns, sample, note[:] = monotonic_ns() - began_ns, note[0], before
                 if before[0] < 0:  # one method may call another
-                    times[:4] += 1, wall_ns, thread_time_ns() - began_cpu_ns, queue.read() - queued_ns
-                    fastest = 4 + 2 * int(times[5::2].argmin())
+                    times[:5] += 1, wall_ns, thread_time_ns() - began_cpu_ns, *(counts.read() - began)
+                    fastest = 5 + 2 * int(times[6::2].argmin())
                     if wall_ns > times[fastest + 1]:
                         times[fastest : fastest + 2] = sample, wall_ns
 
@@ -221,11 +227,11 @@ class WorkerMonitor:
 
 def _sum_times(before: SampleTimes, rows: Sequence[Any]) -> SampleTimes:
     times = [row[1 + 2 * _THREADS :].tolist() for row in rows]
-    count, wall, cpu, queued = (sum(column) for column in list(zip(*times, strict=True))[:4]) if times else (0, 0, 0, 0)
-    slowest = [(ns / 1e9, sample) for row in times for sample, ns in zip(row[4::2], row[5::2], strict=True) if ns]
+    count, wall, cpu, queued, read = map(sum, list(zip(*times, strict=True))[:5]) if times else (0, 0, 0, 0, 0)
+    slowest = [(ns / 1e9, sample) for row in times for sample, ns in zip(row[5::2], row[6::2], strict=True) if ns]
     return SampleTimes(
         before.samples + count, before.wall_s + wall / 1e9, before.cpu_s + cpu / 1e9, before.queued_s + queued / 1e9,
-        tuple(sorted([*before.slowest, *slowest], reverse=True)[:_SLOWEST]),
+        tuple(sorted([*before.slowest, *slowest], reverse=True)[:_SLOWEST]), before.bytes_read + read,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class LoopClock:
     Example:
         >>> clock = LoopClock()
         >>> for _ in range(2):
-        ...     clock.ask()
+        ...     asked_s = clock.ask()
         ...     clock.receive(images=4)
         ...     clock.end_step()
         >>> clock.stop()

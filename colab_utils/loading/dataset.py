@@ -31,7 +31,15 @@ from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target
 from colab_utils.loading.transforms import Transforms, apply_transforms
-from colab_utils.shards.arrays import ArraysBuilder, ShardArrays, convert_boxes, load_arrays, rebuild_arrays
+from colab_utils.shards.arrays import (
+    ArraysBuilder,
+    ShardArrays,
+    check_record,
+    convert_boxes,
+    count_mask_bytes,
+    load_arrays,
+    rebuild_arrays,
+)  # fmt: skip
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
 
 __all__ = ["CocoFolder", "ShardDataset", "ShardFiles", "load_shard"]
@@ -160,15 +168,12 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
     try:
         if not has_size(arrays_path, shard.arrays_bytes):
             raise ColabUtilsError(f"expected {shard.arrays_bytes:,} bytes in {arrays_path}, found another size or none")
-        arrays = load_arrays(arrays_path)
-        known = np.isin(arrays.labels, [category["id"] for category in index.categories]).all()
-        if len(arrays.image_ids) != shard.images or not known:
-            raise ColabUtilsError(f"expected arrays of {path.name} in {arrays_path}, found numbers that contradict it.")
+        arrays = load_arrays(arrays_path, shard, index.categories)
     except DriveLostError:
         raise
     except ColabUtilsError as error:
         warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
-        return rebuild_arrays(path)
+        return rebuild_arrays(path, shard, index.categories)
     if profile := get_profile(profile, arrays_path):
         with DriveFile(arrays_path, profile) as file:  # what was read so far, at the speed of the slow folder
             file.pread(getattr(arrays.bits, "offset", shard.arrays_bytes), 0)
@@ -411,7 +416,7 @@ class ShardDataset(_CocoSamples):
             "areas": self._areas[objects],
             "iscrowd": np.zeros(len(objects), np.int64),
             "crops": crops,
-            "mask_bytes": -(-(crops[:, 2:] - crops[:, :2]).prod(1, dtype=np.int64) // 8),
+            "mask_bytes": count_mask_bytes(crops),
         }
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
@@ -463,7 +468,7 @@ class ShardDataset(_CocoSamples):
     def _compare(self, index: int, part: int, *data: Any) -> None:
         """Refuse what is not what was written: a flipped bit may well be an image."""
         if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
-            raise self._explain_damage(index, ("its bytes", "its masks")[part] + " do not match their checksum")
+            raise self._explain_damage(index, f"its {('bytes', 'masks', 'record')[part]} do not match their checksum")
 
     def find_path(self, index: int) -> Path:
         """The shard that the image lies in."""
@@ -474,10 +479,12 @@ class ShardDataset(_CocoSamples):
         index = self._check(index)
         start, length = self._record_spans[index].tolist()
         self._read_tar(index, start, data := bytearray(length))
+        self._compare(index, 2, data)
         try:
             record: dict[str, Any] = json.loads(data)
-        except ValueError as error:
-            raise self._explain_damage(index, str(error)) from None
+            check_record(record)
+        except (ColabUtilsError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise self._explain_damage(index, f"{error!s:.100}") from None
         return record
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:

@@ -412,6 +412,18 @@ def test_a_healthy_loader_is_left_alone(tmp_path, kind):
     assert not hasattr(_Photos.__getitem__, "__wrapped__")  # only in workers
 
 
+def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
+    dataset = _Photos(tmp_path)
+    for path in dataset.paths:
+        path.write_text("7" + " " * 99_999)
+    watched = watch(_KINDS["torch"](dataset, batch_size=2), timeout_s=20)
+    list(watched)
+    times = watched._monitor.read_times()
+    assert times.samples == 8
+    assert times.bytes_read == pytest.approx(800_000, rel=0.05)
+    assert times.wall_s >= times.cpu_s + times.queued_s - 0.01
+
+
 def test_what_the_loader_has_stays_reachable(tmp_path):
     dataset = _Photos(tmp_path)
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0)

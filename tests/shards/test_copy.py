@@ -31,7 +31,7 @@ from colab_utils.shards.format import (
     write_index,
 )
 
-RECIPE = {"min_size": 800, "max_size": 1333, "images_per_shard": 2}
+RECIPE = {"storage": "keep", "min_size": 800, "max_size": 1333, "shard_mb": 1, "images_per_shard": 2}
 
 
 def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
@@ -43,7 +43,7 @@ def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
         for name, size in zip(names, (tar_bytes + i, arrays_bytes), strict=True):
             (folder / name).write_bytes(rng.randbytes(size))
         tar, arrays = (hash_file(folder / name) for name in names)
-        infos.append(ShardInfo(names[0], 2, 5, tar_bytes + i, tar, names[1], arrays_bytes, arrays))
+        infos.append(ShardInfo(names[0], 2, 5, tar_bytes + i, tar, names[1], arrays_bytes, arrays, "0" * 16))
     index = ShardIndex(f"dataset-{seed}", RECIPE, ({"id": 1, "name": "leaf"},), tuple(infos))
     write_index(folder, index)
     return folder

@@ -528,7 +528,7 @@ def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_
     make("other settings")
     newer = make("newer")
     raw = json.loads((newer / "index.json").read_text())
-    (newer / "index.json").write_text(json.dumps({**raw, "format_version": 2}))
+    (newer / "index.json").write_text(json.dumps({**raw, "format_version": 3}))
     bare = make("no index")
     for path in [bare / "index.json", *bare.glob("*.arrays")]:
         path.unlink()
@@ -537,7 +537,7 @@ def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_
     make("another dataset")
     expected = {
         "other settings": "made with other settings",
-        "newer": "found version 2",
+        "newer": "found version 3",
         "no index": "shards without an index",
         "somebody's index": "found something else",
         "another dataset": "another dataset",
