@@ -94,8 +94,8 @@ def change(path, **sections):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:webdataset", "ignore::ResourceWarning")
 def test_crowds_are_counted_and_said(tiny_dataset, folder, tmp_path):
     coco = json.loads(tiny_dataset.annotations.read_text())
-    for one in coco["annotations"][:3]:
-        one["iscrowd"] = 1
+    for number, one in enumerate(coco["annotations"]):
+        one["iscrowd"] = int(number < 3)
     annotations = tmp_path / "crowds.json"
     annotations.write_text(json.dumps(coco))
     report = run((tiny_dataset.images, annotations), folder, workers=1)
