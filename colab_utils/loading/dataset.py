@@ -306,6 +306,8 @@ class ShardDataset(_CocoSamples):
         image_ids: int64 [I].
         sizes: int32 [I, 2]: height and width in pixels.
         has_objects: bool [I]: whether an image has an object to train on.
+        objects: annotations that are trained on.
+        left_out: the other ones: crowds, and boxes without area.
         shard_of: int64 [I]: the number of the shard that each image lies in.
         fingerprint: of the annotations that the shards were made from.
         is_decoded: whether the images lie in the shards as pixels.
@@ -349,6 +351,8 @@ class ShardDataset(_CocoSamples):
         self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
         self.image_ids, self.sizes, counts = join("image_ids"), join("sizes"), join("counts")
         self.has_objects: NDArray[np.bool_] = counts > 0
+        self.objects = int(counts.sum())
+        self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
         self._image_spans, self._record_spans, self._checks = join("image_spans"), join("record_spans"), join("checks")
         self._boxes, self._areas, self._crops = join("boxes"), join("areas"), join("crops")
         self._labels = self._map_labels(join("labels"))

@@ -62,9 +62,15 @@ class ShardReport:
     seconds: float
     storage: Storage = "shrink"
     """How the images are stored; see :func:`write_shards`."""
+    annotations: int = 0
+    """Of all images."""
+    crowds: int = 0
+    """Of them, with ``iscrowd``: the shards keep these, and training leaves them out."""
 
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
+        if self.crowds:
+            skipped += f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left out of training"
         return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
 
 
@@ -180,6 +186,8 @@ def write_shards(
         bytes=index.bytes,
         seconds=perf_counter() - started,
         storage=storage,
+        annotations=len(dataset.ids),
+        crowds=dataset.crowds,
     )
 
 
