@@ -27,6 +27,7 @@ from PIL import Image
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import write
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.format import hold_folder, read_index, write_index
@@ -91,6 +92,20 @@ def change(path, **sections):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:webdataset", "ignore::ResourceWarning")
+def test_crowds_are_counted_and_said(tiny_dataset, folder, tmp_path):
+    coco = json.loads(tiny_dataset.annotations.read_text())
+    for number, one in enumerate(coco["annotations"]):
+        one["iscrowd"] = int(number < 3)
+    annotations = tmp_path / "crowds.json"
+    annotations.write_text(json.dumps(coco))
+    report = run((tiny_dataset.images, annotations), folder, workers=1)
+    assert (report.crowds, report.annotations) == (3, len(coco["annotations"]))
+    assert f"3 of {report.annotations} objects are crowds and left out of training" in str(report)
+    dataset = ShardDataset(folder)
+    assert dataset.left_out == 3
+    assert dataset.objects == sum(len(dataset.describe([index])["labels"]) for index in range(len(dataset)))
+
+
 def test_webdataset_reads_real_coco_as_it_is(coco_mini, folder):
     webdataset = pytest.importorskip("webdataset")
     report = write_shards(coco_mini.images, coco_mini.annotations, shards=folder, shard_mb=4, workers=2)
