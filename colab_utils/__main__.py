@@ -118,12 +118,16 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
         print(f"note: {message}", file=sys.stderr)
 
 
-def _check(repair: str = "", **dataset: Any) -> Any:
+def _check(
+    images: str, annotations: str, repair: str = "", crowds: Any = "leave", val_images: str = "",
+    val_annotations: str = "", **settings: Any,
+) -> Any:  # fmt: skip
     if not repair:
-        return colab_utils.check_dataset(**dataset)
-    from colab_utils.data.checks import repair_annotations
+        validation = (val_images or images, val_annotations) if val_annotations else None
+        return colab_utils.check_dataset(images, annotations, validation=validation, **settings)
+    from colab_utils.data.repair import repair_annotations
 
-    return repair_annotations(**dataset, output=repair)
+    return repair_annotations(images, annotations, output=repair, crowds=crowds)
 
 
 def _diagnose(
@@ -245,7 +249,11 @@ _COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
 _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("check preprocess", "--images", _DIR, "image folder"),
     ("check preprocess", "--annotations", _FILE, "COCO instance JSON"),
-    ("check", "--repair", {"metavar": "OUT.json"}, "write annotations without what is defective"),
+    ("check", "--deep", {"action": "store_true"}, "decode each image: finds damage in the middle"),
+    ("check", "--repair", {"metavar": "OUT.json"}, "write a repaired copy of the annotations"),
+    ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),
+    ("check", "--val-images", {"metavar": "DIR"}, "image folder of the validation set (that of --images)"),
+    ("check", "--val-annotations", {"metavar": "FILE"}, "its JSON: is a picture in both?"),
     ("diagnose compare", "--images", {"metavar": "DIR"}, "image folder"),
     ("diagnose compare", "--annotations", {"metavar": "FILE"}, "COCO instance JSON"),
     ("diagnose", "--shards", {"metavar": "DIR"}, "folder of shards, in place of images and annotations"),

@@ -80,8 +80,9 @@ class Ceiling(_Threads):
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         super().__init__(data, folder, crew)
         self._samples: list[tuple[Any, ...]] = []
-        for shard in read_index(folder).shards:
-            arrays = load_arrays((folder / shard.name).with_suffix(".arrays"))
+        index = read_index(folder)
+        for shard in index.shards:
+            arrays = load_arrays(folder / shard.arrays_name, shard, index.categories)
             tar = np.memmap(folder / shard.name, np.uint8, "r")
             first = 0
             spans = zip(arrays.image_ids.tolist(), arrays.sizes.tolist(), arrays.image_spans.tolist(), strict=True)

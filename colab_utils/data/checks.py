@@ -1,54 +1,83 @@
-"""Look over a dataset before anything long starts: every defect by name, and a repaired JSON if you want one."""
+"""Look over a dataset before anything long starts: every defect by name, what becomes of it, the data in numbers."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from PIL import Image
+import xxhash
 
-from colab_utils.data.coco import CocoDataset, decode_text, read_bytes, read_coco
-from colab_utils.data.masks import encode_segmentation
-from colab_utils.drive import DriveLostError, get_profile, guard_drive, read_file
-from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import show_progress, write_file
+from colab_utils.data.coco import CocoDataset, read_coco
+from colab_utils.data.defects import Findings, check_image, read_header
+from colab_utils.data.statistics import RARE, DatasetStatistics, measure_dataset
+from colab_utils.drive import Retries, read_file
+from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.runtime import count_cores, fork_pool, pop_done, show_progress
 
-__all__ = ["DatasetReport", "Problem", "check_dataset", "repair_annotations"]
+__all__ = [
+    "EXAMPLES", "DatasetReport", "Problem", "WorstImage", "check_dataset", "inspect_images", "sum_up",
+]  # fmt: skip
 
-_EXAMPLES = 5
-_THREADS = 8
-_ORIENTATION = 0x0112  # of EXIF
+EXAMPLES = 5  # of each kind
+_WORST = 10
+_CHUNK = 64  # images that a process takes at a time
+_STREAMS = 8  # on Drive each file costs its latency: each process waits for several at once
+_shared: Any = None  # in a worker process
+_MANY_CROWDS = 0.1  # of the objects: COCO has 1 %
 
-# what each kind of defect does to preprocessing and training; "note" costs nothing
-_EFFECTS = {
-    "no images": "stops preprocess",
-    "unknown image": "stops preprocess",
-    "unknown category": "stops preprocess",
-    "unsafe file_name": "image is skipped",
-    "missing image": "image is skipped",
-    "bad image": "image is skipped",
-    "size mismatch": "image is skipped",
-    "bad annotation": "image is skipped",
-    "bad mask": "image is skipped",
-    "box without area": "note: object is left out, as torchvision does",
-    "image without objects": "note: kept, left out of training",
-    "repeated file_name": "note: kept, the same picture counts twice",
+# what each kind of defect does to preprocessing and training; "note" costs nothing, or nothing that can be mended
+_KINDS = {
+    "stops preprocess": "no images|unknown image|unknown category",
+    "stops training: masks are needed, as polygons or RLE": "no instances",
+    "image is skipped": "unsafe file_name|missing image|empty file|truncated image|bad image|size mismatch|"
+    "bad annotation|object without mask|bad mask",
+    "object becomes background": "inverted box|box outside the image",
+    "objects become background; where they are CVAT's brush masks: --repair with --crowds objects": "many crowds",
+    "object is trained without a pixel": "normalised polygon|empty mask",
+    "object is trained with a wrong box": "box of corners|mask and box disagree",
+    "average precision comes out too high": "image in validation, too",
+    "note: object is left out, as torchvision does": "box without area|crowd",
+    "note: object is under a pixel, in the file or once the model has shrunk it": "tiny object",
+    "note: cut at the image's edge": "box beyond the image|polygon beyond the image",
+    "note: look whether it is what you mean": "self-crossing polygon|name of several categories",
+    "note: average precision counts it as a small object": "area 0",
+    "note: counts twice": "repeated annotation|repeated file_name",
+    "note: kept, left out of training": "image without objects",
+    "note: taken as stored; look whether the outlines fit": "EXIF rotation, unclear",
+    "note: taken as stored, as annotated": "EXIF rotation, annotated as stored",
+    "note: preprocess turns it upright": "EXIF rotation, annotated upright",
+    "note: taken": "found by base name|wrong extension",
+    "note: becomes 8-bit RGB": "16-bit image|CMYK image|grey image|image with alpha",
+    "note: its first frame is taken": "animated image",
+    "note: all ids are numbered anew from 1, as 0 is the background's": "category id 0",
+    "note: too few to learn": "unused category|rare category",
+    "note: costs time, see statistics": "enlarged image",
 }
+_EFFECTS = {kind: effect for effect, kinds in _KINDS.items() for kind in kinds.split("|")}
 _SERIOUS = {kind for kind, effect in _EFFECTS.items() if not effect.startswith("note")}
+_COMMON = {
+    "grey image",
+    "image without objects",
+    "EXIF rotation, annotated upright",
+    "wrong extension",
+}  # no worst ones
+# by a key that only their annotations have
+_PURPOSES = {
+    "caption": "captions", "segments_info": "panoptic segments", "keypoints": "keypoints without masks",
+    "bbox": "boxes only: draw masks, or make them from the boxes with Segment Anything",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One kind of defect."""
+    """One kind of defect, or of repair."""
 
     kind: str
     count: int
@@ -60,6 +89,16 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class WorstImage:
+    """An image with many defects."""
+
+    image_id: int
+    file_name: str
+    defects: tuple[str, ...]
+    """The kind of each."""
+
+
+@dataclass(frozen=True)
 class DatasetReport:
     """What :func:`check_dataset` found."""
 
@@ -68,30 +107,33 @@ class DatasetReport:
     ok: bool
     """Whether every image can be used: nothing but notes was found."""
     problems: tuple[Problem, ...]
+    statistics: DatasetStatistics
+    worst: tuple[WorstImage, ...]
+    """The ten images with most defects."""
+    repairs: tuple[Problem, ...] = ()
+    """What was mended, and what was left out, where the annotations were repaired."""
 
     def __str__(self) -> str:
         lines = [f"{self.images:,} images, {self.annotations:,} annotations: {'ok' if self.ok else 'has problems'}"]
-        lines += [f"  {p.count:,} x {p.kind} ({p.effect}), such as {p.examples[0]}" for p in self.problems]
-        return "\n".join(lines)
+        lines += [
+            f"  {one.count:,} x {one.kind} ({one.effect}), such as {one.examples[0]}"
+            for one in (*self.repairs, *self.problems)
+        ]
+        return "\n".join([*lines, *(f"  {sentence}" for sentence in self.statistics.advice)])
 
 
-class _Defect(NamedTuple):
-    """One defect of an image, or of one of its annotations."""
-
-    kind: str
-    example: str
-    image_id: int | None = None
-    annotation_id: int | None = None
-
-
-def check_dataset(images: str | Path, annotations: str | Path) -> DatasetReport:
-    """Check every image file and every annotation of a COCO dataset.
-
-    Each image's header and end are read; preprocessing decodes each image and finds the rest.
+def check_dataset(
+    images: str | Path, annotations: str | Path, *, deep: bool = False,
+    validation: tuple[str | Path, str | Path] | None = None,
+) -> DatasetReport:  # fmt: skip
+    """Check every image file and every annotation of a COCO dataset, on all cores.
 
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
+        deep: decode each image, in place of its header and end: finds damage in the middle where its format has
+            checksums, as PNG has. Preprocessing does so, too.
+        validation: image folder and JSON of the validation set: is a picture in both?
 
     Raises:
         ColabUtilsError: if there is no such folder, or the file is not COCO instance JSON.
@@ -105,130 +147,139 @@ def check_dataset(images: str | Path, annotations: str | Path) -> DatasetReport:
         True
     """
     dataset = read_coco(annotations)
-    examples = defaultdict[str, list[str]](list)
-    for defect in _find_defects(Path(images), dataset):
-        examples[defect.kind].append(defect.example)
-    if not len(dataset):
-        examples["no images"] = [f"the list of images in {annotations} is empty"]
+    findings = inspect_images(Path(images), dataset, deep=deep)
+    more = _find_shared(Path(images), dataset, findings, *validation) if validation else []
+    return sum_up(dataset, findings, more)
+
+
+def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
+    """What is wrong with each image and its annotations, in the dataset's order.
+
+    Raises:
+        ColabUtilsError: if there is no such folder, or a process was ended.
+        DriveLostError: if Drive went away.
+    """
+    if not images.is_dir():
+        raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+    starts, settings = range(0, len(dataset), _CHUNK), (images, dataset, deep)
+    workers = max(1, min(count_cores(), len(starts)))
+    try:
+        with (
+            show_progress("check", total=len(dataset), unit="image") as bar,
+            fork_pool(workers, _share, settings) as pool,
+        ):
+            futures = [pool.submit(_inspect_chunk, start) for start in starts]
+            pending = set(futures)
+            try:
+                while pending:
+                    bar.update(sum(len(future.result()) for future in pop_done(pending)))
+            finally:
+                for future in pending:
+                    future.cancel()
+            return [found for future in futures for found in future.result()]
+    except BrokenExecutor:
+        raise ColabUtilsError(
+            "expected every process to finish, found one that the system ended, most often for want of memory. "
+            "Close what else runs here, and run check again."
+        ) from None
+
+
+def _share(settings: tuple[Path, CocoDataset, bool]) -> None:
+    global _shared
+    _shared = settings
+
+
+def _inspect_chunk(start: int) -> list[Findings]:
+    """Some images, in a process that has the dataset from the one that forked it."""
+    images, dataset, deep = _shared
+    chosen = range(start, min(start + _CHUNK, len(dataset)))
+    read = partial(read_header, images, dataset, retries=Retries(), deep=deep)
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        headers = pool.map(read, chosen)
+        return [check_image(dataset, i, header) for i, header in zip(chosen, headers, strict=True)]
+
+
+def sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tuple[str, str]] = ()) -> DatasetReport:
+    """The report of what was found in each image, of what concerns the whole dataset, and of ``more`` defects."""
+    examples, scores = defaultdict[str, list[str]](list), Counter[int]()
+    for i, found in enumerate(findings):
+        for kind, text in found.defects:
+            examples[kind].append(text)
+            scores[i] += 1000 if kind in _SERIOUS else kind not in _COMMON
+    statistics = measure_dataset(
+        dataset, findings, [dataset.file_name(i) for i, score in scores.most_common(3) if score > 999]
+    )
+    for kind, text in (*_find_in_all(dataset, findings, statistics), *more):
+        examples[kind].append(text)
     problems = tuple(
-        Problem(kind, len(examples[kind]), tuple(examples[kind][:_EXAMPLES]), effect)
+        Problem(kind, len(examples[kind]), tuple(examples[kind][:EXAMPLES]), effect)
         for kind, effect in _EFFECTS.items()
         if examples[kind]
     )
+    worst = tuple(
+        WorstImage(int(dataset.image_ids[i]), dataset.file_name(i), tuple(kind for kind, _ in findings[i].defects))
+        for i, score in scores.most_common(_WORST)
+        if score
+    )
     total = len(dataset.ids) + len(dataset.unknown_images) + len(dataset.unknown_categories)
-    return DatasetReport(len(dataset), total, not _SERIOUS & {one.kind for one in problems}, problems)
+    ok = not _SERIOUS & {one.kind for one in problems}
+    return DatasetReport(len(dataset), total, ok, problems, statistics, worst)
 
 
-def repair_annotations(images: str | Path, annotations: str | Path, *, output: str | Path) -> DatasetReport:
-    """Write a copy of the annotations without the images and annotations that have problems.
-
-    Images with a bad file are left out with their annotations; single bad annotations are left out alone.
-    Nothing else changes, and neither does the original.
-
-    Args:
-        images: the image folder.
-        annotations: COCO instance JSON.
-        output: the file to write, which must not exist.
-
-    Returns:
-        what :func:`check_dataset` finds with the new file.
-
-    Raises:
-        ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists.
-    """
-    source, output = Path(annotations), Path(output)
-    if output.exists():
-        raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
-    dataset = read_coco(source)
-    bad = {(one.image_id, one.annotation_id) for one in _find_defects(Path(images), dataset) if one.kind in _SERIOUS}
-    raw = json.loads(decode_text(read_bytes(source), source))
-    raw["images"] = [image for image in raw["images"] if (image["id"], None) not in bad]
-    known_images = {image["id"] for image in raw["images"]}
-    known_categories = {category["id"] for category in dataset.categories}
-    raw["annotations"] = [
-        annotation
-        for row, annotation in enumerate(raw["annotations"], 1)
-        if annotation["image_id"] in known_images
-        and annotation["category_id"] in known_categories
-        and (annotation["image_id"], annotation.get("id", row)) not in bad
-    ]
-    try:
-        write_file(output, json.dumps(raw).encode())
-    except OSError as error:
-        raise ColabUtilsError(f"expected to write {output}, found: {error.strerror}. Name another file.") from None
-    return check_dataset(images, output)
-
-
-def _find_defects(images: Path, dataset: CocoDataset) -> Iterator[_Defect]:
-    if not images.is_dir():
-        raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+def _find_in_all(
+    dataset: CocoDataset, findings: Sequence[Findings], statistics: DatasetStatistics
+) -> Iterator[tuple[str, str]]:
+    """What no single image shows."""
+    if not len(dataset):
+        yield "no images", "the list of images is empty"
     for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
-        for number in ids.tolist():
-            yield _Defect(kind, f"annotation {number}")
-    names = [dataset.file_name(i) for i in range(len(dataset))]
-    for i in np.setdiff1d(np.arange(len(names)), np.unique(names, return_index=True)[1]).tolist():
-        yield _Defect("repeated file_name", names[i], int(dataset.image_ids[i]))
-    with (
-        show_progress("check", total=len(dataset), unit="image") as bar,
-        ThreadPoolExecutor(_THREADS) as pool,  # on Drive each file costs its latency: wait for several at once
-    ):
-        for defects in pool.map(partial(_check_image, images, dataset), range(len(dataset))):
-            yield from defects
-            bar.update()
+        yield from ((kind, f"annotation {number}") for number in ids.tolist())
+    names = Counter(dataset.file_name(i) for i in range(len(dataset)))
+    yield from (("repeated file_name", escape(name)) for name, count in names.items() for _ in range(count - 1))
+    lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
+    if lacking and lacking == len(dataset.ids):
+        yield "no instances", _name_purpose(dataset)
+    crowds, objects = dataset.crowds, len(dataset.ids)
+    text = f"{crowds:,} of {objects:,} objects are crowds and left out"
+    yield from [("many crowds" if crowds > _MANY_CROWDS * objects else "crowd", text)] * crowds
+    named = Counter(one["name"] for one in dataset.categories)
+    yield from (("name of several categories", name) for name, count in named.items() if count > 1)
+    yield from (("category id 0", one["name"]) for one in dataset.categories if one["id"] == 0)
+    for one in statistics.classes:
+        if one.objects < RARE:
+            yield "rare category" if one.objects else "unused category", f"{one.name} ({one.objects})"
+    work = f"{statistics.enlarged_work:.1f} times the pixels"
+    yield from [("enlarged image", work)] * round(statistics.enlarged_share * len(findings))
 
 
-def _check_image(images: Path, dataset: CocoDataset, i: int) -> list[_Defect]:
-    image, (annotations, faults) = dataset.image(i), dataset.read_annotations(i)
-    name, number = image["file_name"], image["id"]
-    kind, found, size = _check_file(images, dataset, i)
-    defects = [_Defect(kind, f"{name}: {found}", number)] if kind else []
-    for fault, reason in faults:
-        defects.append(_Defect("bad annotation", f"{name}: annotation {fault}: {reason}", number, fault))
-    if not annotations and not faults:
-        defects.append(_Defect("image without objects", name, number))
-    for one in annotations:
-        where, (width, height) = f"{name}: annotation {one['id']}", one["bbox"][2:]
-        if not (width > 0 and height > 0) and not one["iscrowd"]:
-            defects.append(_Defect("box without area", where, number, one["id"]))
-        try:
-            if all(size):
-                encode_segmentation(one["segmentation"], *size)
-        except ColabUtilsError as error:
-            defects.append(_Defect("bad mask", f"{where}: {error}", number, one["id"]))
-    return defects
+def _name_purpose(dataset: CocoDataset) -> str:
+    """What a file is for whose annotations have no masks."""
+    entry = json.loads(dataset.texts[slice(*dataset.spans[0].tolist())])
+    return next((text for key, text in _PURPOSES.items() if key in entry), "annotations without masks")
 
 
-def _check_file(images: Path, dataset: CocoDataset, i: int) -> tuple[str, str, tuple[int, int]]:
-    """The kind of defect of an image file (or ""), what was found, and the masks' height and width, 0 if unknown."""
-    height, width = dataset.sizes[i].tolist()
-    size = height, width
-    try:
-        path, _ = dataset.find_image(images, i)
-    except DriveLostError:
-        raise
-    except ColabUtilsError:
-        return "unsafe file_name", "leaves the image folder", size
-    try:
-        slowed = io.BytesIO(read_file(path)) if get_profile(None, path) else path  # Drive gives a short file whole
-        with guard_drive(path), Image.open(slowed) as opened:
-            width, height = opened.size
-            turned = (width, height) == size and opened.getexif().get(_ORIENTATION, 1) > 4
-            if opened.format == "JPEG" and not _ends_as_jpeg(opened.fp):
-                opened.load()  # cut short, unless there is more than a few KB of something else after its end
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return "missing image", f"not in {images}", size
-    except ColabUtilsError:
-        raise  # Drive went away
-    except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
-        return "bad image", str(error), size
-    if not all(size):
-        return "", "", (height, width)
-    if (height, width) != size and not turned:
-        return "size mismatch", f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}", (0, 0)
-    return "", "", size
+def _find_shared(
+    images: Path, dataset: CocoDataset, findings: Sequence[Findings], others: str | Path, annotations: str | Path
+) -> list[tuple[str, str]]:
+    """The pictures that are in another dataset, too, by whatever name: files whose sizes match are compared."""
+    by_size, other = defaultdict[int, list[int]](list), read_coco(annotations)
+    for i, found in enumerate(findings):
+        by_size[found.header.bytes].append(i)
 
+    @cache
+    def hash_image(dataset: CocoDataset, folder: str | Path, i: int) -> bytes:
+        return xxhash.xxh3_128_digest(read_file(dataset.find_image(folder, i)[0], None, retries))
 
-def _ends_as_jpeg(file: Any) -> bool:
-    """Whether a JPEG has its end marker; some cameras write zeros or a preview after it."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-    return b"\xff\xd9" in file.read()
+    def compare(i: int) -> tuple[str, str] | None:
+        with suppress(OSError, ColabUtilsError):  # what cannot be read is in no training
+            for twin in by_size.get(other.find_image(others, i)[0].stat().st_size, ()):
+                if hash_image(dataset, images, twin) == hash_image(other, others, i):
+                    return (
+                        "image in validation, too",
+                        f"{escape(dataset.file_name(twin))} is {escape(other.file_name(i))}",
+                    )
+        return None
+
+    retries = Retries()
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        return [*filter(None, pool.map(compare, range(len(other))))]

@@ -129,7 +129,8 @@ def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, slower: f
         if cause.id in ("between", "periodic"):  # a diagnosis copies batches there
             continue
         if largest and cause.id in ("work", "collate") and largest.name in _STAGES:
-            id, cure = _STAGES[largest.name]
+            waits_for_data = largest.name == "sample" and largest.cpu_ms < largest.mean_ms / 2
+            id, cure = _STAGES["read" if waits_for_data else largest.name]
             whole_ms = sum(stage.mean_ms for stage in stages)
             why = f"{cause.why} {largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
             cause, works = Cause(id, cause.share, why, cure), True

@@ -24,14 +24,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from colab_utils.data.coco import read_coco, warn_of_found_images
-from colab_utils.data.decoding import decode_pixels
+from colab_utils.data.coco import open_coco
+from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target
 from colab_utils.loading.transforms import Transforms, apply_transforms
-from colab_utils.shards.arrays import ArraysBuilder, ShardArrays, convert_boxes, load_arrays, rebuild_arrays
+from colab_utils.shards.arrays import (
+    ArraysBuilder,
+    ShardArrays,
+    check_record,
+    convert_boxes,
+    count_mask_bytes,
+    load_arrays,
+    rebuild_arrays,
+)  # fmt: skip
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
 
 __all__ = ["CocoFolder", "ShardDataset", "ShardFiles", "load_shard"]
@@ -160,15 +168,12 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
     try:
         if not has_size(arrays_path, shard.arrays_bytes):
             raise ColabUtilsError(f"expected {shard.arrays_bytes:,} bytes in {arrays_path}, found another size or none")
-        arrays = load_arrays(arrays_path)
-        known = np.isin(arrays.labels, [category["id"] for category in index.categories]).all()
-        if len(arrays.image_ids) != shard.images or not known:
-            raise ColabUtilsError(f"expected arrays of {path.name} in {arrays_path}, found numbers that contradict it.")
+        arrays = load_arrays(arrays_path, shard, index.categories)
     except DriveLostError:
         raise
     except ColabUtilsError as error:
         warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
-        return rebuild_arrays(path)
+        return rebuild_arrays(path, shard, index.categories)
     if profile := get_profile(profile, arrays_path):
         with DriveFile(arrays_path, profile) as file:  # what was read so far, at the speed of the slow folder
             file.pread(getattr(arrays.bits, "offset", shard.arrays_bytes), 0)
@@ -211,8 +216,7 @@ class CocoFolder(_CocoSamples):
     ) -> None:
         self.folder = Path(images)
         self.profile, self.retries = get_profile(profile, images), Retries()
-        self.coco = read_coco(annotations)
-        warn_of_found_images(images, self.coco)
+        self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.fingerprint = self.coco.fingerprint
         self.image_ids, self.sizes = self.coco.image_ids, self.coco.sizes
@@ -221,7 +225,9 @@ class CocoFolder(_CocoSamples):
         index = self._check(index)
         data = self.read(index)
         try:
-            image = self.decode(data)
+            image, (height, width) = self.decode(data), self.sizes[index].tolist()
+            if height and width and image.shape[1:] != (height, width):
+                image = torch.from_numpy(decode_upright(data, height, width).transpose(2, 0, 1).copy())
         except ColabUtilsError as error:
             raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
         height, width = image.shape[-2:]
@@ -300,6 +306,8 @@ class ShardDataset(_CocoSamples):
         image_ids: int64 [I].
         sizes: int32 [I, 2]: height and width in pixels.
         has_objects: bool [I]: whether an image has an object to train on.
+        objects: annotations that are trained on.
+        left_out: the other ones: crowds, and boxes without area.
         shard_of: int64 [I]: the number of the shard that each image lies in.
         fingerprint: of the annotations that the shards were made from.
         is_decoded: whether the images lie in the shards as pixels.
@@ -343,6 +351,8 @@ class ShardDataset(_CocoSamples):
         self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
         self.image_ids, self.sizes, counts = join("image_ids"), join("sizes"), join("counts")
         self.has_objects: NDArray[np.bool_] = counts > 0
+        self.objects = int(counts.sum())
+        self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
         self._image_spans, self._record_spans, self._checks = join("image_spans"), join("record_spans"), join("checks")
         self._boxes, self._areas, self._crops = join("boxes"), join("areas"), join("crops")
         self._labels = self._map_labels(join("labels"))
@@ -410,7 +420,7 @@ class ShardDataset(_CocoSamples):
             "areas": self._areas[objects],
             "iscrowd": np.zeros(len(objects), np.int64),
             "crops": crops,
-            "mask_bytes": -(-(crops[:, 2:] - crops[:, :2]).prod(1, dtype=np.int64) // 8),
+            "mask_bytes": count_mask_bytes(crops),
         }
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
@@ -462,7 +472,7 @@ class ShardDataset(_CocoSamples):
     def _compare(self, index: int, part: int, *data: Any) -> None:
         """Refuse what is not what was written: a flipped bit may well be an image."""
         if int(hash_bytes(*data), 16) != int(self._checks[index, part]):
-            raise self._explain_damage(index, ("its bytes", "its masks")[part] + " do not match their checksum")
+            raise self._explain_damage(index, f"its {('bytes', 'masks', 'record')[part]} do not match their checksum")
 
     def find_path(self, index: int) -> Path:
         """The shard that the image lies in."""
@@ -473,10 +483,12 @@ class ShardDataset(_CocoSamples):
         index = self._check(index)
         start, length = self._record_spans[index].tolist()
         self._read_tar(index, start, data := bytearray(length))
+        self._compare(index, 2, data)
         try:
             record: dict[str, Any] = json.loads(data)
-        except ValueError as error:
-            raise self._explain_damage(index, str(error)) from None
+            check_record(record)
+        except (ColabUtilsError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise self._explain_damage(index, f"{error!s:.100}") from None
         return record
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:

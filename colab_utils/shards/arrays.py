@@ -1,9 +1,10 @@
 """The flat arrays of a shard: what a loader needs to know without parsing any JSON.
 
-``shard-000000.arrays`` holds a head in JSON after eight bytes that say how long it is, then the arrays of
-:class:`ShardArrays` one after another (``numpy.save``), and last the bits of all masks, which are mapped and not read.
-They hold what torchvision's references train on: crowds and boxes without area are left out (both stay in the tar's
-JSON).
+``shard-000000.arrays`` holds the length of its head (eight bytes) and the XXH3-64 of all that follows, a head in JSON,
+then the arrays of :class:`ShardArrays` one after another (``numpy.save``), and last the bits of all masks, which are
+mapped and not read. The index holds a checksum of all but these bits, and the arrays hold those of each image, of its
+record and of its masks' bits: so nothing is trained on that was not compared with what was written. The tables hold
+what torchvision's references train on: crowds and boxes without area are left out (both stay in the tar's JSON).
 """
 
 from __future__ import annotations
@@ -17,18 +18,27 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.decoding import read_npy_header
+from colab_utils.data.decoding import MOST_PIXELS, read_npy_header
 from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards.format import hash_bytes
+from colab_utils.shards.format import ShardInfo, hash_bytes, hash_file, parse_fields
 
-__all__ = ["ArraysBuilder", "ShardArrays", "convert_boxes", "dump_arrays", "load_arrays", "read_head", "rebuild_arrays"]
+__all__ = [
+    "ArraysBuilder", "ShardArrays", "check_record", "convert_boxes", "count_mask_bytes", "describe_shard",
+    "dump_arrays", "load_arrays", "read_head", "rebuild_arrays",
+]  # fmt: skip
+
+_OF_THE_TAR = ("name", "images", "annotations", "bytes", "xxh3_64")  # in the head, as in `ShardInfo`
+_START_BYTES = 16  # before the head
+_LARGEST_NUMBER = 1e15  # of a box
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +66,7 @@ class ShardArrays:
     mask_ends: NDArray[np.int64]
     """int64 [N + 1]: offsets into ``bits``."""
     checks: NDArray[np.uint64]
-    """uint64 [I, 2]: XXH3-64 of each image's bytes in the tar, and of its masks' bits."""
+    """uint64 [I, 3]: XXH3-64 of each image's bytes in the tar, of its masks' bits, and of its record's bytes."""
     bits: NDArray[np.uint8]
     """uint8: all masks, one bit a pixel."""
 
@@ -69,22 +79,21 @@ class ArraysBuilder:
         self._boxes: list[NDArray[np.float32]] = []
         self._objects: list[tuple[int, float]] = []
         self._masks: list[PackedMasks] = []
-        self._checks: list[tuple[int, int]] = []
+        self._checks: list[tuple[int, ...]] = []
 
-    def add(
-        self, record: dict[str, Any], image: bytes, image_span: tuple[int, int], record_span: tuple[int, int]
-    ) -> None:
-        """Add a record as `make_record` gives it, its image's bytes, and the start and length of both in the tar."""
+    def add(self, record: dict[str, Any], files: Sequence[bytes], starts: Sequence[int]) -> None:
+        """Add a record as `make_record` gives it, the bytes of image and record, and where both start in the tar."""
         height, width = record["height"], record["width"]
         annotations = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
         boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], height, width)
         kept = [annotation for annotation, kept in zip(annotations, keep.tolist(), strict=True) if kept]
         masks = pack_masks([annotation["segmentation"] for annotation in kept])
-        self._images.append((record["image_id"], height, width, len(kept), *image_span, *record_span))
+        spans = ((start, len(data)) for start, data in zip(starts, files, strict=True))
+        self._images.append((record["image_id"], height, width, len(kept), *chain(*spans)))
         self._boxes.append(boxes[keep])
         self._objects += [(annotation["category_id"], annotation["area"]) for annotation in kept]
         self._masks.append(masks)
-        self._checks.append((int(hash_bytes(image), 16), int(hash_bytes(masks.bits), 16)))
+        self._checks.append(tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1])))
 
     def build(self) -> ShardArrays:
         """The arrays of all records added so far."""
@@ -101,7 +110,7 @@ class ArraysBuilder:
             areas=np.array([area for _, area in self._objects], np.float32),
             crops=np.concatenate([np.zeros((0, 4), np.int32), *(masks.crops for masks in self._masks)]),
             mask_ends=np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes])),
-            checks=np.array(self._checks, np.uint64).reshape(-1, 2),
+            checks=np.array(self._checks, np.uint64).reshape(-1, 3),
             bits=np.concatenate([np.zeros(0, np.uint8), *(masks.bits for masks in self._masks)]),
         )
 
@@ -125,38 +134,56 @@ def convert_boxes(
 
 
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
-    """The content of an arrays file; ``head`` is kept as JSON in front, with sizes and a checksum of the tables."""
+    """The content of an arrays file; ``head`` is kept as JSON in front, with the sizes of the tables and the bits."""
     *names, bits = (field.name for field in fields(arrays))
     file = io.BytesIO()
     for name in names:
         np.save(file, getattr(arrays, name), allow_pickle=False)
     tables, last = file.getvalue(), getattr(arrays, bits).tobytes()
-    sizes = {"tables_bytes": len(tables), "bits_bytes": len(last), "tables_xxh3_64": hash_bytes(tables)}
-    text = json.dumps(head | sizes).encode()
-    return b"".join((len(text).to_bytes(8, "little"), text, tables, last))
+    text = json.dumps(head | {"tables_bytes": len(tables), "bits_bytes": len(last)}).encode()
+    checksum = bytes.fromhex(hash_bytes(text, tables, last))
+    return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, last))
 
 
 def read_head(path: Path) -> dict[str, Any]:
-    """The head of an arrays file.
+    """The head of an arrays file, which is not compared with a checksum.
 
     Raises:
         ColabUtilsError: if the file is damaged.
     """
     with _explain_damage(path), open(path, "rb") as file:
-        return _read_head(file)
+        return _read_head(file)[1]
 
 
-def load_arrays(path: Path) -> ShardArrays:
-    """The arrays of one shard; ``bits`` stays on disk and is mapped.
+def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
+    """The head of an arrays file, by its content, and its shard as an index lists it.
 
     Raises:
-        ColabUtilsError: if the file is damaged.
+        KeyError, TypeError, ValueError: if the file is damaged.
+    """
+    if bytes.fromhex(hash_bytes(content[_START_BYTES:])) != content[8:_START_BYTES]:
+        raise ValueError("another checksum")
+    head = _read_head(io.BytesIO(content))[1]
+    info = {name: head[name] for name in _OF_THE_TAR} | {
+        "arrays_name": head["name"].replace(".tar", ".arrays"),
+        "arrays_bytes": len(content),
+        "arrays_xxh3_64": hash_bytes(content),
+        "tables_xxh3_64": hash_bytes(content[: len(content) - head["bits_bytes"]]),
+    }
+    return head, parse_fields(ShardInfo, info)
+
+
+def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
+    """The arrays of one shard, with the categories, both as the index has them; ``bits`` stays on disk and is mapped.
+
+    Raises:
+        ColabUtilsError: if the file is damaged, or belongs to another index.
     """
     with _explain_damage(path), open(path, "rb") as file:
-        head = _read_head(file)
+        start, head = _read_head(file)
         tables = _read(file, head["tables_bytes"])
-        if hash_bytes(tables) != head["tables_xxh3_64"]:
-            raise ValueError("another checksum")
+        if hash_bytes(start, tables) != shard.tables_xxh3_64:
+            raise ValueError("another checksum than the index has")
         *names, bits = (field.name for field in fields(ShardArrays))
         values, place = dict[str, Any](), 0
         for name in names:
@@ -173,47 +200,101 @@ def load_arrays(path: Path) -> ShardArrays:
             if error.errno != errno.ENODEV:  # a mount whose files cannot be mapped
                 raise
             values[bits] = np.frombuffer(file.read(), np.uint8)
-    return ShardArrays(**values)
+        if any(head[name] != getattr(shard, name) for name in _OF_THE_TAR):
+            raise ValueError("arrays of another shard")
+        return _check_arrays(ShardArrays(**values), shard, categories)
 
 
-def rebuild_arrays(tar_path: Path) -> ShardArrays:
-    """Make the arrays of one shard again from its tar.
+def rebuild_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
+    """Make the arrays of one shard again from its tar, which must have the checksum that the index has.
 
     Raises:
         ColabUtilsError: if the tar is damaged.
-
-    Example:
-        >>> rebuild_arrays(Path(__file__))
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a shard in ...
     """
     builder = ArraysBuilder()
-    try:
-        with open(tar_path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with _explain_damage(path), open(path, "rb") as file:
+        if hash_file(path) != shard.xxh3_64:
+            raise ValueError("another checksum than the index has")
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             members = tar.getmembers()
-            for image, member in zip(members[::2], members[1::2], strict=True):
+        for pair in zip(members[::2], members[1::2], strict=True):
+            parts = []
+            for member in pair:
                 file.seek(member.offset_data)
-                record = json.loads(file.read(member.size))
-                for one in record["annotations"]:  # checked: pycocotools would read past damaged counts
-                    one["segmentation"] = encode_segmentation(one["segmentation"], record["height"], record["width"])
-                file.seek(image.offset_data)
-                data = file.read(image.size)
-                builder.add(record, data, (image.offset_data, image.size), (member.offset_data, member.size))
-    except (tarfile.TarError, ValueError, KeyError, TypeError, AttributeError, ColabUtilsError) as error:
-        raise ColabUtilsError(
-            f"expected a shard in {tar_path}, found a damaged file ({error}). Copy it again, or run preprocess again."
-        ) from None
-    return builder.build()
+                parts.append(file.read(member.size))
+            record = json.loads(parts[1])
+            for one, rle in zip(record["annotations"], check_record(record), strict=True):
+                one["segmentation"] = rle
+            builder.add(record, parts, [member.offset_data for member in pair])
+        return _check_arrays(builder.build(), shard, categories)
 
 
-def _read_head(file: BinaryIO) -> dict[str, Any]:
-    return dict(json.loads(_read(file, int.from_bytes(file.read(8), "little"))))
+def check_record(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The masks of a record as `encode_segmentation` gives them: pycocotools would read past damaged counts.
+
+    Raises:
+        KeyError, TypeError, ValueError, ColabUtilsError: if it is no record.
+    """
+    for one in record["annotations"]:
+        numbers = [*one["bbox"], one["area"]]
+        sound = len(numbers) == 5 and all(abs(number) < _LARGEST_NUMBER for number in numbers)
+        if not (sound and isinstance(one["category_id"], int) and one["iscrowd"] in (0, 1)):
+            raise ValueError(f"an annotation {one}")
+    return [
+        encode_segmentation(one["segmentation"], record["height"], record["width"]) for one in record["annotations"]
+    ]
+
+
+def _check_arrays(arrays: ShardArrays, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
+    """Refuse, with a ValueError, numbers that contradict each other, the shard, or its categories."""
+    counts, count = arrays.counts, len(arrays.labels)
+    rows = dict.fromkeys(("boxes", "labels", "areas", "crops"), count)
+    rows |= {"mask_ends": count + 1, "bits": int(arrays.mask_ends[-1])}
+    for name, like in vars(ArraysBuilder().build()).items():
+        found = getattr(arrays, name)
+        if (found.dtype, found.shape) != (like.dtype, (rows.get(name, shard.images), *like.shape[1:])):
+            raise ValueError(f"{name} as {found.dtype} {list(found.shape)}")
+    if counts.min(initial=0) < 0 or counts.max(initial=0) > count or counts.sum() != count:
+        raise ValueError("counts of other objects")
+    spans = np.concatenate([arrays.image_spans, arrays.record_spans])
+    if spans.min(initial=0) < 0 or (spans[:, 0] > shard.bytes - spans[:, 1]).any():
+        raise ValueError("places outside the tar")
+    sizes = arrays.sizes.astype(np.int64)
+    if sizes.min(initial=1) < 1 or sizes.prod(1).max(initial=0) > MOST_PIXELS:
+        raise ValueError("sizes of no images")
+    limits = np.repeat(sizes[:, ::-1], counts, axis=0)
+    for corners in (arrays.boxes, arrays.crops):  # not a number: on no side of another
+        if not ((corners[:, :2] >= 0) & (corners[:, :2] <= corners[:, 2:]) & (corners[:, 2:] <= limits)).all():
+            raise ValueError("a box or a mask outside its image")
+    if not ((arrays.boxes[:, :2] < arrays.boxes[:, 2:]).all() and np.isfinite(arrays.areas).all()):
+        raise ValueError("a box without area")
+    if not np.array_equal(arrays.mask_ends, np.concatenate([[0], np.cumsum(count_mask_bytes(arrays.crops))])):
+        raise ValueError("masks of other sizes")
+    if not np.isin(arrays.labels, [category["id"] for category in categories]).all():
+        raise ValueError("labels of no category")
+    return arrays
+
+
+def count_mask_bytes(crops: NDArray[np.int32]) -> NDArray[np.int64]:
+    """How many bytes the bits of each mask take, by their tight boxes: int64 [N]."""
+    result: NDArray[np.int64] = -(-(crops[:, 2:] - crops[:, :2]).prod(1, dtype=np.int64) // 8)
+    return result
+
+
+def _read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of the start and the head, and the head."""
+    start = file.read(_START_BYTES)
+    text = _read(file, int.from_bytes(start[:8], "little"))
+    return start + text, dict(json.loads(text))
 
 
 def _read(file: BinaryIO, size: int) -> bytearray:
     """So many bytes: a damaged size never takes more memory than the file holds."""
-    content = bytearray(min(size, os.fstat(file.fileno()).st_size))
-    del content[file.readinto(content) :]  # type: ignore[attr-defined]
+    place = file.tell()
+    content = bytearray(min(size, file.seek(0, os.SEEK_END) - place))
+    file.seek(place)
+    if file.readinto(content) != size:  # type: ignore[attr-defined]
+        raise ValueError("cut short")
     return content
 
 
@@ -221,7 +302,11 @@ def _read(file: BinaryIO, size: int) -> bytearray:
 def _explain_damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, DriveLostError):
+        raise
+    except Exception as error:  # damage fails in many ways
+        found = f"a damaged file ({str(error) or type(error).__name__:.100})"
         raise ColabUtilsError(
-            f"expected arrays in {path}, found a damaged file ({error}). Run verify on the shards."
+            f"expected what preprocess wrote in {path}, found {found}. "
+            "Run verify on the shards, and copy or preprocess again what it names."
         ) from None

@@ -13,21 +13,27 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, TypeVar
 
 from colab_utils.drive import DriveFile, Retries, explain_write, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 
-__all__ = ["ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "read_index", "write_index"]
+__all__ = [
+    "ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "parse_fields", "parse_recipe", "read_index",
+    "write_index",
+]  # fmt: skip
+
+_Entry = TypeVar("_Entry", "ShardInfo", "SkippedImage")
 
 FORMAT_NAME = "colab_utils shards"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX_NAME, WRITER_NAME = "index.json", "writer.json"
+_MOST_INDEX_BYTES = 1 << 25  # of 80,000 shards
 BLOCK_BYTES = 512  # of a tar
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 
-_TAR_NAME, _ARRAYS_NAME = re.compile(r"shard-\d+\.tar"), re.compile(r"shard-\d+\.arrays")
+_TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
 _TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json)\.(\d+)\.part")
 _TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
@@ -52,6 +58,8 @@ class ShardInfo:
     arrays_name: str
     arrays_bytes: int
     arrays_xxh3_64: str
+    tables_xxh3_64: str
+    """Of the arrays without the masks' bits, which the tables hold checksums of: what a loader reads at first."""
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
         """(file name, bytes, checksum) of the tar and of its arrays."""
@@ -97,7 +105,8 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     """Read ``index.json`` of a folder of shards; where Drive fails, ``retries`` try again.
 
     Raises:
-        ColabUtilsError: if there is no folder or no index, the index is damaged, or a newer version wrote it.
+        ColabUtilsError: if there is no folder or no index, the index was changed since it was written, or another
+            version wrote it.
     """
     folder = Path(folder)
     path = folder / INDEX_NAME
@@ -106,6 +115,9 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         with guard_drive(folder):
             if not folder.is_dir():
                 raise ColabUtilsError(f"expected a folder of shards, found nothing at {folder}. Run preprocess first.")
+            if (size := path.stat().st_size) > _MOST_INDEX_BYTES:
+                most = f"at most {_MOST_INDEX_BYTES:,} bytes in {path}"
+                raise ColabUtilsError(f"expected {most}, found {size:,}: this is no index. Name another folder.")
             return read_file(path).decode()
 
     try:
@@ -131,29 +143,79 @@ def _parse_index(raw: Any, path: Path) -> ShardIndex:
         raise ColabUtilsError(
             f"expected an index of {FORMAT_NAME} in {path}, found something else. Name another folder."
         )
-    if raw.get("format_version") != FORMAT_VERSION:
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        older = isinstance(version, int) and version < FORMAT_VERSION
+        cure = "Run preprocess again, into another folder" if older else "Update colab_utils"
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, found version "
-            f"{raw.get('format_version')}. Update colab_utils."
+            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, "
+            f"found version {version!s:.20}. {cure}."
         )
     try:
-        known = {field.name: raw[field.name] for field in fields(ShardIndex)}
-        shards = tuple(ShardInfo(**shard) for shard in raw["shards"])
-        for shard in shards:  # a name of another kind could lead out of the folder, or to a file of the user
-            if not (_TAR_NAME.fullmatch(shard.name) and _ARRAYS_NAME.fullmatch(shard.arrays_name)):
-                raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
-            if min(shard.images, shard.annotations, shard.bytes, shard.arrays_bytes) < 0:
-                raise ValueError(f"sizes of {shard.name}")
-        for category in raw["categories"]:
-            if not (isinstance(category["id"], int) and isinstance(category["name"], str)):
-                raise ValueError(f"a category {category}")
-        skipped = tuple(SkippedImage(**image) for image in raw["skipped"])
-        known |= {"recipe": dict(raw["recipe"]), "categories": tuple(raw["categories"])}
-        return ShardIndex(**known | {"shards": shards, "skipped": skipped})
-    except (KeyError, TypeError, ValueError) as error:
+        if raw.pop("xxh3_64") != hash_bytes(_to_text(raw)):
+            raise ValueError("another checksum")
+        index = ShardIndex(
+            fingerprint=raw["fingerprint"],
+            recipe=parse_recipe(raw["recipe"]),
+            categories=tuple(raw["categories"]),
+            shards=tuple(parse_fields(ShardInfo, shard) for shard in raw["shards"]),
+            skipped=tuple(parse_fields(SkippedImage, image) for image in raw["skipped"]),
+            partial=raw["partial"],
+        )
+        _check_index(index, raw)
+        return index
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
-            f"expected a complete index in {path}, found one that lacks or adds {error}. Copy the file again."
+            f"expected the index that was written in {path}, found one that was changed since: {error!s:.100}. Copy "
+            "the folder again, or delete this file and run preprocess again: finished shards stay."
         ) from None
+
+
+def _check_index(index: ShardIndex, raw: dict[str, Any]) -> None:
+    """Refuse, with a ValueError, what contradicts itself: a checksum shows damage, and no hand that made it anew."""
+    names = [shard.name for shard in index.shards]
+    if len(set(names)) < len(names) or (raw["images"], raw["bytes"]) != (index.images, index.bytes):
+        raise ValueError("totals that are not those of its shards")
+    for shard in index.shards:  # a name of another kind could lead out of the folder, or to a file of the user
+        if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != shard.name.replace(".tar", ".arrays"):
+            raise ValueError(f"files {shard.name!r} and {shard.arrays_name!r}")
+    if not (isinstance(index.fingerprint, str) and isinstance(index.partial, bool)):
+        raise ValueError("a fingerprint that is no text")
+    ids = {one["id"] for one in index.categories if type(one["id"]) is int and isinstance(one["name"], str)}
+    if len(ids) < len(index.categories) or max(map(abs, ids), default=0) >= 1 << 62:
+        raise ValueError("categories without a number and a name of their own")
+
+
+def parse_fields(kind: type[_Entry], raw: Any) -> _Entry:
+    """An entry of texts and sizes, of JSON that anybody may have written.
+
+    Raises:
+        TypeError, ValueError: if a field is missing, is too many, or is of another type.
+
+    Example:
+        >>> parse_fields(SkippedImage, {"file_name": "a.jpg", "reason": 5})
+        Traceback (most recent call last):
+        ValueError: reason 5
+    """
+    entry = kind(**raw)
+    for field in fields(kind):
+        value = getattr(entry, field.name)
+        if type(value).__name__ != field.type or (field.type == "int" and not 0 <= value < 1 << 62):
+            raise ValueError(f"{field.name} {value!r}")
+    return entry
+
+
+def parse_recipe(raw: Any) -> dict[str, Any]:
+    """A recipe, of JSON that anybody may have written.
+
+    Raises:
+        KeyError, TypeError, ValueError: if it is none.
+    """
+    numbers = [raw[name] for name in ("min_size", "max_size", "shard_mb", "images_per_shard")]
+    sound = all(type(number) in (int, float) and 0 < number < 1 << 32 for number in numbers)
+    if not (sound and isinstance(raw["storage"], str) and isinstance(raw["images_per_shard"], int)):
+        raise ValueError(f"a recipe {raw}")
+    return dict(raw)
 
 
 def write_index(folder: Path, index: ShardIndex) -> None:
@@ -165,7 +227,13 @@ def write_index(folder: Path, index: ShardIndex) -> None:
         "bytes": index.bytes,
         **asdict(index),
     }
+    content["xxh3_64"] = hash_bytes(_to_text(content))
     write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
+
+
+def _to_text(content: dict[str, Any]) -> bytes:
+    """The one form of an index that its checksum is made of."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 def has_size(path: Path, size: int) -> bool:

@@ -163,7 +163,7 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[
         sample = try_sample(lambda: data, part, 0, {**recipe, "storage": storage})
         if isinstance(sample, SkippedImage):
             return sample
-        builder.add(sample.record, sample.data, (0, 0), (0, 0))
+        builder.add(sample.record, (sample.data, b""), (0, 0))
         made_s, made_cpu_s = perf_counter(), process_time()
         decode_pixels(sample.data).copy()  # the loader decodes into memory that is used again
         load_cpu_s = process_time() - made_cpu_s

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from colab_utils.drive import Retries, guard_drive
+from colab_utils.drive import DriveLostError, Retries, guard_drive
+from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import show_progress
-from colab_utils.shards.format import ShardInfo, hash_file, read_index
+from colab_utils.shards.arrays import load_arrays
+from colab_utils.shards.format import ShardIndex, ShardInfo, hash_file, read_index
 
 __all__ = ["BadShard", "VerifyReport", "verify_shards"]
 
@@ -35,7 +37,7 @@ class VerifyReport:
 
 
 def verify_shards(folder: str | Path) -> VerifyReport:
-    """Read every file of a folder of shards and compare its size and checksum with the index.
+    """Read every file of a folder of shards and compare its size and checksum with the index, as a loader does.
 
     Raises:
         ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
@@ -51,7 +53,7 @@ def verify_shards(folder: str | Path) -> VerifyReport:
     with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
         bad = []
         for shard in index.shards:
-            reason = retries.run(partial(_check_shard, folder, shard))
+            reason = retries.run(partial(_check_shard, folder, shard, index))
             if reason:
                 bad.append(BadShard(shard.name, reason))
             bar.set_postfix_str(str(retries), refresh=False)
@@ -59,7 +61,7 @@ def verify_shards(folder: str | Path) -> VerifyReport:
     return VerifyReport(len(index.shards), index.images, tuple(bad))
 
 
-def _check_shard(folder: Path, shard: ShardInfo) -> str:
+def _check_shard(folder: Path, shard: ShardInfo, index: ShardIndex) -> str:
     for name, size, checksum in shard.files():
         path = folder / name
         try:
@@ -73,4 +75,10 @@ def _check_shard(folder: Path, shard: ShardInfo) -> str:
                     return f"{name} has another checksum than when it was written: its content changed"
         except PermissionError as error:
             return f"{name} cannot be read: {error.strerror}"
+    try:
+        load_arrays(folder / shard.arrays_name, shard, index.categories)
+    except DriveLostError:
+        raise
+    except ColabUtilsError as error:  # all as the index says, which somebody has changed
+        return str(error)
     return ""

@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from colab_utils.data.coco import CocoDataset, read_coco, warn_of_found_images
+from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
-from colab_utils.shards.arrays import ArraysBuilder, dump_arrays, load_arrays, read_head
+from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays, load_arrays, read_head
 from colab_utils.shards.format import (
     BLOCK_BYTES,
     INDEX_NAME,
@@ -33,6 +33,8 @@ from colab_utils.shards.format import (
     has_size,
     hash_bytes,
     hold_folder,
+    parse_fields,
+    parse_recipe,
     read_index,
     split_member,
     write_index,
@@ -60,9 +62,15 @@ class ShardReport:
     seconds: float
     storage: Storage = "shrink"
     """How the images are stored; see :func:`write_shards`."""
+    annotations: int = 0
+    """Of all images."""
+    crowds: int = 0
+    """Of them, with ``iscrowd``: the shards keep these, and training leaves them out."""
 
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
+        if self.crowds:
+            skipped += f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left out of training"
         return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
 
 
@@ -178,6 +186,8 @@ def write_shards(
         bytes=index.bytes,
         seconds=perf_counter() - started,
         storage=storage,
+        annotations=len(dataset.ids),
+        crowds=dataset.crowds,
     )
 
 
@@ -204,20 +214,11 @@ def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
         with guard_drive(images):
             if not Path(images).is_dir():
                 raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-            dataset = read_coco(annotations)
-            warn_of_found_images(images, dataset)
-            return dataset
+            return open_coco(images, annotations)
 
     dataset = Retries().run(read)
     if not len(dataset):
         raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
-    for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
-        if unknown.size:
-            raise ColabUtilsError(
-                f"expected annotations of known images and categories in {annotations}, found {unknown.size} of an "
-                f"unknown {name}, such as annotation {unknown[0]}. See `check`, which lists them and can write a "
-                "repaired file (--repair OUT.json)."
-            )
     return dataset
 
 
@@ -286,9 +287,9 @@ def _find_run(folder: Path) -> tuple[str, dict[str, Any]] | None:
         index = read_index(folder)
         return index.fingerprint, index.recipe
     for path in sorted(folder.glob("shard-*.arrays")):  # each shard knows its run
-        with suppress(ColabUtilsError, KeyError, TypeError):
+        with suppress(ColabUtilsError, KeyError, TypeError, ValueError):
             head = read_head(path)
-            return head["fingerprint"], dict(head["recipe"])
+            return head["fingerprint"], parse_recipe(head["recipe"])
     if any(folder.glob("shard-*.tar")):
         raise ColabUtilsError(f"expected an empty folder, found shards without an index in {folder}. Name another one.")
     return None
@@ -449,31 +450,30 @@ def _write_shard(job: ShardJob) -> ShardResult:
     if found is not None:
         _count(len(job.dataset))
         return found
-    tar, arrays, head = _build_shard(job)
-    if head["images"]:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
+    tar, arrays = _build_shard(job)
+    result = _make_result(arrays)
+    if result.info.images:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
         _call(job.path.parent, write_file, job.path.with_suffix(".arrays"), arrays)
         _call(job.path.parent, write_file, job.path, *tar)
-    return _make_result(head, arrays)
+    return result
 
 
 def _find_shard(job: ShardJob) -> ShardResult | None:
     """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
     path = job.path.with_suffix(".arrays")
     try:
-        head = read_head(path)
-        load_arrays(path)
-        arrays = path.read_bytes()
+        result, head = _make_result(path.read_bytes()), read_head(path)
+        load_arrays(path, result.info, job.dataset.categories)
         of_this_run = (head["fingerprint"], head["recipe"]) == (job.dataset.fingerprint, job.recipe)
-        if not (of_this_run and has_size(job.path, head["bytes"])):
+        if not (of_this_run and result.info.name == job.path.name and has_size(job.path, result.info.bytes)):
             return None
-        result = _make_result(head, arrays)
-    except (FileNotFoundError, ColabUtilsError, KeyError, TypeError):
+    except (FileNotFoundError, ColabUtilsError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None
     return None if _has_repaired(job.images, job.dataset, result, job.recipe) else result
 
 
-def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes, dict[str, Any]]:
-    """The parts of a tar, its arrays, and their head, in memory."""
+def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
+    """The parts of a tar, and its arrays, in memory."""
     tar, size, builder, annotations = list[bytes](), 0, ArraysBuilder(), 0
     skipped: list[SkippedImage] = []
     with closing(_read_ahead(job)) as files:
@@ -483,12 +483,12 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes, dict[str, Any]]:
             if isinstance(sample, SkippedImage):
                 skipped.append(sample)
                 continue
-            spans = []
-            for header, data, padding in sample.split_members():
-                spans.append((size + BLOCK_BYTES, len(data)))
+            members, starts = sample.split_members(), []
+            for header, data, padding in members:
+                starts.append(size + BLOCK_BYTES)
                 size += len(header) + len(data) + len(padding)
                 tar += header, data, padding  # not joined: images that lie as pixels are megabytes to copy
-            builder.add(sample.record, sample.data, *spans)
+            builder.add(sample.record, [data for _, data, _ in members], starts)
             annotations += len(sample.record["annotations"])
     tar.append(bytes(2 * BLOCK_BYTES))
     head = {
@@ -501,7 +501,7 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes, dict[str, Any]]:
         "xxh3_64": hash_bytes(*tar),
         "skipped": [asdict(image) for image in skipped],
     }
-    return tar, dump_arrays(head, builder.build()), head
+    return tar, dump_arrays(head, builder.build())
 
 
 def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
@@ -517,12 +517,7 @@ def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _make_result(head: dict[str, Any], arrays: bytes) -> ShardResult:
-    """The shard that an arrays file and its head describe."""
-    info = ShardInfo(
-        **{name: head[name] for name in ("name", "images", "annotations", "bytes", "xxh3_64")},
-        arrays_name=head["name"].replace(".tar", ".arrays"),
-        arrays_bytes=len(arrays),
-        arrays_xxh3_64=hash_bytes(arrays),
-    )
-    return ShardResult(info, tuple(SkippedImage(**image) for image in head["skipped"]))
+def _make_result(arrays: bytes) -> ShardResult:
+    """The shard that an arrays file describes."""
+    head, info = describe_shard(arrays)
+    return ShardResult(info, tuple(parse_fields(SkippedImage, image) for image in head["skipped"]))

@@ -3,15 +3,19 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from colab_utils.data.checks import check_dataset, repair_annotations
+from colab_utils.data.checks import check_dataset
+from colab_utils.data.repair import repair_annotations
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.write import write_shards
 
 
@@ -33,9 +37,9 @@ class Dataset:
     def file(self, i):
         return self.images / self.coco["images"][i]["file_name"]
 
-    def check(self):
+    def check(self, **options):
         self.save()
-        return check_dataset(self.images, self.annotations)
+        return check_dataset(self.images, self.annotations, **options)
 
 
 @pytest.fixture
@@ -64,63 +68,225 @@ def empty(dataset):
     dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if one["image_id"] != first]
 
 
+def paint(mode="RGB", kind="JPEG", size=(160, 128), **options):
+    """Another picture in place of one."""
+
+    def spoil(dataset):
+        noise = np.random.default_rng(0).integers(0, 255, (*size[::-1], 3), np.uint8) if mode != "1" else None
+        picture = Image.new("1", size) if noise is None else Image.fromarray(noise)
+        if mode == "I;16":
+            picture = Image.fromarray(noise[..., 0].astype(np.uint16) * 256)
+        picture = picture if picture.mode == mode else picture.convert(mode)
+        picture.save(dataset.file(4), kind, **options)
+
+    return spoil
+
+
+def turn(orientation, *, square=False, upright=False):
+    """A photo with an orientation by EXIF, and its annotations for it as it is stored, or upright."""
+
+    def spoil(dataset):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        if square:
+            dataset.coco["images"][4].update(height=160)
+            dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if not one["iscrowd"]]
+        paint(size=(128, 160) if upright else (160, 160) if square else (160, 128), exif=exif)(dataset)
+
+    return spoil
+
+
+def rename(name):
+    def spoil(dataset):
+        dataset.file(4).rename(dataset.images / name)
+        dataset.coco["images"][4]["file_name"] = name
+
+    return spoil
+
+
+def name_elsewhere(name):
+    """The name on another machine of a file that lies in a folder here."""
+
+    def spoil(dataset):
+        (dataset.images / "here").mkdir()
+        dataset.file(4).rename(dataset.images / "here" / "a.jpg")
+        dataset.coco["images"][4]["file_name"] = name
+
+    return spoil
+
+
+def cut_end(dataset):
+    cut(dataset.file(4), dataset.file(4).stat().st_size - 2)
+
+
+def cut_png(dataset):
+    paint("RGB", "PNG")(dataset)
+    cut(dataset.file(4), 9000)
+
+
+def pipe(dataset):
+    dataset.file(4).unlink()
+    os.mkfifo(dataset.file(4))
+
+
+def change_box(change):
+    def spoil(dataset):
+        one = dataset.coco["annotations"][2]
+        one["bbox"] = change(*one["bbox"])
+
+    return spoil
+
+
+def draw(polygon, box=None):
+    """A mask, with a box of its own or the polygon's."""
+
+    def spoil(dataset):
+        (x0, x1), (y0, y1) = ((min(side), max(side)) for side in (polygon[::2], polygon[1::2]))
+        dataset.coco["annotations"][2].update(segmentation=[polygon], bbox=box or [x0, y0, x1 - x0, y1 - y0])
+
+    return spoil
+
+
+def widen(dataset):
+    """Another width, and no mask that would tell that the file is right."""
+    dataset.coco["images"][4]["width"] = 170
+    dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if not one["iscrowd"]]
+
+
+def shrink(dataset):
+    """A photo of many pixels with a small object."""
+    paint(size=(4000, 3000))(dataset)
+    image = dataset.coco["images"][4]
+    image.update(width=4000, height=3000)
+    mine = next(one for one in dataset.coco["annotations"] if one["image_id"] == image["id"])
+    mine.update(segmentation=[[9, 9, 12, 9, 12, 12, 9, 12]], bbox=[9, 9, 3, 3], area=9)
+    dataset.coco["annotations"] = [
+        one for one in dataset.coco["annotations"] if one is mine or one["image_id"] != image["id"]
+    ]
+
+
+def repeat_annotation(dataset):
+    dataset.coco["annotations"].append({**dataset.coco["annotations"][2], "id": 999})
+
+
+def add_category(number, name=""):
+    def spoil(dataset):
+        categories = dataset.coco["categories"]
+        categories.append({"id": number, "name": name or categories[0]["name"]})
+
+    return spoil
+
+
+# kind of the defect, whether it is serious, and what repair must keep of the 12 images
 DEFECTS = [
-    (lambda d: d.file(4).unlink(), "missing image", True),
-    (lambda d: (d.file(4).unlink(), d.file(4).mkdir()), "missing image", True),
-    (lambda d: d.file(4).write_bytes(b""), "bad image", True),
-    (lambda d: d.file(4).write_text("no picture"), "bad image", True),
-    (lambda d: cut(d.file(4), 2000), "bad image", True),
-    (lambda d: cut(d.file(4), d.file(4).stat().st_size - 2), "bad image", True),
-    (spoil_image(file_name="../images/a.jpg"), "unsafe file_name", True),
-    (spoil_image(file_name="/etc/passwd"), "unsafe file_name", True),
-    (spoil_image(file_name="a\0b"), "unsafe file_name", True),
-    (spoil_image(width=99), "size mismatch", True),
-    (spoil_image(width=-160), "size mismatch", True),
-    (spoil_annotation(image_id=10**9), "unknown image", True),
-    (spoil_annotation(category_id=10**9), "unknown category", True),
-    (spoil_annotation(segmentation=[]), "bad mask", True),
-    (spoil_annotation(segmentation=[[1, 2, 3, 4]]), "bad mask", True),
-    (spoil_annotation(segmentation=[[1e12, 2, 3, 4, 5, 6]]), "bad mask", True),
-    (spoil_annotation(segmentation={"size": [1, 2], "counts": [2]}), "bad mask", True),
-    (spoil_annotation(segmentation={"size": [128, 160], "counts": "xyz"}), "bad mask", True),
-    (spoil_annotation(bbox=[float("nan"), 0, 5, 5]), "bad annotation", True),
-    (spoil_annotation(area=float("inf")), "bad annotation", True),
-    (spoil_annotation(bbox=[3, 3, 0, 5]), "box without area", False),
-    (empty, "image without objects", False),
-    (repeat_name, "repeated file_name", False),
+    (lambda d: d.file(4).unlink(), "missing image", True, 11),
+    (lambda d: (d.file(4).unlink(), d.file(4).mkdir()), "missing image", True, 11),
+    (lambda d: d.file(4).write_bytes(b""), "empty file", True, 11),
+    (lambda d: d.file(4).write_text("no picture"), "bad image", True, 11),
+    (lambda d: d.file(4).write_text("version https://git-lfs.github.com/spec/v1"), "bad image", True, 11),
+    (pipe, "bad image", True, 11),
+    (paint("1", "PNG", size=(16_000, 8_001)), "bad image", True, 11),
+    (lambda d: cut(d.file(4), 2000), "truncated image", True, 11),
+    (cut_end, "truncated image", True, 11),
+    (cut_png, "truncated image", True, 11),
+    (spoil_image(file_name="../images/a.jpg"), "unsafe file_name", True, 11),
+    (spoil_image(file_name="/etc/passwd"), "unsafe file_name", True, 11),
+    (name_elsewhere("C:\\Users\\me\\a.jpg"), "found by base name", False, 12),
+    (name_elsewhere("https://example.org/a.jpg"), "found by base name", False, 12),
+    (spoil_image(file_name="a\0b"), "unsafe file_name", True, 11),
+    (spoil_image(width=99), "size mismatch", True, 12),  # as the outlines tell
+    (spoil_image(width=-160), "size mismatch", True, 12),
+    (widen, "size mismatch", True, 11),
+    (paint("CMYK"), "CMYK image", False, 12),
+    (paint("L"), "grey image", False, 12),
+    (paint("I;16", "PNG"), "16-bit image", False, 12),
+    (paint("RGBA", "PNG"), "image with alpha", False, 12),
+    (paint("RGB", "GIF", save_all=True, append_images=[Image.new("RGB", (160, 128))]), "animated image", False, 12),
+    (lambda d: (paint("RGB", "PNG")(d), rename("a.jpg")(d)), "wrong extension", False, 12),
+    (turn(6, upright=True), "EXIF rotation, annotated upright", False, 12),
+    (turn(6), "EXIF rotation, annotated as stored", False, 12),
+    (turn(6, square=True), "EXIF rotation, unclear", False, 12),
+    (turn(3), "EXIF rotation, unclear", False, 12),  # upside down
+    (turn(2), "EXIF rotation, unclear", False, 12),  # mirrored
+    (spoil_annotation(image_id=10**9), "unknown image", True, 12),
+    (spoil_annotation(category_id=10**9), "unknown category", True, 11),
+    (spoil_annotation(segmentation=[]), "object without mask", True, 11),
+    (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
+    (spoil_annotation(segmentation=[[1, 2, 3, 4, 5, 6, 7]]), "bad mask", True, 11),
+    (spoil_annotation(segmentation=[[1, 2, 3, 4]], bbox=[1, 2, 0, 0]), "bad mask", True, 12),  # nothing is lost
+    (spoil_annotation(segmentation=[[1e12, 2, 3, 4, 5, 6]]), "bad mask", True, 11),
+    (spoil_annotation(segmentation={"size": [1, 2], "counts": [2]}), "bad mask", True, 11),
+    (spoil_annotation(segmentation={"size": [128, 160], "counts": [7]}), "bad mask", True, 11),
+    (spoil_annotation(segmentation={"size": [128, 160], "counts": "xyz"}), "bad mask", True, 11),
+    (spoil_annotation(segmentation={"size": [128, 160], "counts": [128 * 160]}), "empty mask", True, 11),
+    (draw([300, 300, 340, 300, 340, 340], box=[9, 9, 40, 40]), "empty mask", True, 11),
+    (draw([0.2, 0.2, 0.7, 0.2, 0.7, 0.9]), "normalised polygon", True, 12),
+    (draw([20, 20, 60, 60, 60, 20, 20, 60]), "self-crossing polygon", False, 12),
+    (draw([120, 90, 220, 90, 220, 120, 120, 120], box=[120, 90, 40, 30]), "polygon beyond the image", False, 12),
+    (spoil_annotation(bbox=[float("nan"), 0, 5, 5]), "bad annotation", True, 12),
+    (spoil_annotation(area=float("inf")), "bad annotation", True, 12),
+    (change_box(lambda x, y, w, h: [x + w, y + h, -w, -h]), "inverted box", True, 12),
+    (change_box(lambda x, y, w, h: [x + 160, y, w, h]), "box outside the image", True, 12),
+    (change_box(lambda x, y, w, h: [x, y, 200, h]), "mask and box disagree", True, 12),
+    (draw([60, 50, 90, 50, 90, 80, 60, 80], box=[60, 50, 90, 80]), "box of corners", True, 12),
+    (draw([99, 60, 159, 60, 159, 120, 99, 120], box=[99, 60, 70, 60]), "box beyond the image", False, 12),
+    (spoil_annotation(bbox=[3, 3, 0, 5]), "box without area", False, 12),
+    (draw([9.1, 9.1, 9.3, 9.1, 9.3, 9.3]), "tiny object", False, 12),
+    (shrink, "tiny object", False, 12),
+    (spoil_annotation(area=0), "area 0", False, 12),
+    (repeat_annotation, "repeated annotation", False, 12),
+    (empty, "image without objects", False, 12),
+    (repeat_name, "repeated file_name", False, 12),
+    (add_category(0, "background"), "category id 0", False, 12),
+    (add_category(99), "name of several categories", False, 12),
+    (add_category(99, "unicorn"), "unused category", False, 12),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "kind", "serious"), DEFECTS)
-def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, tmp_path):
+def list_serious(report):
+    return [problem.kind for problem in report.problems if not problem.effect.startswith("note")]
+
+
+def list_kinds(report):
+    return {problem.kind: problem.count for problem in report.problems}
+
+
+@pytest.mark.parametrize(("spoil", "kind", "serious", "kept"), DEFECTS)
+def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, tmp_path):
+    before = list_kinds(dataset.check())
     spoil(dataset)
     report = dataset.check()
-    assert [(problem.kind, problem.count) for problem in report.problems] == [(kind, 1)]
+    assert list_kinds(report).get(kind, 0) == before.get(kind, 0) + 1
+    others = list_kinds(report).keys() - before.keys() - {kind}
+    assert others <= {"unused category", "wrong extension", "polygon beyond the image"}
     assert report.ok is not serious
-    assert report.images == 12
-    assert report.annotations == len(dataset.coco["annotations"])
-    example = report.problems[0].examples[0]
-    named = ("annotation", dataset.coco["images"][4]["file_name"])
-    assert any(name in example for name in named)
-    assert kind in str(report)
+    problem = next(problem for problem in report.problems if problem.kind == kind)
+    named = ("annotation", dataset.coco["images"][4]["file_name"], dataset.coco["categories"][-1]["name"])
+    assert any(escape(name) in problem.examples[-1] for name in named)
+    assert f"{kind} ({problem.effect})" in str(report)
     original = dataset.annotations.read_bytes()
     repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "repaired.json")
     assert repaired.ok
+    assert repaired.images == kept
     assert dataset.annotations.read_bytes() == original
-    assert report.images - repaired.images == (serious and kind.split()[-1] in ("image", "file_name", "mismatch")) - (
-        kind == "unknown image"
-    )
+    again = repair_annotations(dataset.images, tmp_path / "repaired.json", output=tmp_path / "again.json")
+    assert again.repairs == ()
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "repaired.json").read_bytes()
     shards = write_shards(dataset.images, tmp_path / "repaired.json", shards=tmp_path / "shards", workers=1)
-    assert shards.skipped == ()
-    assert shards.images == repaired.images
+    assert (shards.skipped, shards.images) == ((), kept)
+    for _, target in ShardDataset(tmp_path / "shards"):
+        assert (target["masks"].flatten(1).sum(1) > 0).all()
+        assert (target["boxes"][:, 2:] > target["boxes"][:, :2]).all()
 
 
 def test_a_good_dataset(tiny_dataset, coco_mini):
+    harmless = {"image without objects", "enlarged image", "rare category", "crowd", "unused category"}
     report = check_dataset(tiny_dataset.images, tiny_dataset.annotations)
     assert report.ok
-    assert {problem.kind for problem in report.problems} <= {"image without objects"}
+    assert list_kinds(report).keys() <= harmless
     report = check_dataset(coco_mini.images, coco_mini.annotations)
     assert report.ok
+    assert list_kinds(report).keys() <= harmless
     assert (report.images, report.annotations) == (
         80,
         len(json.loads(coco_mini.annotations.read_text())["annotations"]),
@@ -146,7 +312,7 @@ def test_ids_that_start_again_in_each_image(dataset, tmp_path):
     seen: dict[int, int] = {}
     for one in dataset.coco["annotations"]:
         one["id"] = seen[one["image_id"]] = seen.get(one["image_id"], 0) + 1
-    dataset.coco["annotations"][0]["segmentation"] = []
+    dataset.coco["annotations"][0].update(segmentation=[], bbox=[0, 0, 0, 0])
     dataset.save()
     repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["annotations"] == dataset.coco["annotations"][1:]
@@ -158,7 +324,10 @@ def test_repair_without_ids_in_utf_16(dataset, tmp_path):
     dataset.coco["annotations"][3]["category_id"] = 999
     dataset.annotations.write_bytes(json.dumps(dataset.coco).encode("utf-16"))
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
-    assert report.annotations == len(dataset.coco["annotations"]) - 1
+    without = [
+        one for one in dataset.coco["annotations"] if one["image_id"] != dataset.coco["annotations"][3]["image_id"]
+    ]
+    assert (report.images, report.annotations) == (11, len(without))
 
 
 def test_repair_overwrites_nothing(dataset, tmp_path):
@@ -173,34 +342,28 @@ def test_a_jpeg_with_something_after_its_end_is_whole(dataset):
     """Phones put a video or a map behind the picture."""
     with open(dataset.file(4), "ab") as file:
         file.write(b"\x01" * 20_000)
-    assert dataset.check().problems == ()
+    assert dataset.check().ok
 
 
 def test_masks_are_checked_where_the_json_has_no_size(dataset):
     for image in dataset.coco["images"]:
         del image["width"], image["height"]
-    assert dataset.check().problems == ()
+    assert dataset.check().ok
     dataset.coco["annotations"][0]["segmentation"] = {"size": [1, 1], "counts": [1]}
-    assert [problem.kind for problem in dataset.check().problems] == ["bad mask"]
+    assert list_serious(dataset.check()) == ["bad mask"]
 
 
-def test_a_turned_photo_is_no_mismatch(dataset):
-    image = dataset.coco["images"][4]
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (image["height"], image["width"])).save(dataset.file(4), "JPEG", exif=exif)
-    assert dataset.check().problems == ()
-
-
-def test_what_check_does_not_see_preprocess_does(dataset, tmp_path):
-    """A PNG cut short behind its header, and a JPEG cut behind an end marker in its metadata."""
-    png, picture = io.BytesIO(), Image.effect_noise((160, 128), 90)
-    picture.convert("RGB").save(png, "PNG")
-    dataset.file(4).write_bytes(png.getvalue()[:9000])
+def test_what_only_decoding_shows(dataset, tmp_path):
+    """A JPEG cut behind an end marker in its metadata, and a PNG damaged in its middle."""
+    paint(kind="PNG")(dataset)
+    damaged = bytearray(dataset.file(4).read_bytes())
+    damaged[9000] ^= 255
+    dataset.file(4).write_bytes(damaged)
     jpeg = io.BytesIO()
-    picture.save(jpeg, "JPEG", comment=b"\xff\xd9")
+    Image.effect_noise((160, 128), 90).save(jpeg, "JPEG", comment=b"\xff\xd9")
     dataset.file(5).write_bytes(jpeg.getvalue()[:3000])
     assert dataset.check().ok
+    assert list_serious(dataset.check(deep=True)) == ["truncated image", "bad image"]
     report = write_shards(dataset.images, dataset.annotations, shards=tmp_path / "s", workers=1, max_bad=0.5)
     names = {dataset.coco["images"][i]["file_name"] for i in (4, 5)}
     assert {image.file_name for image in report.skipped} == names
@@ -227,7 +390,7 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
         return real(path)
 
     monkeypatch.setattr(Image, "open", fail)
-    assert [problem.kind for problem in dataset.check().problems] == ["bad image"]
+    assert "bad image" in list_kinds(dataset.check())
 
 
 def test_missing_folder_and_file(dataset, tmp_path):

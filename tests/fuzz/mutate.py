@@ -281,8 +281,8 @@ def change_zip(rng: Random, data: bytes, edit: Callable[[Random, str, bytes], by
 
 def change_arrays(rng: Random, data: bytes, hash_bytes: Callable[..., str]) -> bytes:
     """Change the head, the tables or the bits of an arrays file; sizes and checksums in the head are right again."""
-    start = 8 + int.from_bytes(data[:8], "little")
-    head, file, tables = json.loads(data[8:start]), io.BytesIO(data[start:]), []
+    start = 16 + int.from_bytes(data[:8], "little")
+    head, file, tables = json.loads(data[16:start]), io.BytesIO(data[start:]), []
     while file.tell() < head["tables_bytes"]:
         tables.append(np.load(file))
     bits = file.read()
@@ -309,13 +309,10 @@ def change_arrays(rng: Random, data: bytes, hash_bytes: Callable[..., str]) -> b
     file = io.BytesIO()
     for table in tables:
         np.save(file, table)
-    sizes = {
-        "tables_bytes": len(file.getvalue()),
-        "bits_bytes": len(bits),
-        "tables_xxh3_64": hash_bytes(file.getvalue()),
-    }
+    sizes = {"tables_bytes": len(file.getvalue()), "bits_bytes": len(bits)}
     text = json.dumps(head | sizes if isinstance(head, dict) else head).encode()
-    return len(text).to_bytes(8, "little") + text + file.getvalue() + bits
+    rest = text + file.getvalue() + bits
+    return len(text).to_bytes(8, "little") + bytes.fromhex(hash_bytes(rest)) + rest
 
 
 def _list_places(root: Any) -> dict[str, list[tuple[Any, Any]]]:

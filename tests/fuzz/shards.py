@@ -110,7 +110,12 @@ def _seal(folder: Path, name: str) -> None:
         if name == shard.name:
             shards[row] = replace(shard, bytes=len(content), xxh3_64=hash_bytes(content))
         elif name == shard.arrays_name:
-            shards[row] = replace(shard, arrays_bytes=len(content), arrays_xxh3_64=hash_bytes(content))
+            start = end = 16 + int.from_bytes(content[:8], "little")
+            head = json.loads(content[16:start])
+            if isinstance(head, dict):
+                end += head["tables_bytes"]
+            checksums = {"arrays_xxh3_64": hash_bytes(content), "tables_xxh3_64": hash_bytes(content[:end])}
+            shards[row] = replace(shard, arrays_bytes=len(content), **checksums)
     write_index(folder, replace(index, shards=tuple(shards)))
 
 

@@ -199,7 +199,7 @@ def shrink(expected: Expected, min_size: int, max_size: int) -> Expected:
         dense = torch.from_numpy(one["mask"].copy())[None, None].float()
         mask = torch.nn.functional.interpolate(dense, size=size)[0, 0].byte().numpy()
         box = [side * scales[1 - place % 2] for place, side in enumerate(one["bbox"])]
-        annotations.append({**one, "mask": mask, "bbox": box, "area": one["area"] * scales[0] * scales[1]})
+        annotations.append({**one, "mask": mask, "bbox": box, "area": one["area"] * scales[1] * scales[0]})
     return Expected(np.asarray(image), annotations)
 
 

@@ -12,6 +12,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +32,15 @@ from colab_utils.data.masks import unpack_masks
 from colab_utils.drive import DriveLostError, DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import dataset as files
+from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards.arrays import dump_arrays, load_arrays
+from colab_utils.shards.arrays import load_arrays
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.format import hash_bytes, read_index
+from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
+from tests.sealed import seal_arrays, seal_shard
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {"boxes": torch.float32, "labels": torch.int64, "masks": torch.uint8, "area": torch.float32,
@@ -313,18 +319,135 @@ def test_missing_or_damaged_arrays_are_made_again_from_the_tar(shards, tiny_shar
     ],
 )
 def test_arrays_that_contradict_the_shard_are_made_again(shards, tiny_shards, change):
+    index = read_index(shards)
     path = min(shards.glob("*.arrays"))
-    arrays = load_arrays(path)
-    content = dump_arrays({}, replace(arrays, **change(arrays)))
-    path.unlink()
-    path.write_bytes(content)
-    index = json.loads((shards / "index.json").read_text())
-    index["shards"][0]["arrays_bytes"] = len(content)
-    (shards / "index.json").write_text(json.dumps(index))
-    with pytest.warns(ColabUtilsWarning, match="contradict"):
+    arrays = load_arrays(path, index.shards[0], index.categories)
+    seal_shard(shards, 0, seal_arrays(path, replace(arrays, **change(arrays))))
+    with pytest.warns(ColabUtilsWarning, match="a damaged file"):
         dataset = ShardDataset(shards)
     for i in range(12):
         assert_equal_samples(dataset[i], ShardDataset(tiny_shards)[i])
+
+
+@pytest.fixture
+def twins(tmp_path):
+    """Two folders of shards of the same sizes, whose images and masks differ: ids are 1 to 6 and 7 to 12."""
+    folders = []
+    for first in (1, 7):
+        images = tmp_path / f"images-{first}"
+        images.mkdir()
+        coco = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "box"}]}
+        for i in range(first, first + 6):
+            Image.new("RGB", (48, 32), (20 * i, 5, 250 - 20 * i)).save(images / f"{i:02d}.bmp")
+            coco["images"].append({"id": i, "file_name": f"{i:02d}.bmp", "width": 48, "height": 32})
+            x = 8 + i  # of two digits in all
+            corners = [[x, 11, x + 12, 11, x + 12, 21, x, 21]]
+            coco["annotations"].append({"id": i, "image_id": i, "category_id": 1, "bbox": [x, 11, 12, 10],
+                                        "area": 120, "iscrowd": 0, "segmentation": corners})  # fmt: skip
+        (tmp_path / f"{first}.json").write_text(json.dumps(coco))
+        folders.append(tmp_path / f"shards-{first}")
+        write_shards(images, tmp_path / f"{first}.json", shards=folders[-1], storage="pixels", shard_mb=0.02, workers=1)
+    return folders
+
+
+def swap(folder, one, other):
+    (folder / one).rename(folder / "kept")
+    (folder / other).rename(folder / one)
+    (folder / "kept").rename(folder / other)
+
+
+def take(*names):
+    """Put files of the other folder there."""
+    return lambda folder, other: [shutil.copy(other / name, folder / name) for name in names]
+
+
+ONE, TWO = ([f"shard-00000{number}.{kind}" for kind in ("tar", "arrays")] for number in (0, 1))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        take(*ONE),  # a shard of another folder
+        take(ONE[0]),  # a tar, and arrays that do not belong to it
+        take(ONE[1]),
+        lambda folder, _: [swap(folder, *names) for names in zip(ONE, TWO, strict=True)],
+        lambda folder, _: swap(folder, ONE[0], TWO[0]),
+        lambda folder, _: swap(folder, ONE[1], TWO[1]),
+        take("index.json"),  # an old index beside new shards
+    ],
+)
+def test_files_that_do_not_belong_together_are_refused_by_all_alike(twins, tmp_path, mix):
+    folder, other = twins
+    truth = [ShardDataset(folder)[i] for i in range(6)]
+    records = [ShardDataset(folder).record(i) for i in range(6)]
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "index.json"}
+    assert sizes == {path.name: path.stat().st_size for path in other.iterdir() if path.name != "index.json"}
+    mix(folder, other)
+    assert verify_shards(folder).bad
+    with pytest.raises(ColabUtilsError, match="the source is damaged"):
+        copy_shards(folder, tmp_path / "ssd")
+    for number, open_them in enumerate((ShardDataset, lambda source: ArrivingShards(source, tmp_path / "arriving"))):
+        read = refused = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ColabUtilsWarning)
+            try:
+                dataset = open_them(folder)
+                assert len(dataset) == 6
+            except ColabUtilsError:
+                continue  # nothing is trained on
+            for i in range(6):
+                try:
+                    assert_equal_samples(dataset[i], truth[i])
+                    read += 1
+                except ColabUtilsError:
+                    refused += 1
+                try:
+                    assert dataset.record(i) == records[i]
+                    read += 1
+                except ColabUtilsError:
+                    refused += 1
+            if number:
+                dataset.stop()
+        assert read + refused == 12
+
+
+def test_a_changed_digit_of_a_record_is_refused(shards):
+    whole = ShardDataset(shards)
+    path = whole.find_path(3)
+    start, length = whole._record_spans[3].tolist()
+    content = bytearray(path.read_bytes())
+    place = content.index(b'"area":', start) + 7
+    assert place < start + length
+    content[place] = ord("9") if content[place] != ord("9") else ord("8")
+    path.write_bytes(content)
+    dataset = ShardDataset(shards)
+    assert_equal_samples(dataset[3], whole[3])  # its image and its arrays are as they were
+    for read in (lambda: dataset.record(3), lambda: dataset.list_annotations(3), dataset.to_coco):
+        with pytest.raises(ColabUtilsError, match=rf"image {dataset.image_ids[3]} damaged \(its record do not match"):
+            read()
+    (shards / whole.index.shards[whole.shard_of[3]].arrays_name).unlink()
+    with (
+        pytest.warns(ColabUtilsWarning, match="made again"),
+        pytest.raises(ColabUtilsError, match="another checksum than the index has"),
+    ):
+        ShardDataset(shards)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"5" * 900, b"[" * 900, b'{"annotations":5}' + b" " * 900, b"\xff" * 900],
+)
+def test_a_record_of_a_right_checksum_that_is_none_is_refused(shards, record):
+    dataset = ShardDataset(shards)
+    start, length = dataset._record_spans[0].tolist()
+    data = record[: length - 1] + b" " * max(0, length - len(record)) + b" " * (len(record) >= length)
+    path = dataset.find_path(0)
+    content = path.read_bytes()
+    path.write_bytes(content[:start] + data + content[start + length :])
+    dataset._checks[0, 2] = int(hash_bytes(data), 16)
+    with pytest.raises(ColabUtilsError, match="damaged") as error:
+        dataset.record(0)
+    assert "\n" not in str(error.value)
 
 
 def damage_image(folder, index, spoil):
@@ -404,10 +527,10 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
     folder, fails = CocoFolder(tiny_dataset.images, tiny_dataset.annotations), iter([errno.EIO, errno.ENOTCONN])
     whole, real = folder[3], io.open
 
-    def open_badly(path, *mode):
+    def open_badly(path, *mode, **options):
         if (number := next(fails, 0)) != 0:
             raise OSError(number, os.strerror(number))
-        return real(path, *mode)
+        return real(path, *mode, **options)
 
     monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     monkeypatch.setattr("colab_utils.drive.open", open_badly, raising=False)
@@ -436,9 +559,9 @@ def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
     dataset = CocoFolder(images, tiny_dataset.annotations)
     path = images / dataset.coco.file_name(3)
     for content, found in (
-        (path.read_bytes()[:200], "complete image"),  # cut short
-        (b"", "complete image"),
-        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "complete image"),  # a PNG's beginning
+        (path.read_bytes()[:200], "image"),  # cut short
+        (b"", "image"),
+        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "image"),  # a PNG's beginning
     ):
         path.write_bytes(content)
         with pytest.raises(ColabUtilsError, match=found) as error:
@@ -578,3 +701,29 @@ def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):
 def test_copies_of_the_view_say_nothing(tiny_shards, capsys):
     ShardDataset(tiny_shards).to_coco()
     assert capsys.readouterr().out == ""
+
+
+def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
+    """Their size, the way up that it asks for, and all of their objects: as where shards are written."""
+    images, coco = tmp_path / "images", json.loads(tiny_dataset.annotations.read_text())
+    shutil.copytree(tiny_dataset.images, images)
+    annotations, first, second = tmp_path / "annotations.json", *coco["images"][:2]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    with Image.open(images / first["file_name"]) as image:
+        expected = np.asarray(image.rotate(90, expand=True))  # noise-free: PNG
+        Image.fromarray(expected).save(images / "turned.png", exif=exif)
+        upright = np.asarray(image)
+    first["file_name"] = "turned.png"
+    second["width"] += 1
+    annotations.write_text(json.dumps(coco))
+    dataset = CocoFolder(images, annotations)
+    image, target = dataset[0]
+    assert np.array_equal(image.permute(1, 2, 0), upright)
+    assert target["masks"].shape[1:] == image.shape[1:]
+    with pytest.raises(ColabUtilsError, match=f"{second['file_name']}: the annotations say"):
+        dataset[1]
+    coco["annotations"][0]["category_id"] = 10**9
+    annotations.write_text(json.dumps(coco))
+    with pytest.raises(ColabUtilsError, match="1 of an unknown category"):
+        CocoFolder(images, annotations)

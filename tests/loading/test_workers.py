@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import multiprocessing
 import os
 import random
@@ -13,7 +14,7 @@ import tarfile
 import threading
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
@@ -30,8 +31,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.transforms import apply_transforms
 from colab_utils.loading.workers import Fetcher, SharedBuffer, SharedBufferPool, WorkerDiedError
-from colab_utils.shards.arrays import dump_arrays, rebuild_arrays
-from colab_utils.shards.format import ShardInfo, hash_file, read_index, split_member, write_index
+from colab_utils.shards.arrays import ArraysBuilder, check_record, describe_shard, dump_arrays
+from colab_utils.shards.format import hash_bytes, read_index, split_member, write_index
 
 from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, list_ids, spoil_image
 
@@ -325,7 +326,7 @@ def raw_shards(tiny_shards, tmp_path):
     folder = Path(shutil.copytree(tiny_shards, tmp_path / "raw"))
     index, infos = read_index(folder), []
     for info in index.shards:
-        content = b""
+        content, builder, files, starts = b"", ArraysBuilder(), [], []
         with tarfile.open(folder / info.name) as tar:
             for member in tar:
                 data, name = tar.extractfile(member).read(), member.name
@@ -333,13 +334,18 @@ def raw_shards(tiny_shards, tmp_path):
                     file = io.BytesIO()
                     np.save(file, decode_pixels(data))
                     data, name = file.getvalue(), name.rsplit(".", 1)[0] + ".npy"
+                starts.append(len(content) + 512)
                 content += b"".join(split_member(name, data))
-        (folder / info.name).write_bytes(content + bytes(1024))
-        arrays = dump_arrays({}, rebuild_arrays(folder / info.name))
-        (folder / info.arrays_name).write_bytes(arrays)
-        infos.append(ShardInfo(
-            info.name, info.images, info.annotations, len(content) + 1024, hash_file(folder / info.name),
-            info.arrays_name, len(arrays), hash_file(folder / info.arrays_name)))  # fmt: skip
+                files.append(data)
+        (folder / info.name).write_bytes(content := content + bytes(1024))
+        for i in range(0, len(files), 2):
+            record = json.loads(files[i + 1])
+            for one, rle in zip(record["annotations"], check_record(record), strict=True):
+                one["segmentation"] = rle
+            builder.add(record, files[i : i + 2], starts[i : i + 2])
+        head = {**asdict(info), "bytes": len(content), "xxh3_64": hash_bytes(content)}
+        (folder / info.arrays_name).write_bytes(arrays := dump_arrays(head, builder.build()))
+        infos.append(describe_shard(arrays)[1])
     write_index(folder, replace(index, shards=tuple(infos), recipe={**index.recipe, "storage": "pixels"}))
     return folder
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -30,15 +31,21 @@ from colab_utils.shards.format import (
     split_member,
     write_index,
 )
+from tests.sealed import seal_index
 
-INFO = ShardInfo("shard-000000.tar", 3, 9, 4096, "a" * 16, "shard-000000.arrays", 512, "b" * 16)
-INDEX = ShardIndex("f" * 32, {"min_size": 800}, ({"id": 1, "name": "car"},), (INFO,), (SkippedImage("a", "b"),))
+INFO = ShardInfo("shard-000000.tar", 3, 9, 4096, "a" * 16, "shard-000000.arrays", 512, "b" * 16, "c" * 16)
+RECIPE = {"storage": "keep", "min_size": 800, "max_size": 1333, "shard_mb": 0.5, "images_per_shard": 3}
+INDEX = ShardIndex("f" * 32, RECIPE, ({"id": 1, "name": "car"},), (INFO,), (SkippedImage("a", "b"),))
 
 
-def change(folder, **changes):
-    write_index(folder, INDEX)
-    path = folder / "index.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+def is_refused(folder, found):
+    with pytest.raises(ColabUtilsError) as error:
+        read_index(folder)
+    message = str(error.value)
+    assert found in message
+    assert str(folder) in message
+    assert "\n" not in message
+    assert len(message) < 600
 
 
 def test_index_comes_back(tmp_path):
@@ -47,48 +54,115 @@ def test_index_comes_back(tmp_path):
     assert (INDEX.images, INDEX.bytes) == (3, 4608)
     assert [path.name for path in tmp_path.iterdir()] == ["index.json"]
     raw = json.loads((tmp_path / "index.json").read_text())
-    assert (raw["format_version"], raw["images"], raw["bytes"], raw["shards"][0]["xxh3_64"]) == (1, 3, 4608, "a" * 16)
+    assert (raw["format_version"], raw["images"], raw["bytes"], raw["shards"][0]["xxh3_64"]) == (2, 3, 4608, "a" * 16)
 
 
 SHARD = json.loads(json.dumps(INFO.__dict__))
+CHANGED = "one that was changed since"
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"format_version": 2}, "found version 2. Update colab_utils"),
+        ({"format_version": 3}, "found version 3. Update colab_utils"),
+        ({"format_version": 1}, "found version 1. Run preprocess again, into another folder"),
         ({"format_version": "1"}, "found version 1"),
         ({"format_version": None}, "found version None"),
+        ({"format_version": [[[9] * 9999]]}, "found version [[["),
         ({"format": "somebody else's"}, "found something else"),
-        ({"shards": [{"name": "a"}]}, "complete index"),
-        ({"shards": 5}, "complete index"),
-        ({"shards": [{**SHARD, "colour": "red"}]}, "complete index"),
-        ({"shards": [{**SHARD, "bytes": "many"}]}, "complete index"),
-        ({"shards": [{**SHARD, "bytes": -1}]}, "complete index"),
-        ({"shards": [{**SHARD, "name": "../shard-000000.tar"}]}, "complete index"),  # a copy would write outside
-        ({"shards": [{**SHARD, "arrays_name": "/etc/passwd"}]}, "complete index"),
-        ({"shards": [{**SHARD, "name": "index.json"}]}, "complete index"),
-        ({"shards": [{**SHARD, "arrays_name": ".."}]}, "complete index"),
-        ({"categories": None}, "complete index"),
-        ({"categories": [{"id": "1", "name": "car"}]}, "complete index"),
-        ({"categories": [{"id": 1}]}, "complete index"),
-        ({"categories": [5]}, "complete index"),
+        ({"shards": [{"name": "a"}]}, CHANGED),
+        ({"shards": 5}, CHANGED),
+        ({"shards": []}, CHANGED),  # the totals are others
+        ({"shards": [SHARD, SHARD], "images": 6, "bytes": 9216}, CHANGED),  # one shard twice
+        ({"images": 4}, CHANGED),
+        ({"bytes": 1}, CHANGED),
+        ({"images": None}, CHANGED),
+        *(({"shards": [{**SHARD, **change}]}, CHANGED) for change in (
+            {"colour": "red"}, {"bytes": "many"}, {"bytes": -1}, {"bytes": 4096.0}, {"images": True},
+            {"annotations": 2**70}, {"xxh3_64": 5}, {"tables_xxh3_64": None},
+            {"name": "../shard-000000.tar"},  # a copy would write outside
+            {"name": "index.json"}, {"name": f"shard-{chr(0x663) * 6}.tar"}, {"name": "shard-000000.tar\0"},
+            {"name": "shard-\udc80.tar"}, {"name": f"shard-{'9' * 300}.tar"}, {"name": ["shard-000000.tar"]},
+            {"arrays_name": "/etc/passwd"}, {"arrays_name": ".."}, {"arrays_name": "shard-000001.arrays"},
+        )),
+        *(({"categories": categories}, CHANGED) for categories in (
+            None, 5, [5], [{"id": "1", "name": "car"}], [{"id": 1}], [{"id": 1, "name": None}],
+            [{"id": 1, "name": "car"}, {"id": 1, "name": "dog"}], [{"id": True, "name": "car"}],
+            [{"id": 2**64, "name": "car"}], [{"id": [], "name": "car"}],
+        )),
+        *(({"recipe": recipe}, CHANGED) for recipe in (
+            None, [], {}, {**RECIPE, "storage": 5}, {**RECIPE, "images_per_shard": 0},
+            {**RECIPE, "images_per_shard": 1.5}, {**RECIPE, "shard_mb": "much"},
+        )),
+        ({"fingerprint": 5}, CHANGED),
+        ({"skipped": [{"file_name": "a"}]}, CHANGED),
+        ({"skipped": [{"file_name": 5, "reason": "b"}]}, CHANGED),
+        ({"skipped": {}, "partial": "no"}, CHANGED),
+    ],
+)  # fmt: skip
+def test_an_index_of_something_else_is_refused_whatever_its_checksum(tmp_path, changes, found):
+    write_index(tmp_path, INDEX)
+    seal_index(tmp_path, **changes)
+    is_refused(tmp_path, found)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda raw: raw["categories"][0].update(name="cat"),
+        lambda raw: raw["categories"][0].update(id=2),
+        lambda raw: raw.update(shards=[]),
+        lambda raw: raw["shards"].append({**SHARD, "name": "shard-000001.tar", "arrays_name": "shard-000001.arrays"}),
+        lambda raw: raw["shards"][0].update(images=4),
+        lambda raw: raw["shards"][0].update(xxh3_64="b" * 16),
+        lambda raw: raw["skipped"][0].update(file_name="b"),
+        lambda raw: raw["recipe"].update(storage="pixels"),
+        lambda raw: raw.update(fingerprint="e" * 32),
+        lambda raw: raw.update(partial=True),
+        lambda raw: raw.update(notes="mine"),
+        lambda raw: raw.update(xxh3_64="0" * 16),
+        lambda raw: raw.update(xxh3_64=None),
+        lambda raw: raw.pop("xxh3_64"),
     ],
 )
-def test_an_index_of_something_else_is_refused(tmp_path, changes, found):
-    change(tmp_path, **changes)
-    with pytest.raises(ColabUtilsError) as error:
-        read_index(tmp_path)
-    assert found in str(error.value)
-    assert str(tmp_path) in str(error.value)
-    assert "\n" not in str(error.value)
+def test_an_edited_index_is_refused(tmp_path, edit):
+    write_index(tmp_path, INDEX)
+    raw = json.loads((tmp_path / "index.json").read_text())
+    edit(raw)
+    (tmp_path / "index.json").write_text(json.dumps(raw))
+    is_refused(tmp_path, CHANGED)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"\xff\xfe\x00", b"[" * 100_000])
+def test_another_layout_of_the_same_index_is_the_same(tmp_path):
+    write_index(tmp_path, INDEX)
+    raw = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps(dict(reversed(raw.items()))))
+    assert read_index(tmp_path) == INDEX
+
+
+def test_an_index_is_written_and_read_with_any_name(tmp_path):
+    names = "caf\u00e9 \U0001f431\u202e\n\0\udc80"
+    index = replace(INDEX, categories=({"id": -3, "name": names},), skipped=(SkippedImage(names, names),))
+    write_index(tmp_path, index)
+    assert read_index(tmp_path) == index
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"5", b"\xff\xfe\x00", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000,
+        b'{"format": "colab_utils shards", "format_version": 2, "a": ' + b"[" * 900 + b"]" * 900 + b"}",
+    ],
+)  # fmt: skip
 def test_an_index_that_is_no_json_is_refused(tmp_path, content):
     (tmp_path / "index.json").write_bytes(content)
-    with pytest.raises(ColabUtilsError, match=str(tmp_path)):
-        read_index(tmp_path)
+    is_refused(tmp_path, "")
+
+
+def test_a_file_too_large_for_an_index_is_not_read(tmp_path):
+    with open(tmp_path / "index.json", "wb") as file:
+        file.truncate(1 << 40)
+    is_refused(tmp_path, "found 1,099,511,627,776: this is no index")
 
 
 def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
@@ -105,6 +179,8 @@ def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
 
 
 def test_a_lost_drive_is_named(tmp_path, monkeypatch):
+    write_index(tmp_path, INDEX)
+
     def fail(*_, **__):
         raise OSError(errno.ENOTCONN, "gone")
 

@@ -54,7 +54,7 @@ def test_each_damage_is_named(shards, which, damage, found):
 
 def test_a_newer_version_and_no_shards(shards, tmp_path):
     raw = json.loads((shards / "index.json").read_text())
-    (shards / "index.json").write_text(json.dumps({**raw, "format_version": 2}))
+    (shards / "index.json").write_text(json.dumps({**raw, "format_version": 3}))
     with pytest.raises(ColabUtilsError, match="Update colab_utils"):
         verify_shards(shards)
     with pytest.raises(ColabUtilsError, match="found nothing at"):

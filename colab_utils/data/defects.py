@@ -1,0 +1,289 @@
+"""What is wrong with one image: its file by header and end, its annotations by their boxes and masks."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from colab_utils.data.coco import CocoDataset
+from colab_utils.data.decoding import MOST_PIXELS, name_kind
+from colab_utils.data.masks import encode_segmentation
+from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, read_file
+from colab_utils.errors import ColabUtilsError, escape
+
+__all__ = [
+    "HARMLESS", "MODEL_SIZES", "NEAR", "Findings", "Header", "check_image", "compare_box", "compare_sizes",
+    "find_scale", "is_normalised", "measure_mask", "read_header",
+]  # fmt: skip
+
+MODEL_SIZES = (800, 1333)
+"""What Mask R-CNN resizes an image to by default, in pixels: the shorter side, and the limit of the longer one."""
+
+_ORIENTATION = 0x0112  # of EXIF
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+_MODES = {
+    "CMYK": "CMYK image", "L": "grey image", "1": "grey image", "LA": "image with alpha", "RGBA": "image with alpha",
+    "PA": "image with alpha",
+}  # fmt: skip
+NEAR = 2
+"""Pixels that boxes, masks and images may differ by."""
+HARMLESS = ("box beyond the image", "tiny object")
+"""Kinds of `compare_box` that leave a box as it is."""
+
+
+class Header(NamedTuple):
+    """An image file, without its pixels."""
+
+    fault: tuple[str, str] | None = None
+    """Kind and text of what makes the file unusable."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """Kind and text of what is harmless."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width as stored, in pixels; 0 where the file is unusable."""
+    orientation: int = 1
+    """By EXIF, 1 to 8."""
+    bytes: int = 0
+
+
+class Findings(NamedTuple):
+    """What was found in one image and its annotations."""
+
+    defects: list[tuple[str, str]]
+    """Kind and text of each."""
+    header: Header
+    objects: NDArray[np.float64]
+    """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable object."""
+
+
+def read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False) -> Header:
+    """An image file's header and end; ``deep`` decodes it.
+
+    Raises:
+        DriveLostError: if Drive went away.
+    """
+    from PIL import Image
+
+    try:
+        path, by_base_name = dataset.find_image(images, i)
+    except DriveLostError:
+        raise
+    except ColabUtilsError:
+        return Header(
+            ("unsafe file_name", "leaves the image folder, and no other file, or several, have its base name")
+        )
+
+    def read() -> Header:
+        with guard_drive(path):
+            status = path.stat()
+            if stat.S_ISDIR(status.st_mode):
+                raise IsADirectoryError
+            if not stat.S_ISREG(status.st_mode):
+                return Header(("bad image", "no file, but a pipe or a device"))
+            if not status.st_size:
+                return Header(("empty file", "0 bytes"))
+            slowed = io.BytesIO(read_file(path)) if get_profile(None, path) else path  # Drive gives it whole
+            try:
+                with Image.open(slowed) as opened:
+                    return _describe(opened, path, status.st_size, deep)
+            except Image.UnidentifiedImageError:
+                with path.open("rb") as file:
+                    return Header(("bad image", name_kind(file.read(256)) or "not an image"))
+
+    try:
+        header = retries.run(read)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return Header(("missing image", f"not in {images}"))
+    except DriveLostError:
+        raise
+    except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
+        return Header(("truncated image" if "truncated" in str(error) else "bad image", str(error)))
+    if by_base_name:
+        header = header._replace(notes=(*header.notes, ("found by base name", str(path.relative_to(images)))))
+    return header
+
+
+def _describe(opened: Any, path: Path, size: int, deep: bool) -> Header:
+    from PIL import Image
+
+    kind, end, (width, height) = opened.format, _ENDS.get(opened.format), opened.size
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"{width} x {height} pixels, over {MOST_PIXELS:,}")
+    notes = list[tuple[str, str]]()
+    belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
+    if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
+        notes.append(("wrong extension", f"holds {kind}"))
+    if "16" in f"{opened.mode} {[tile[3] for tile in opened.tile]}":
+        notes.append(("16-bit image", opened.mode))
+    if note := _MODES.get(opened.mode, "image with alpha" if "transparency" in opened.info else ""):
+        notes.append((note, opened.mode))
+    if kind != "MPO" and getattr(opened, "is_animated", False):
+        notes.append(("animated image", f"{opened.n_frames} frames"))
+    # PNG's own getexif decodes the pixels
+    orientation = Image.Image.getexif(opened).get(_ORIENTATION, 1)
+    if deep or (end and not _ends_with(opened.fp, end)):  # cut short, or much of something else after its end
+        opened.load()
+    return Header(None, tuple(notes), (height, width), orientation, size)
+
+
+def _ends_with(file: Any, mark: bytes) -> bool:
+    """Whether an image has its end marker; some cameras write zeros or a preview after it."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+    return mark in file.read()
+
+
+def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
+    """Compare an image's annotations with its file, and their boxes with their masks.
+
+    Example:
+        >>> from colab_utils.data.coco import read_coco
+        >>> check_image(read_coco("annotations.json"), 0, Header(size=(480, 640))).defects  # doctest: +SKIP
+        []
+    """
+    name, found, size = (
+        escape(dataset.file_name(i)),
+        [*filter(None, [header.fault]), *header.notes],
+        tuple(dataset.sizes[i]),
+    )
+    compared = compare_sizes(size, header) if all(header.size) else []
+    found += compared
+    height, width = size if all(size) else header.size
+    if compared and compared[0][0] == "size mismatch":
+        height = width = 0  # whose pixels the masks are is not known
+    (annotations, faults), objects, seen = (
+        dataset.read_annotations(i),
+        list[tuple[float, ...]](),
+        set[tuple[int, str]](),
+    )
+    found += [("bad annotation", f"annotation {number}: {reason}") for number, reason in faults]
+    if not annotations and not faults:
+        found.append(("image without objects", ""))
+    defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
+    for one in annotations:
+        key = one["category_id"], repr(one["segmentation"])
+        found, pixels = _check_object(one, height, width) if height and width else ([], 0)
+        if key in seen and pixels:
+            found.append(("repeated annotation", ""))
+        elif pixels and not one["iscrowd"]:
+            objects.append((one["category_id"], *one["bbox"][2:], pixels))
+        seen.add(key)
+        defects += [(kind, f"{name}: annotation {one['id']}: {text}".removesuffix(": ")) for kind, text in found]
+    return Findings(defects, header, np.array(objects, np.float64).reshape(-1, 4))
+
+
+def find_scale(height: Any, width: Any) -> Any:
+    """What Mask R-CNN multiplies the sides of an image with, by torchvision's defaults; arrays are fine, too.
+
+    Example:
+        >>> round(float(find_scale(480, 640)), 3)
+        1.667
+    """
+    shorter, longer = MODEL_SIZES
+    return np.minimum(shorter / np.minimum(height, width), longer / np.maximum(height, width))
+
+
+def compare_sizes(size: tuple[int, ...], header: Header) -> list[tuple[str, str]]:
+    """Whether the annotations are of the photo as its file has it, or as its EXIF orientation turns it."""
+    (height, width), tag = header.size, header.orientation
+    upright = header.size[::-1] if tag > 4 else header.size
+    if all(size) and size not in (header.size, upright):
+        return [("size mismatch", f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}")]
+    if not 1 < tag <= 8:
+        return []
+    if not all(size) or header.size == upright:
+        return [("EXIF rotation, unclear", f"orientation {tag}, {width} x {height}")]
+    kind = "EXIF rotation, annotated upright" if size == upright else "EXIF rotation, annotated as stored"
+    return [(kind, f"orientation {tag}")]
+
+
+def _check_object(one: dict[str, Any], height: int, width: int) -> tuple[list[tuple[str, str]], int]:
+    """The defects of an annotation, and the pixels of its mask; 0 where it cannot be trained on."""
+    if not one["segmentation"]:
+        return [("object without mask", "")], 0
+    try:
+        mask = encode_segmentation(one["segmentation"], height, width)
+    except ColabUtilsError as error:
+        return [("bad mask", str(error))], 0
+    tight, pixels = measure_mask(mask)
+    found = _check_polygons(one["segmentation"], height, width, pixels)
+    box_found = compare_box(one["bbox"], tight, height, width)
+    if found and found[0][0] == "normalised polygon":
+        return found, 0
+    found += box_found
+    if pixels and one["area"] <= 0:
+        found.append(("area 0", f"the mask has {pixels:,} pixels"))
+    return found, pixels if not box_found or box_found[0][0] in HARMLESS else 0
+
+
+def _check_polygons(segmentation: Any, height: int, width: int, pixels: int) -> list[tuple[str, str]]:
+    if isinstance(segmentation, dict):
+        return []
+    polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
+    points = [np.array(polygon, np.float64).reshape(-1, 2) for polygon in polygons if len(polygon) > 5]
+    everywhere = np.concatenate(points)
+    if is_normalised(everywhere):
+        return [("normalised polygon", "all of its numbers lie in 0 to 1")]
+    beyond = max(*-everywhere.min(0), *(everywhere.max(0) - (width, height)))
+    if beyond > NEAR:
+        return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
+    x, y = points[0].T
+    enclosed = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
+    # the two loops of an eight have opposite signs; drawing fills both
+    crossing = len(points) == 1 and pixels >= 16 and enclosed < pixels / 2
+    return [("self-crossing polygon", f"encloses {enclosed:,.0f} pixels, fills {pixels:,}")] if crossing else []
+
+
+def is_normalised(numbers: Any) -> bool:
+    """Whether a polygon is given in shares of the image, 0 to 1, where COCO has pixels.
+
+    Example:
+        >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5])
+        True
+    """
+    return bool(np.min(numbers) >= 0 and np.max(numbers) <= 1)
+
+
+def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[tuple[str, str]]:
+    """A box against the image and the tight box of its mask, each x, y, width, height."""
+    x, y, w, h = box
+    if w < 0 or h < 0:
+        return [("inverted box", f"bbox {box}")]
+    if not (w > 0 and h > 0):
+        return [("box without area", f"bbox {box}")]
+    if min(x + w, width) <= max(x, 0) or min(y + h, height) <= max(y, 0):
+        return [("box outside the image", f"bbox {box}")]
+    if not (tight[2] and tight[3]):
+        return [("empty mask" if w * h >= NEAR**2 else "tiny object", f"bbox {box}")]
+    edges, others = (np.array([a, b, a + c, b + d]) for a, b, c, d in (box, tight))
+    if _measure_overlap(edges, others) < 0.5 and np.abs(edges - others).max() > NEAR:
+        if _measure_overlap(np.array(box), others) >= 0.5:
+            return [("box of corners", f"bbox {box} looks like x0, y0, x1, y1")]
+        return [("mask and box disagree", f"bbox {box}, the mask lies in {tight}")]
+    if min(w, h) * find_scale(height, width) < 1:
+        return [("tiny object", f"{w:.0f} x {h:.0f} pixels of {width} x {height}")]
+    if min(x, y) < -NEAR or x + w > width + NEAR or y + h > height + NEAR:
+        return [("box beyond the image", f"bbox {box}")]
+    return []
+
+
+def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
+    """A mask's tight box (x, y, width, height) and its pixels.
+
+    Example:
+        >>> measure_mask(encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8))
+        ([1.0, 1.0, 3.0, 2.0], 6)
+    """
+    from pycocotools import mask as coco_mask
+
+    return coco_mask.toBbox(rle).tolist(), int(coco_mask.area(rle))
+
+
+def _measure_overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Intersection over union of two boxes x0, y0, x1, y1."""
+    inside = np.prod(np.maximum(0, np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])))
+    return float(inside / max(1e-9, np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - inside))

@@ -1,0 +1,108 @@
+"""Any dataset comes out of its shards as the independent path reads it; any index comes back."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.shards.format import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
+from tests.fuzz.originals import store
+from tests.fuzz.truth import Truth, compare_record, compare_sample, shrink
+
+SEEDED = settings(max_examples=40, deadline=None, derandomize=True)
+coordinate = st.one_of(st.integers(-3, 40), st.floats(-3, 40).map(lambda x: round(x, 2)))
+
+
+@st.composite
+def objects(draw, height: int, width: int) -> dict[str, Any]:
+    """An annotation with polygons or RLE, as JSON allows to write it; some fields may be missing."""
+    points = draw(st.lists(coordinate, min_size=3, max_size=8).map(lambda xs: [*xs, *reversed(xs)]))
+    mask = np.zeros((height, width), np.uint8, order="F")
+    mask[draw(st.integers(0, height - 1)) :, draw(st.integers(0, width - 1)) :] = 1
+    compressed = {"size": [height, width], "counts": coco_mask.encode(mask)["counts"].decode()}
+    one = {
+        "category_id": draw(st.sampled_from([2, 5])),
+        "segmentation": draw(st.sampled_from([[points], [points, points[::-1]], points, compressed])),
+        "bbox": draw(st.lists(coordinate, min_size=4, max_size=4)),
+        "area": draw(st.floats(0, 1e4)),
+        "iscrowd": draw(st.sampled_from([0, 0, 0, 1, False, "0", None])),
+    }
+    for name in draw(st.sets(st.sampled_from(["bbox", "area", "iscrowd"]), max_size=1)):
+        del one[name]
+    return one
+
+
+@st.composite
+def datasets(draw) -> tuple[dict[str, bytes], dict[str, Any]]:
+    files, images, annotations = dict[str, bytes](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for number in draw(st.lists(st.integers(0, 999), min_size=1, max_size=3, unique=True)):
+        height, width, file = draw(st.integers(1, 30)), draw(st.integers(1, 30)), io.BytesIO()
+        pixels = np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8)
+        Image.fromarray(pixels).convert(draw(st.sampled_from(["RGB", "L"]))).save(
+            file, draw(st.sampled_from(["PNG", "JPEG"]))
+        )
+        files[f"{number}.x"] = file.getvalue()
+        images.append({"id": number, "file_name": f"{number}.x", "height": height, "width": width})
+        found = draw(st.lists(objects(height, width), max_size=3))
+        annotations += [{"id": len(annotations) + row, "image_id": number, **one} for row, one in enumerate(found, 1)]
+    return files, {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": 2, "name": "a"}, {"id": 5, "name": "b"}],
+    }
+
+
+@SEEDED
+@given(dataset=datasets(), storage=st.sampled_from(["shrink", "keep", "pixels"]), small=st.booleans())
+def test_any_dataset_comes_out_of_shards_as_it_went_in(dataset, storage, small):
+    files, coco = dataset
+    sizes = {"min_size": 10, "max_size": 16} if small and storage != "keep" else {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name, content in files.items():
+            (root / name).write_bytes(content)
+        (root / "coco.json").write_text(json.dumps(coco))
+        store(root, root / "coco.json", root / "shards", storage=storage, **sizes)
+        truth = Truth(root, (root / "coco.json").read_bytes())
+        shards, loose = ShardDataset(root / "shards"), CocoFolder(root, root / "coco.json")
+        assert shards.image_ids.tolist() == loose.image_ids.tolist() == [image["id"] for image in coco["images"]]
+        for i, number in enumerate(shards.image_ids.tolist()):
+            expected = shrink(truth(number), **sizes) if sizes else truth(number)
+            compare_sample(*shards[i], expected, shards.category_ids, pixels=not sizes or storage == "pixels")
+            compare_record(shards.record(i), expected)
+            compare_sample(*loose[i], truth(number), loose.category_ids)
+
+
+text = st.text(max_size=9)
+shard_infos = st.builds(
+    lambda number, rest: ShardInfo(f"shard-{number:06d}.tar", *rest[:4], f"shard-{number:06d}.arrays", *rest[4:]),
+    st.integers(0, 10**6),
+    st.tuples(*[st.integers(0, 2**50)] * 3, text, st.integers(0, 2**50), text),
+)
+indexes = st.builds(
+    ShardIndex,
+    fingerprint=text,
+    recipe=st.dictionaries(text, st.one_of(text, st.integers(), st.floats(allow_nan=False))),
+    categories=st.lists(st.fixed_dictionaries({"id": st.integers(), "name": text}), max_size=3).map(tuple),
+    shards=st.lists(shard_infos, max_size=4, unique_by=lambda shard: shard.name).map(tuple),
+    skipped=st.lists(st.builds(SkippedImage, text, text), max_size=2).map(tuple),
+    partial=st.booleans(),
+)
+
+
+@settings(SEEDED, max_examples=100)
+@given(index=indexes)
+def test_an_index_comes_back(index):
+    with tempfile.TemporaryDirectory() as folder:
+        write_index(Path(folder), index)
+        assert read_index(folder) == index
