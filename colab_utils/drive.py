@@ -13,21 +13,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_ISREG
 from statistics import NormalDist
 from tempfile import gettempdir
 from time import perf_counter, sleep
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import COLAB_ROOT, is_colab, require_linux
+from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, require_linux
 
 __all__ = [
     "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "explain_write", "find_mount",
-    "get_profile", "guard_drive", "is_on_drive", "read_at_full_speed", "read_file", "slow_down",
+    "get_profile", "guard_drive", "is_on_drive", "open_file", "read_at_full_speed", "read_file", "slow_down",
 ]  # fmt: skip
 
+MOST_BYTES = 1e9  # of a file that is read as a whole: no photo is larger
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
 _Result = TypeVar("_Result")
 
@@ -267,12 +269,46 @@ class Retries:
         return f"Drive failed {times} and was tried again" if self.count else ""
 
 
-def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> bytes:
+def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
+    """Open a file to read it, at once and whatever lies there.
+
+    Raises:
+        ColabUtilsError: it is a named pipe, a socket or a device, or larger than ``most_bytes``.
+        OSError: as Python raised it.
+
+    Example:
+        >>> open_file("/dev/zero")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero, found a device or a pipe: put the file there
+    """
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
+    found = os.fstat(file.fileno())
+    if S_ISREG(found.st_mode) and found.st_size <= most_bytes:
+        return file
+    file.close()
+    if not S_ISREG(found.st_mode):
+        raise ColabUtilsError(f"expected a file at {path}, found a device or a pipe: put the file there")
+    sizes = f"found {format_bytes(found.st_size)}, more than {format_bytes(most_bytes)}"
+    raise ColabUtilsError(f"expected a file that memory holds at {path}, {sizes}: split it, or save it smaller")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a named pipe waits for its writer
+
+
+def read_file(
+    path: str | Path,
+    profile: DriveProfile | None = None,
+    retries: Retries | None = None,
+    *,
+    most_bytes: float = MOST_BYTES,
+) -> bytes:
     """Read a file, no faster than ``profile``, or else the slowed folder that it lies in, allows.
 
     Where Drive fails it is tried again by ``retries``; without them the first error is raised.
 
     Raises:
+        ColabUtilsError: it is none to read: see `open_file`.
         DriveLostError: Drive got disconnected, or its storage failed.
         OSError: anything else, a missing file included, as Python raised it.
 
@@ -283,7 +319,7 @@ def read_file(path: str | Path, profile: DriveProfile | None = None, retries: Re
     started = perf_counter()
 
     def read() -> bytes:
-        with guard_drive(path), open(path, "rb") as file:
+        with guard_drive(path), open_file(path, most_bytes=most_bytes) as file:
             return file.read()
 
     content = retries.run(read) if retries else read()
@@ -350,7 +386,7 @@ class DriveFile(io.IOBase):
 
     def _open(self) -> None:
         with guard_drive(self.path):
-            self._descriptors.append(os.open(self.path, os.O_RDONLY))
+            self._descriptors.append(_open_at_once(str(self.path), os.O_RDONLY))
 
 
 def _wait(profile: DriveProfile | None, path: str | Path, place: int | None, count: int, started: float) -> None:

@@ -61,6 +61,22 @@ def photo(tmp_path):
     return path
 
 
+@pytest.mark.parametrize("read", [read_file, lambda path: DriveFile(path).pread(1, 0)])
+def test_a_pipe_is_not_waited_for(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises((ColabUtilsError, OSError), match=r"found a device or a pipe|Illegal seek"):
+        read(tmp_path / "pipe")
+
+
+def test_what_no_memory_holds_is_not_read(tmp_path):
+    with open(tmp_path / "photo.jpg", "wb") as file:
+        file.truncate(10**9 + 1)
+    with pytest.raises(ColabUtilsError, match=r"expected a file that memory holds at .*photo.jpg, found 1.0 GB"):
+        read_file(tmp_path / "photo.jpg")
+    with pytest.raises(IsADirectoryError):
+        read_file(tmp_path)
+
+
 def test_read_file_waits_for_opening_and_for_every_byte(photo, clock):
     assert read_file(photo, SLOW) == photo.read_bytes()
     assert clock.slept == [pytest.approx(10.0 + 1000 / 100)]
@@ -213,7 +229,7 @@ def test_a_vanished_drive_is_named_with_its_cure(photo, monkeypatch, number):
             file.pread(1, 0)
     assert isinstance(caught.value, ColabUtilsError)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr("builtins.open", vanish)
+    monkeypatch.setattr("colab_utils.drive._open_at_once", vanish)
     with pytest.raises(DriveLostError, match="disconnected"):
         read_file(photo)
 
@@ -229,7 +245,7 @@ def test_a_broken_disk_is_not_a_lost_drive(photo, monkeypatch, clock):
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(OSError, match="Input/output error"):
             file.pread(1, 0)
-    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr("colab_utils.drive._open_at_once", fail)
     with pytest.raises(OSError, match="Input/output error"):
         read_file(photo, None, retries)
     assert retries.count == 0

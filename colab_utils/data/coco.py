@@ -29,15 +29,15 @@ from colab_utils.data.decoding import name_kind
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.runtime import write_file
+from colab_utils.runtime import find_free_memory, write_file
 
 __all__ = [
-    "CocoDataset", "decode_text", "read_bytes", "read_coco", "resolve_image",
-    "warn_of_found_images", "write_subset",
+    "CocoDataset", "decode_text", "open_coco", "read_bytes", "read_coco", "resolve_image", "write_subset",
 ]  # fmt: skip
 
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
+_MEMORY_OF_JSON = 3  # times its bytes: they, their text, and what is kept
 _LARGEST_NUMBER = 1e15  # of a box; a float32 holds it
 _UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
 _NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
@@ -248,7 +248,7 @@ def read_bytes(path: Path) -> bytes:
         ColabUtilsError: if there is no such file, or it cannot be read.
     """
     try:
-        return read_file(path)
+        return read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
     except OSError as error:
         found = f"found: {error.strerror}. Check the name; on Colab, mount Drive first"
         raise ColabUtilsError(f"expected an annotations file at {path}, {found}.") from None
@@ -295,7 +295,26 @@ def resolve_image(folder: str | Path, file_name: str) -> Path:
     return path
 
 
-def warn_of_found_images(folder: str | Path, dataset: CocoDataset) -> None:
+def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
+    """As `read_coco`, for those who read the images: no annotation may be left over.
+
+    Raises:
+        ColabUtilsError: as `read_coco`; or annotations are of unknown images or categories.
+        DriveLostError: Drive went away.
+    """
+    dataset = read_coco(annotations)
+    for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
+        if unknown.size:
+            raise ColabUtilsError(
+                f"expected annotations of known images and categories in {annotations}, found {unknown.size} of an "
+                f"unknown {name}, such as annotation {unknown[0]}. See `check`, which lists them and can write a "
+                "repaired file (--repair OUT.json)."
+            )
+    _warn_of_found_images(images, dataset)
+    return dataset
+
+
+def _warn_of_found_images(folder: str | Path, dataset: CocoDataset) -> None:
     """One warning for all images that only their base names find below the folder, which is listed afresh."""
     _list_files.cache_clear()
     is_folder = cache(lambda parent: os.path.isdir(os.path.join(folder, parent)))
@@ -316,7 +335,7 @@ def warn_of_found_images(folder: str | Path, dataset: CocoDataset) -> None:
         where = f"such as {found[0][0]!r} at {found[0][1]}"
         share = f"{len(found):,} of {len(dataset):,} images"
         message = f"{share} do not lie where the annotations say and were found below {folder} by their names, {where}"
-        warnings.warn(message, ColabUtilsWarning, stacklevel=3)
+        warnings.warn(message, ColabUtilsWarning, stacklevel=4)
 
 
 def _leads_out(name: str) -> bool:

@@ -6,15 +6,22 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
-__all__ = ["MOST_PIXELS", "decode_pixels", "load_jpeg_decoder", "name_kind", "read_npy_header"]
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = [
+    "MOST_PIXELS", "decode_pixels", "decode_upright", "load_jpeg_decoder", "name_kind", "open_image", "read_npy_header",
+    "read_orientation", "to_rgb", "turn_upright",
+]  # fmt: skip
 
 MOST_PIXELS = 128_000_000
 """Of an image: phones of 108 megapixels pass, and a decoded image takes at most 0.4 GB."""
@@ -33,6 +40,10 @@ _KINDS = {
     b"\\0{16}": "nothing but zeros: copy it again",
     b"$": "an empty file: copy it again",
 }  # what people have in place of an image or of a JSON, by its first bytes
+_ORIENTATION = 0x0112  # of EXIF
+_JPEG_SIZES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the markers of a JPEG that its size follows
+_PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # without which a PNG has other pixels
+_PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG, _NUMPY = b"\xff\xd8\xff", b"\x93NUMPY"
 
 
@@ -43,7 +54,7 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
     pixels are the same. What the operator refuses (CMYK, cut short) Pillow decodes, or says what is wrong.
 
     Raises:
-        ColabUtilsError: if the bytes are not a complete image.
+        ColabUtilsError: if the bytes are not a complete image of at most `MOST_PIXELS` pixels.
 
     Example:
         >>> file = io.BytesIO()
@@ -60,19 +71,131 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         except ValueError as error:
             raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
     decode = load_jpeg_decoder()
-    if decode is not None and data[:3] == _JPEG:
+    if decode is not None and 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
         try:
             return decode(data)
         except RuntimeError:
             pass  # Pillow says what is wrong, or knows the kind
+    return np.array(to_rgb(open_image(data)))
+
+
+def decode_upright(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
+    """As `decode_pixels`, at the size that annotations give: see `turn_upright`."""
+    return np.array(to_rgb(turn_upright(open_image(data), height, width)))
+
+
+def open_image(data: bytes | bytearray) -> Image.Image:
+    """A complete image, by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not refuse its pixels.
+
+    Raises:
+        ColabUtilsError: if the bytes are none, or have more than `MOST_PIXELS` pixels, before any of them is decoded.
+    """
+    try:
+        return _load_image(data)
+    except ColabUtilsError:
+        if data[:8] == _PNG and (bare := _strip_png(data)) != data:
+            with suppress(ColabUtilsError):
+                return _load_image(bare)
+        raise
+
+
+def _load_image(data: bytes | bytearray) -> Image.Image:
+    from PIL import Image
+
+    if Image.MAX_IMAGE_PIXELS and Image.MAX_IMAGE_PIXELS < MOST_PIXELS:
+        Image.MAX_IMAGE_PIXELS = MOST_PIXELS  # Pillow would warn of phones' photos
+    too_large = f"more than {MOST_PIXELS:,} pixels: save the image smaller"
+    try:
+        image = Image.open(io.BytesIO(data))
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise ColabUtilsError(f"{width} x {height} is {too_large}")
+        image.load()
+    except ColabUtilsError:
+        raise
+    except Image.UnidentifiedImageError:
+        kind = name_kind(data)
+        raise ColabUtilsError(f"not an image: {kind}" if kind else "not an image") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise ColabUtilsError(too_large) from None
+    except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
+        raise ColabUtilsError(f"not a complete image: {str(error) or type(error).__name__}") from None
+    return image
+
+
+def read_orientation(image: Image.Image) -> int:
+    """The orientation that EXIF gives, 1 to 8; 1 where there is none or it is damaged. Nothing is decoded for it.
+
+    Example:
+        >>> from PIL import Image
+        >>> read_orientation(Image.new("RGB", (8, 8)))
+        1
+    """
     from PIL import Image
 
     try:
-        return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
-    except Image.UnidentifiedImageError:
-        raise ColabUtilsError("expected a complete image, found bytes of no known kind") from None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ColabUtilsError(f"expected a complete image, found: {error}") from None
+        found = Image.Image.getexif(image).get(_ORIENTATION)  # PNG's own decodes the pixels first
+    except Exception:  # damaged EXIF raises all kinds of errors
+        return 1
+    return found if isinstance(found, int) and found in range(1, 9) else 1
+
+
+def turn_upright(image: Image.Image, height: int, width: int) -> Image.Image:
+    """The image at the size that annotations give (0: none), turned by EXIF only where its orientation explains that.
+
+    Raises:
+        ColabUtilsError: it has another size.
+    """
+    from PIL import Image
+
+    if not height or not width or image.size == (width, height):
+        return image
+    turn = Image.Transpose
+    turns = {5: turn.TRANSPOSE, 6: turn.ROTATE_270, 7: turn.TRANSVERSE, 8: turn.ROTATE_90}
+    orientation = read_orientation(image)
+    if orientation in turns and image.size == (height, width):
+        return image.transpose(turns[orientation])
+    found = f"the file has {image.size[0]} x {image.size[1]}"
+    raise ColabUtilsError(f"the annotations say {width} x {height} pixels, {found}")
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of it white.
+
+    Raises:
+        ColabUtilsError: the pixels are numbers that do not fit 8 bits: 32-bit integers or floats.
+    """
+    from PIL import Image
+
+    if image.mode in ("I", "F"):
+        kind = "floating point numbers" if image.mode == "F" else "32-bit integers"
+        raise ColabUtilsError(f"its pixels are {kind}: scale them to 0 to 255 and save them as an 8-bit PNG")
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # straight to RGB would warn
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _count_jpeg_pixels(data: bytes | bytearray) -> int:
+    """Of a JPEG's header; 0 where the bytes are none, or its markers do not follow one another."""
+    place = 2 if data[:3] == _JPEG else len(data)
+    while place + 9 < len(data) and data[place] == 0xFF:
+        if data[place + 1] in _JPEG_SIZES:
+            return int.from_bytes(data[place + 5 : place + 7]) * int.from_bytes(data[place + 7 : place + 9])
+        place += 2 + int.from_bytes(data[place + 2 : place + 4])
+    return 0
+
+
+def _strip_png(data: bytes | bytearray) -> bytes:
+    """A PNG without the chunks that its pixels do not need."""
+    pieces, place = [data[:8]], 8
+    while place + 12 <= len(data):
+        end = place + 12 + int.from_bytes(data[place : place + 4])
+        if data[place + 4 : place + 8] in _PNG_NEEDED:
+            pieces.append(data[place:end])
+        place = end
+    return b"".join(pieces)
 
 
 def name_kind(data: bytes | bytearray) -> str:

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import repeat
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = ["LoadingStages", "find_tensors", "time_dataset_stages", "time_stages"
 _IMAGES = 64  # that are timed at most
 _HANDED_BATCHES = 40
 _TIMEOUT_S = 60.0  # for all stages of a sample, and three times what they should take
+_END = object()
 _TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of torchvision's datasets
 
 
@@ -51,16 +53,19 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     dataset: Any = getattr(loader, "dataset", None)
     stages, unseen, indices = dict[str, Stage](), "", list[int]()
     has_samples = isinstance(dataset, CocoFolder | ShardDataset) or getattr(loader, "batch_sampler", None) is not None
-    if has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
-        indices = np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
+    streams = isinstance(dataset, IterableDataset) and isinstance(loader, DataLoader)
+    if streams or (has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)):
+        indices = [] if streams else np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
         collate, begin, context = (
             getattr(loader, name, None) for name in ("collate_fn", "worker_init_fn", "multiprocessing_context")
         )
         dense = not isinstance(loader, Loader)
         in_worker = partial(_time_in_worker, indices, images=images, dense=dense, collate=collate, seconds=seconds)
+        if streams:  # where the loader makes no batches, each item is one
+            in_worker = partial(_time_stream, images=images if loader.batch_size is None else 1, seconds=seconds / 2)
         worker = DataLoader(
-            dataset, batch_sampler=[indices[-1:]], collate_fn=in_worker, num_workers=1, worker_init_fn=begin,
-            multiprocessing_context=context, timeout=_TIMEOUT_S + 3 * seconds,
+            dataset, batch_sampler=None if streams else [indices[-1:]], collate_fn=in_worker, num_workers=1,
+            worker_init_fn=begin, multiprocessing_context=context, timeout=_TIMEOUT_S + 3 * seconds,
         )  # fmt: skip
         try:
             with closing(fetch_batches(worker)) as batches:
@@ -86,6 +91,16 @@ def _time_in_worker(
         samples = [dataset[index] for index in indices[:images]]
         stages["collate"] = time_calls("collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images)
     return stages
+
+
+def _time_stream(_: Any, *, images: int, seconds: float) -> dict[str, Stage]:
+    """A ``collate_fn`` that times what anybody's iterable dataset gives next, of so many ``images``, in its worker."""
+    stream, wall_ms, cpu_began_s = iter(get_worker_info().dataset), list[float](), thread_time()  # type: ignore[union-attr]
+    until_s = perf_counter() + seconds
+    while (began_s := perf_counter()) < until_s and next(stream, _END) is not _END:
+        wall_ms.append(1000 * (perf_counter() - began_s) / images)
+    cpu_ms = 1000 * (thread_time() - cpu_began_s) / images / max(len(wall_ms), 1)
+    return {"sample": make_stage("sample", wall_ms, cpu_ms)} if wall_ms else {}
 
 
 def time_dataset_stages(dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float) -> dict[str, Stage]:

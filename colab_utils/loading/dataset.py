@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from colab_utils.data.coco import read_coco, warn_of_found_images
-from colab_utils.data.decoding import decode_pixels
+from colab_utils.data.coco import open_coco
+from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -216,8 +216,7 @@ class CocoFolder(_CocoSamples):
     ) -> None:
         self.folder = Path(images)
         self.profile, self.retries = get_profile(profile, images), Retries()
-        self.coco = read_coco(annotations)
-        warn_of_found_images(images, self.coco)
+        self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.fingerprint = self.coco.fingerprint
         self.image_ids, self.sizes = self.coco.image_ids, self.coco.sizes
@@ -226,7 +225,9 @@ class CocoFolder(_CocoSamples):
         index = self._check(index)
         data = self.read(index)
         try:
-            image = self.decode(data)
+            image, (height, width) = self.decode(data), self.sizes[index].tolist()
+            if height and width and image.shape[1:] != (height, width):
+                image = torch.from_numpy(decode_upright(data, height, width).transpose(2, 0, 1).copy())
         except ColabUtilsError as error:
             raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
         height, width = image.shape[-2:]
@@ -305,6 +306,8 @@ class ShardDataset(_CocoSamples):
         image_ids: int64 [I].
         sizes: int32 [I, 2]: height and width in pixels.
         has_objects: bool [I]: whether an image has an object to train on.
+        objects: annotations that are trained on.
+        left_out: the other ones: crowds, and boxes without area.
         shard_of: int64 [I]: the number of the shard that each image lies in.
         fingerprint: of the annotations that the shards were made from.
         is_decoded: whether the images lie in the shards as pixels.
@@ -348,6 +351,8 @@ class ShardDataset(_CocoSamples):
         self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
         self.image_ids, self.sizes, counts = join("image_ids"), join("sizes"), join("counts")
         self.has_objects: NDArray[np.bool_] = counts > 0
+        self.objects = int(counts.sum())
+        self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
         self._image_spans, self._record_spans, self._checks = join("image_spans"), join("record_spans"), join("checks")
         self._boxes, self._areas, self._crops = join("boxes"), join("areas"), join("crops")
         self._labels = self._map_labels(join("labels"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.errors import ColabUtilsError
 
@@ -22,7 +23,6 @@ Storage = Literal["keep", "shrink", "pixels"]
 """How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw pixels."""
 _JPEG_QUALITY = 95
 _KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
-_ORIENTATION = 0x0112
 _PNG_DEPTH = 24  # the byte of a PNG that holds its bits per channel
 
 
@@ -89,16 +89,9 @@ def store_image(
     """
     from PIL import Image
 
-    try:
-        image = Image.open(io.BytesIO(data))
-        kind, mode = image.format or "", image.mode
-        image.load()
-        turned = image.getexif().get(_ORIENTATION, 1) > 4
-    except Image.UnidentifiedImageError:
-        raise ColabUtilsError("not an image") from None
-    except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
-        raise ColabUtilsError(f"not a complete image: {error}") from None
-    upright = _turn_upright(image, size, turned=turned)
+    image = open_image(data)
+    kind, mode = image.format or "", image.mode
+    upright = turn_upright(image, *size)
     deep = kind == "PNG" and data[_PNG_DEPTH] == 16  # Pillow reads it as 8 bits a channel, torchvision does not
     kept = upright is image and mode in _KEPT_MODES.get(kind, ()) and not deep
     width, height = upright.size
@@ -106,7 +99,7 @@ def store_image(
     stored = original if storage == "keep" else plan_size(height, width, min_size=min_size, max_size=max_size)
     if kept and stored == original and storage != "pixels":
         return StoredImage("png" if kind == "PNG" else "jpg", data, *stored, *original)
-    rgb, extension = _to_rgb(upright), "npy" if storage == "pixels" else "png"
+    rgb, extension = to_rgb(upright), "npy" if storage == "pixels" else "png"
     if stored != original:
         rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
         if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
@@ -149,31 +142,6 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
 def dump_record(record: dict[str, Any]) -> bytes:
     """The bytes of ``KEY.json``, where the counts of RLE are text."""
     return json.dumps(record, separators=(",", ":"), default=bytes.decode).encode()
-
-
-def _turn_upright(image: Image.Image, size: tuple[int, int], *, turned: bool) -> Image.Image:
-    """The image at the size the annotations give, turned by its EXIF orientation only where that explains it."""
-    from PIL import ImageOps
-
-    height, width = size
-    if not height or not width or image.size == (width, height):
-        return image
-    if turned and image.size == (height, width):
-        return ImageOps.exif_transpose(image)
-    raise ColabUtilsError(
-        f"the annotations say {width} x {height} pixels, the file has {image.size[0]} x {image.size[1]}"
-    )
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of it white."""
-    from PIL import Image
-
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # straight to RGB would warn
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from colab_utils.data.coco import CocoDataset, read_coco, warn_of_found_images
+from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
@@ -62,9 +62,15 @@ class ShardReport:
     seconds: float
     storage: Storage = "shrink"
     """How the images are stored; see :func:`write_shards`."""
+    annotations: int = 0
+    """Of all images."""
+    crowds: int = 0
+    """Of them, with ``iscrowd``: the shards keep these, and training leaves them out."""
 
     def __str__(self) -> str:
         skipped = f", {len(self.skipped)} bad images skipped" if self.skipped else ""
+        if self.crowds:
+            skipped += f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left out of training"
         return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
 
 
@@ -180,6 +186,8 @@ def write_shards(
         bytes=index.bytes,
         seconds=perf_counter() - started,
         storage=storage,
+        annotations=len(dataset.ids),
+        crowds=dataset.crowds,
     )
 
 
@@ -206,20 +214,11 @@ def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
         with guard_drive(images):
             if not Path(images).is_dir():
                 raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-            dataset = read_coco(annotations)
-            warn_of_found_images(images, dataset)
-            return dataset
+            return open_coco(images, annotations)
 
     dataset = Retries().run(read)
     if not len(dataset):
         raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
-    for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
-        if unknown.size:
-            raise ColabUtilsError(
-                f"expected annotations of known images and categories in {annotations}, found {unknown.size} of an "
-                f"unknown {name}, such as annotation {unknown[0]}. See `check`, which lists them and can write a "
-                "repaired file (--repair OUT.json)."
-            )
     return dataset
 
 

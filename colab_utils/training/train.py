@@ -251,8 +251,9 @@ def _make_plan(
     plan = TrainingPlan(
         **choose_settings(asked, known, on_gpu=device.type == "cuda"), dataset=dataset.fingerprint, device=str(device),
         starts_from=known.get("starts_from", ""), precision=str(models.choose_precision(device)).removeprefix("torch."),
-        num_classes=dataset.num_classes, images=images, skipped_images=len(dataset) - images, steps=0, seed=seed,
-        first_step=state["step"] if state else 0, ranks=ranks.count,
+        num_classes=dataset.num_classes, images=images, skipped_images=len(dataset) - images, objects=dataset.objects,
+        skipped_objects=dataset.left_out, steps=0, seed=seed, first_step=state["step"] if state else 0,
+        ranks=ranks.count,
     )  # fmt: skip
     if state:
         _check_checkpoint(plan, state, is_own=asked["augment"] == "own")

@@ -322,6 +322,10 @@ class TrainingPlan:
     """Images with objects: those that are trained on."""
     skipped_images: int
     """Images without objects, which are left out."""
+    objects: int
+    """That are trained on."""
+    skipped_objects: int
+    """Crowds, and boxes without area, which are left out."""
     batch_size: int
     """Images of a step, over all processes."""
     min_size: int
@@ -352,6 +356,9 @@ class TrainingPlan:
     def __str__(self) -> str:
         together = f" by {self.ranks} processes" if self.ranks > 1 else ""
         skipped = f", {self.skipped_images} without objects left out" if self.skipped_images else ""
+        if self.skipped_objects:
+            every = self.objects + self.skipped_objects
+            skipped += f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or boxes without area)"
         trained = ", norms trained" if self.norms == "trained" else ""
         averaged = f", weights averaged ({self.ema:g})" if self.ema else ""
         resumed = f", resumed after step {self.first_step}" if self.first_step else ""

@@ -3,7 +3,9 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import os
 import pickle
+import socket
 import tracemalloc
 from collections import defaultdict
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
-from colab_utils.data.coco import _list_files, read_coco, resolve_image, warn_of_found_images, write_subset
+from colab_utils.data.coco import _list_files, _warn_of_found_images, read_coco, resolve_image, write_subset
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -370,17 +372,37 @@ def test_a_broken_disk_is_not_a_lost_drive(path, monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr("colab_utils.drive._open_at_once", fail)
     with pytest.raises(ColabUtilsError, match="Input/output error") as caught:
         read_coco(path)
     assert not isinstance(caught.value, DriveLostError)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a device", "socket", "large"])
+def test_what_is_no_file_of_annotations_is_refused_at_once(path, kind):
+    held = None
+    if kind == "pipe":
+        os.mkfifo(path)  # which would wait for its writer for ever
+    elif kind == "socket":
+        held = socket.socket(socket.AF_UNIX)
+        os.chdir(path.parent)  # its name may have 108 characters
+        held.bind(path.name)
+    elif kind == "large":
+        with open(path, "wb") as file:
+            file.truncate(2 * 2**40)  # sparse
+    elif kind != "device":
+        path.symlink_to("/dev/zero")
+    with pytest.raises(ColabUtilsError, match=r"found a device or a pipe|found: No such device|found [\d,.]+ .B, more"):
+        read_coco("/dev/zero" if kind == "device" else path)
+    if held:
+        held.close()
 
 
 def test_lost_drive_is_no_bad_file(path, monkeypatch):
     def fail(*_):
         raise OSError(107, "Transport endpoint is not connected")
 
-    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr("colab_utils.drive._open_at_once", fail)
     with pytest.raises(DriveLostError):
         read_coco(path)
 
@@ -488,14 +510,14 @@ def test_found_images_are_said_once_and_plain_names_list_nothing(tmp_path, monke
     find(tmp_path, names, files=["a/x.jpg", "y.jpg", "z.jpg"])
     dataset = read_coco(tmp_path / "a.json")
     with pytest.warns(ColabUtilsWarning) as warned:
-        warn_of_found_images(tmp_path / "images", dataset)
+        _warn_of_found_images(tmp_path / "images", dataset)
     assert [str(one.message) for one in warned] == [
         "2 of 4 images do not lie where the annotations say and were found below "
         f"{tmp_path}/images by their names, such as '/d/y.jpg' at {tmp_path}/images/y.jpg"
     ]
     monkeypatch.setattr("os.scandir", None)
     assert dataset.find_image(tmp_path / "images", 2)[1]  # the folder was listed once
-    warn_of_found_images(tmp_path / "images", dataset.subset(0, 1))  # and is not for plain names
+    _warn_of_found_images(tmp_path / "images", dataset.subset(0, 1))  # and is not for plain names
 
 
 def test_subset_is_the_same_images_and_small_to_send(coco_mini):

@@ -527,10 +527,10 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
     folder, fails = CocoFolder(tiny_dataset.images, tiny_dataset.annotations), iter([errno.EIO, errno.ENOTCONN])
     whole, real = folder[3], io.open
 
-    def open_badly(path, *mode):
+    def open_badly(path, *mode, **options):
         if (number := next(fails, 0)) != 0:
             raise OSError(number, os.strerror(number))
-        return real(path, *mode)
+        return real(path, *mode, **options)
 
     monkeypatch.setattr("colab_utils.drive.is_on_drive", lambda path: True)
     monkeypatch.setattr("colab_utils.drive.open", open_badly, raising=False)
@@ -544,14 +544,24 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
         folder[3]
 
 
+def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tiny_dataset, tmp_path):
+    content = json.loads(tiny_dataset.annotations.read_bytes())
+    content["annotations"][0] |= {"id": 77, "segmentation": [[1, 2]], "image_id": content["images"][0]["id"]}
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    dataset = CocoFolder(tiny_dataset.images, tmp_path / "coco.json")
+    for read in (dataset.__getitem__, dataset.read_masks):
+        with pytest.raises(ColabUtilsError, match=r"^annotation 77: expected polygons .*Run check on the dataset"):
+            read(0)
+
+
 def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
     images = Path(shutil.copytree(tiny_dataset.images, tmp_path / "images"))
     dataset = CocoFolder(images, tiny_dataset.annotations)
     path = images / dataset.coco.file_name(3)
     for content, found in (
-        (path.read_bytes()[:200], "complete image"),  # cut short
-        (b"", "complete image"),
-        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "complete image"),  # a PNG's beginning
+        (path.read_bytes()[:200], "image"),  # cut short
+        (b"", "image"),
+        (b"\x89PNG\r\n\x1a\nxxxxyyyyzzzzwwww", "image"),  # a PNG's beginning
     ):
         path.write_bytes(content)
         with pytest.raises(ColabUtilsError, match=found) as error:
@@ -691,3 +701,29 @@ def test_another_evaluator_sees_crowds_and_polygons_as_in_the_file(real):
 def test_copies_of_the_view_say_nothing(tiny_shards, capsys):
     ShardDataset(tiny_shards).to_coco()
     assert capsys.readouterr().out == ""
+
+
+def test_loose_images_are_those_of_the_annotations(tiny_dataset, tmp_path):
+    """Their size, the way up that it asks for, and all of their objects: as where shards are written."""
+    images, coco = tmp_path / "images", json.loads(tiny_dataset.annotations.read_text())
+    shutil.copytree(tiny_dataset.images, images)
+    annotations, first, second = tmp_path / "annotations.json", *coco["images"][:2]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    with Image.open(images / first["file_name"]) as image:
+        expected = np.asarray(image.rotate(90, expand=True))  # noise-free: PNG
+        Image.fromarray(expected).save(images / "turned.png", exif=exif)
+        upright = np.asarray(image)
+    first["file_name"] = "turned.png"
+    second["width"] += 1
+    annotations.write_text(json.dumps(coco))
+    dataset = CocoFolder(images, annotations)
+    image, target = dataset[0]
+    assert np.array_equal(image.permute(1, 2, 0), upright)
+    assert target["masks"].shape[1:] == image.shape[1:]
+    with pytest.raises(ColabUtilsError, match=f"{second['file_name']}: the annotations say"):
+        dataset[1]
+    coco["annotations"][0]["category_id"] = 10**9
+    annotations.write_text(json.dumps(coco))
+    with pytest.raises(ColabUtilsError, match="1 of an unknown category"):
+        CocoFolder(images, annotations)

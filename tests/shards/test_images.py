@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import struct
+import tracemalloc
 import warnings
 import zlib
 
@@ -18,6 +19,7 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from colab_utils.data.coco import read_coco
+from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
@@ -245,7 +247,18 @@ def test_turned_photos(orientation, size, turned):
     [
         (b"", (48, 64), "not an image"),
         (b"hello", (48, 64), "not an image"),
-        (b"%PDF-1.4 ...", (48, 64), "not an image"),
+        (b"%PDF-1.4 ...", (48, 64), "not an image: a PDF"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", (48, 64), "not an image: HEIC: save it as JPEG"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", (48, 64), "not an image: a Git LFS pointer: run `git lfs"),
+        (b"<!DOCTYPE html>", (48, 64), "not an image: a web page"),
+        (b"PK\x03\x04\x14", (48, 64), "not an image: a zip"),
+        (b"\x1f\x8b\x08", (48, 64), "not an image: a gzip file"),
+        (save(Image.fromarray(DEEP_GREY.astype(np.int32)), "TIFF"), (48, 64), "pixels are 32-bit integers: scale them"),
+        (
+            save(Image.fromarray(DEEP_GREY / np.float32(99)), "TIFF"),
+            (48, 64),
+            "pixels are floating point numbers",
+        ),
         (save(RGB, "JPEG"), (64, 48), "the annotations say 48 x 64 pixels, the file has 64 x 48"),
         (save(RGB, "JPEG"), (-48, 64), "the annotations say"),
         (turn(3), (64, 48), "the annotations say"),
@@ -254,6 +267,58 @@ def test_turned_photos(orientation, size, turned):
 def test_what_is_not_the_image_is_refused(data, size, found):
     with pytest.raises(ColabUtilsError, match=found):
         store_image(data, size, **SIZES)
+
+
+def test_every_reader_refuses_and_converts_alike():
+    """What comes from files is what comes from shards."""
+    for _, data, _ in KINDS:
+        stored = store_image(data, (48, 64), **SIZES)
+        assert np.array_equal(decode_pixels(data), decode_pixels(stored.data))
+    with pytest.raises(ColabUtilsError, match="floating point"):
+        decode_pixels(save(Image.fromarray(DEEP_GREY / np.float32(99)), "TIFF"))
+    with pytest.raises(ColabUtilsError, match="not an image: a PDF"):
+        decode_pixels(b"%PDF-1.4 ...")
+    assert np.array_equal(decode_upright(turn(6), 64, 48), decode_pixels(store_image(turn(6), (64, 48), **SIZES).data))
+
+
+def make_chunk(name, data):
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        make_chunk(b"eXIf", b"no TIFF at all"),
+        make_chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04six\0\0\0\0\0"),  # as text
+        make_chunk(b"iCCP", b"profile\0\x07xxxx"),  # a way to compress that there is not
+        make_chunk(b"iCCP", b"profile"),
+        make_chunk(b"zTXt", b"text\0\x07xxxx"),
+        make_chunk(b"tEXt", b"text\0text")[:-4] + b"oops",  # another checksum
+    ],
+)
+def test_damaged_metadata_refuses_no_image(chunk):
+    rows = np.concatenate([PIXELS, PIXELS[:, :0]], axis=1)
+    data = make_png(8, 2, rows, extra=chunk)
+    assert np.array_equal(decode_pixels(data), PIXELS)
+    assert store_image(data, (48, 64), **SIZES).data == data
+    with pytest.raises(ColabUtilsError, match="the annotations say 48 x 64 pixels"):
+        store_image(data, (64, 48), **SIZES)
+
+
+def test_photos_of_phones_pass_and_bombs_are_refused_before_they_are_decoded():
+    phone = save(Image.new("1", (12_000, 9_000)), "PNG")  # 108 megapixels: Pillow would warn
+    assert store_image(phone, (9_000, 12_000), **SIZES).height == 800
+    bomb = save(Image.new("1", (16_000, 16_000)), "PNG")
+    jpeg = bytearray(save(GREY, "JPEG"))
+    place = jpeg.index(b"\xff\xc0")
+    jpeg[place + 5 : place + 9] = b"\xff\x00\xff\x00"
+    for data in (bomb, bytes(jpeg), bomb.replace(b"IHDR\0\0\x3e\x80", b"IHDR\0\x7f\xff\xff", 1)):
+        for read in (decode_pixels, lambda data: store_image(data, (0, 0), **SIZES)):
+            tracemalloc.start()
+            with pytest.raises(ColabUtilsError, match=r"more than 128,000,000 pixels|not an image"):
+                read(data)
+            assert tracemalloc.get_traced_memory()[1] < 20e6
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("name", "data", "kept"), KINDS, ids=[name for name, _, _ in KINDS])

@@ -82,6 +82,9 @@ def test_report_holds_every_step(undisturbed, tiny_shards):
     assert [point.step for point in undisturbed.losses] == list(range(1, 6))
     assert undisturbed.plan.images == images
     assert undisturbed.plan.skipped_images == len(ShardDataset(tiny_shards)) - images
+    assert undisturbed.plan.objects == ShardDataset(tiny_shards).objects > 0
+    assert "objects left out" not in str(dataclasses.replace(undisturbed.plan, skipped_objects=0))
+    assert "2 of 12 objects left out" in str(dataclasses.replace(undisturbed.plan, objects=10, skipped_objects=2))
     assert undisturbed.plan.num_classes == 7
     assert undisturbed.plan.starts_from == "random"
     assert undisturbed.images_per_second > 0
