@@ -32,6 +32,7 @@ from colab_utils.shards.format import ShardIndex, explain_write, hash_bytes, rea
 __all__ = ["Arrival", "ArrivingShards", "plan_batches"]
 
 STATUS_NAME = "arriving.json"  # in the target: marks the folder, and tells all processes what has arrived
+_STATUS = {"key": str, "rolls": bool, "pid": int, "arrived": list, "error": str, "is_lost": bool}
 
 _READERS = 32  # of the tables, which lie at the start of a small file beside each shard
 _POLL_S = 0.02
@@ -265,10 +266,11 @@ class Arrival:
 def _read_status(target: Path) -> dict[str, Any]:
     """What an `Arrival` says about itself, to any process; empty where there is none, or it is complete."""
     try:
-        status: dict[str, Any] = json.loads((target / STATUS_NAME).read_text())
-    except FileNotFoundError:
+        status = json.loads((target / STATUS_NAME).read_text())
+    except (FileNotFoundError, ValueError, RecursionError):  # of a file that is no status, nothing is known
         return {}
-    return status
+    is_ours = isinstance(status, dict) and all(isinstance(status.get(name), kind) for name, kind in _STATUS.items())
+    return status if is_ours else {}
 
 
 class _ArrivingFiles(ShardFiles):

@@ -103,9 +103,8 @@ def copy_shards(
         raise DriveLostError(
             f"{error}; {len(job.finished)} of {len(files)} files are safe in {target}, the copy continues there"
         ) from error
-    merged = _merge(index, previous, chosen, target)
     with explain_write(target):
-        write_index(target, merged)
+        write_index(target, merged := _merge(index, previous, chosen, target))
     return CopyReport(
         shards=len(merged.shards),
         bytes=sum(size for name, size, _ in files if job.finished[name]),
@@ -149,7 +148,7 @@ class Copying:
         """Copy one file unless it is there."""
         path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
         with explain_write(self.target):
-            if has_size(path, size) and hash_file(path) == checksum:
+            if _is_there(path, size, checksum):
                 self._progress.put(size)
                 self.finished[name] = False
                 return
@@ -206,9 +205,8 @@ def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | N
         return None
     previous = read_index(target)
     known = {shard.name: shard for shard in index.shards}
-    if (previous.fingerprint, previous.recipe) != (index.fingerprint, index.recipe) or any(
-        known.get(shard.name, shard) != shard for shard in previous.shards
-    ):
+    facts = [(one.fingerprint, one.recipe, one.categories) for one in (previous, index)]
+    if facts[0] != facts[1] or any(known.get(shard.name, shard) != shard for shard in previous.shards):
         raise ColabUtilsError(
             f"expected an empty folder or a copy of the same shards in {target}, found other shards: name another "
             "folder, or delete that one if you no longer need it"
@@ -242,11 +240,15 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
     require_space(target, needed, cure)
 
 
+def _is_there(path: Path, size: int, checksum: str) -> bool:
+    return has_size(path, size) and hash_file(path) == checksum
+
+
 def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path) -> ShardIndex:
     """The target's new index: what was copied, and what lay there before and was not asked for now."""
     listed = {shard.name: shard for shard in chosen}
     for shard in previous.shards if previous else ():
-        if all(has_size(target / name, size) for name, size, _ in shard.files()):
+        if shard.name not in listed and all(_is_there(target / name, *file) for name, *file in shard.files()):
             listed[shard.name] = shard
     full = previous if previous and not previous.partial else index
     shards = tuple(listed[name] for name in sorted(listed))

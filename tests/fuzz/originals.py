@@ -9,7 +9,9 @@ import random
 import tarfile
 import warnings
 import zipfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,13 @@ class Inline(Executor):
         except BaseException as error:
             future.set_exception(error)
         return future
+
+
+@contextmanager
+def run_here(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> Iterator[Executor]:
+    """In place of ``fork_pool``: a case stays in its own process, where time and memory are measured."""
+    initializer(*arguments)
+    yield Inline()
 
 
 def store(images: Path, annotations: Path, shards: Path, **settings: Any) -> Any:

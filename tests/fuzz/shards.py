@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,12 +15,13 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.format import ShardIndex, ShardInfo, hash_bytes, read_index, write_index
+from colab_utils.shards.format import hash_bytes, read_index, write_index
 from colab_utils.shards.verify import verify_shards
 from tests.fuzz import mutate
 from tests.fuzz.originals import Originals, Tree, read_tree, write_tree
 from tests.fuzz.pool import REFUSED, Case
 from tests.fuzz.truth import WrongDataError, compare_sample
+from tests.sealed import seal_index
 
 
 def _judge(case: Case, folder: Path, *, forged: bool = False) -> None:
@@ -159,9 +160,12 @@ def change_index(rng: Random, tree: Tree, _: Any) -> str:
 def swap(rng: Random, tree: Tree, originals: Originals) -> str:
     """Files of another folder of shards under the same names, but not all."""
     other = rng.choice(originals.shards[1:])
-    for name in rng.sample(sorted(tree), rng.randint(1, len(tree) - 1)):
-        tree[name] = other[name] if other[name] != tree[name] else b""
-    return name
+    taken = rng.sample(sorted(tree), rng.randint(1, len(tree) - 1))
+    if all(name in taken for name in tree if not name.endswith(".arrays")):  # then it is the other folder
+        taken.remove("index.json")
+    for name in taken:
+        tree[name] = other[name]
+    return taken[0]
 
 
 def forge_tar(rng: Random, tree: Tree, _: Any) -> str:
@@ -181,15 +185,12 @@ def forge_arrays(rng: Random, tree: Tree, _: Any) -> str:
 
 
 def hostile_index(case: Case) -> None:
-    """An index with other values, written as the package writes it."""
-    folder = case.folder / "shards"
-    write_tree(folder, case.originals.shards[0])
-    values = mutate.change_tree(case.rng, asdict(read_index(folder)))
-    try:
-        shards = tuple(ShardInfo(**shard) for shard in values["shards"])
-        write_index(folder, ShardIndex(**{**values, "shards": shards}))
-    except (TypeError, ValueError, KeyError, AttributeError):
-        return  # nothing that could be written
+    """An index with other values, whose own checksum is right."""
+    folder, tree = case.folder / "shards", case.originals.shards[0]
+    changed = mutate.change_tree(case.rng, json.loads(tree["index.json"]))
+    write_tree(folder, {**tree, "index.json": json.dumps(changed).encode()})
+    if isinstance(changed, dict):
+        seal_index(folder)
     _judge(case, folder, forged=True)
 
 

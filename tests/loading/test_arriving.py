@@ -484,3 +484,14 @@ def test_it_says_so_when_drive_does_not_answer(mount, tmp_path, monkeypatch):
     mount.fail()
     while not dataset.arrival.has([last]):
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "5", "[" * 100_000, "{}", '{"key": 5, "rolls": true}'])
+def test_a_damaged_status_of_another_session_is_no_status(tiny_shards, tmp_path, content):
+    """A machine that lost power leaves such a file."""
+    (tmp_path / "arriving.json").write_text(content)
+    dataset = ArrivingShards(tiny_shards, tmp_path)
+    assert len(dataset[11][1]["labels"]) == len(ShardDataset(tiny_shards)[11][1]["labels"])
+    dataset.stop()
+    with pytest.raises(ColabUtilsError, match="new or empty folder"):
+        ArrivingShards(tiny_shards, tmp_path, limit_gb=read_index(tiny_shards).bytes * 0.9 / 1e9)

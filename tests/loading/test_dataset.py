@@ -544,6 +544,16 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
         folder[3]
 
 
+def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tiny_dataset, tmp_path):
+    content = json.loads(tiny_dataset.annotations.read_bytes())
+    content["annotations"][0] |= {"id": 77, "segmentation": [[1, 2]], "image_id": content["images"][0]["id"]}
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    dataset = CocoFolder(tiny_dataset.images, tmp_path / "coco.json")
+    for read in (dataset.__getitem__, dataset.read_masks):
+        with pytest.raises(ColabUtilsError, match=r"^annotation 77: expected polygons .*Run check on the dataset"):
+            read(0)
+
+
 def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):
     images = Path(shutil.copytree(tiny_dataset.images, tmp_path / "images"))
     dataset = CocoFolder(images, tiny_dataset.annotations)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from colab_utils.shards.format import (
     read_index,
     write_index,
 )
+from tests.sealed import seal_index
 
 RECIPE = {"storage": "keep", "min_size": 800, "max_size": 1333, "shard_mb": 1, "images_per_shard": 2}
 
@@ -181,6 +183,54 @@ def test_a_limit_takes_nothing_away(source, tmp_path):
     copy_shards(source, target, limit_gb=8.5e-6)  # but what is gone is not listed
     assert [shard.name[6:12] for shard in read_index(target).shards] == ["000000", "000001", "000002"]
     assert read_index(target).partial
+
+
+@pytest.mark.parametrize("name", ["shard-000003.tar", "shard-000003.arrays"])
+def test_a_damaged_shard_beyond_the_limit_is_not_listed(source, tmp_path, name):
+    """It is not copied again, and its size is right."""
+    target = tmp_path / "ssd"
+    copy_shards(source, target)
+    content = bytearray((target / name).read_bytes())
+    content[500] ^= 1
+    (target / name).write_bytes(content)
+    copy_shards(source, target, limit_gb=8.5e-6)
+    assert [shard.name[6:12] for shard in read_index(target).shards] == ["000000", "000001", "000002"]
+    copy_shards(source, target)  # and replaced where it is asked for
+    assert_same(source, target)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda index: index["categories"][0].update(name="root"),
+        lambda index: index["shards"].pop(),
+        lambda index: index.update(format_version=1),
+        lambda index: index.clear(),
+    ],
+)
+@pytest.mark.parametrize("which", ["source", "target"])
+def test_an_edited_index_does_not_survive_a_copy(source, tmp_path, which, edit):
+    target = tmp_path / "ssd"
+    copy_shards(source, target)
+    path = (source if which == "source" else target) / INDEX_NAME
+    index = json.loads(path.read_text())
+    edit(index)
+    path.write_text(json.dumps(index))
+    before = path.read_bytes()
+    with pytest.raises(ColabUtilsError, match=re.escape(str(path.parent))):
+        copy_shards(source, target)
+    assert path.read_bytes() == before
+    if which == "target":  # the cure
+        path.unlink()
+        copy_shards(source, target)
+        assert_same(source, target)
+
+
+def test_an_index_of_other_categories_and_a_right_checksum_does_not_survive(source, tmp_path):
+    copy_shards(source, tmp_path / "ssd")
+    seal_index(tmp_path / "ssd", categories=[{"id": 1, "name": "root"}])
+    with pytest.raises(ColabUtilsError, match="found other shards"):
+        copy_shards(source, tmp_path / "ssd")
 
 
 def test_a_copy_of_a_part_is_a_part_until_all_is_copied(source, tmp_path):

@@ -585,6 +585,44 @@ def test_other_data_in_the_folder_stays(tiny_dataset, dataset, undisturbed, tmp_
         assert snapshot(folder) == before
 
 
+@pytest.fixture
+def read_only(undisturbed):
+    """The finished shards on a file system that cannot be written to."""
+    for options in (["--bind", undisturbed], ["-o", "remount,ro,bind"]):
+        if subprocess.run(["mount", *options, undisturbed], capture_output=True).returncode:
+            pytest.skip("mounting is not allowed here")
+    yield undisturbed
+    subprocess.run(["umount", undisturbed], check=True)
+
+
+def test_finished_shards_on_a_read_only_disk_are_left_as_they_are(tiny_dataset, read_only):
+    with pytest.raises(OSError, match="Read-only"):
+        (read_only / "new").touch()
+    before = snapshot(read_only)
+    assert run((tiny_dataset.images, tiny_dataset.annotations), read_only).images == 12
+    assert snapshot(read_only) == before
+
+
+@pytest.mark.parametrize("edit", ["swapped", "renamed", "bits", "head"])
+def test_shards_that_were_damaged_while_they_were_unfinished_are_made_again(tiny_dataset, undisturbed, tmp_path, edit):
+    folder = Path(shutil.copytree(undisturbed, tmp_path / "shards"))
+    (folder / "index.json").unlink()
+    one, other = folder / "shard-000000.arrays", folder / "shard-000001.arrays"
+    content = bytearray(one.read_bytes())
+    place = {"bits": len(content) - 3, "head": content.index(b'"annotations": ') + 15}.get(edit)
+    if edit == "swapped":
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+    elif edit == "renamed":
+        one.write_bytes(other.read_bytes())
+        shutil.copy(other.with_suffix(".tar"), one.with_suffix(".tar"))
+    else:
+        content[place] ^= 1
+        one.write_bytes(content)
+    assert run((tiny_dataset.images, tiny_dataset.annotations), folder).images == 12
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
 def test_files_of_the_user_in_the_folder_stay(tiny_dataset, folder):
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
