@@ -487,6 +487,11 @@ def test_an_image_that_may_be_another_is_not_taken(tmp_path, names, files, why):
         find(tmp_path, names, files=files)
 
 
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path):
+    with pytest.raises(ColabUtilsError, match=r"expected to list the images in .*images, found: .*Check the folder"):
+        find(tmp_path, ["C:\\photos\\a.jpg"], files=[])
+
+
 def test_no_image_is_found_for_two(tmp_path):
     """A folder of the annotations is missing, and another one has a file of the same name."""
     assert find(tmp_path, ["val/x.jpg", "train/x.jpg"], files=["train/x.jpg"]) == ("val/x.jpg", False)
