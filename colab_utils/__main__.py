@@ -120,14 +120,19 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
 
 def _check(
     images: str, annotations: str, repair: str = "", crowds: Any = "leave", val_images: str = "",
-    val_annotations: str = "", **settings: Any,
+    val_annotations: str = "", report: str = "", deep: bool = False,
 ) -> Any:  # fmt: skip
-    if not repair:
-        validation = (val_images or images, val_annotations) if val_annotations else None
-        return colab_utils.check_dataset(images, annotations, validation=validation, **settings)
     from colab_utils.data.repair import repair_annotations
+    from colab_utils.show.report import write_check
 
-    return repair_annotations(images, annotations, output=repair, crowds=crowds)
+    if repair:
+        found = repair_annotations(images, annotations, output=repair, crowds=crowds)
+    else:
+        validation = (val_images or images, val_annotations) if val_annotations else None
+        found = colab_utils.check_dataset(images, annotations, deep=deep, validation=validation)
+    if report:
+        print(f"report: {write_check(found, images, annotations, report, repaired=repair)}", file=sys.stderr)
+    return found
 
 
 def _diagnose(
@@ -251,6 +256,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("check preprocess", "--annotations", _FILE, "COCO instance JSON"),
     ("check", "--deep", {"action": "store_true"}, "decode each image: finds damage in the middle"),
     ("check", "--repair", {"metavar": "OUT.json"}, "write a repaired copy of the annotations"),
+    ("check", "--report", {"metavar": "FILE.html"}, "write a page: what to do, the worst images, the data in numbers"),
     ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),
     ("check", "--val-images", {"metavar": "DIR"}, "image folder of the validation set (that of --images)"),
     ("check", "--val-annotations", {"metavar": "FILE"}, "its JSON: is a picture in both?"),

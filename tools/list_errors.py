@@ -22,7 +22,7 @@ __all__ = ["Site", "find_sites", "find_unraised", "list_all", "make_page"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, PAGE, WHYS = ROOT / "colab_utils", ROOT / "docs" / "errors.md", Path(__file__).with_suffix(".txt")
-_WORDS = {"strerror": "REASON", "self": "THESE"}
+_WORDS = {"strerror": "REASON", "self": "THESE", "st_size": "SIZE", "parent": "FOLDER"}
 
 
 @dataclass(frozen=True)

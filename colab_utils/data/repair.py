@@ -13,7 +13,7 @@ from colab_utils.data.checks import EXAMPLES, DatasetReport, Problem, check_data
 from colab_utils.data.coco import decode_text, read_bytes, read_coco
 from colab_utils.data.defects import HARMLESS, NEAR, Header, compare_box, compare_sizes, is_normalised, measure_mask
 from colab_utils.data.masks import encode_segmentation
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import write_file
 
 __all__ = ["repair_annotations"]
@@ -59,7 +59,7 @@ def repair_annotations(
         owned[owner if isinstance(owner, int | float) else None].append(row)
     entries, kept = list[Any](), dict[int, Any]()
     for i, found in enumerate(findings):
-        name, changes, mine = dataset.file_name(i), list[str](), owned.pop(int(dataset.image_ids[i]), [])
+        name, changes, mine = escape(dataset.file_name(i)), list[str](), owned.pop(int(dataset.image_ids[i]), [])
         try:
             entry, rows = _read_numbers(raw["images"][i], changes), _read_rows(raw["annotations"], mine, changes)
             size = _mend_image(entry, [*rows.values()], found.header, changes)

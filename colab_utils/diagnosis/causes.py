@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from colab_utils.diagnosis.resources import Resources
 from colab_utils.diagnosis.stacks import SampleTimes
 from colab_utils.diagnosis.timing import Stage
-from colab_utils.runtime import count_cores
+from colab_utils.runtime import count_cores, format_bytes
 
 __all__ = ["Cause", "Facts", "find_causes", "refine_causes"]
 
@@ -222,13 +222,13 @@ def _explain_waits(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> C
 def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause:
     """Whether the first byte of a file is late, or all of them: a disk that sends gives `_SENDS_MB_PER_S` at least."""
     if size / data_us > _SENDS_MB_PER_S:
-        why = f"{why}: {size / 1e6:.2g} MB, at {size / data_us:.2g} MB/s. It is the bandwidth."
+        why = f"{why}: {format_bytes(size)}, at {size / data_us:.2g} MB/s. It is the bandwidth."
         cure = (
             "Shrink images once, offline (preprocess), to the size that training needs; store them on the local disk."
         )
         return Cause("read", share, why, cure)
     if size > 0:
-        why = f"{why}: only {size / 1e6:.2g} MB, so mostly for the first byte of each file"
+        why = f"{why}: only {format_bytes(size)}, so mostly for the first byte of each file"
     return Cause(
         "read", share, f"{why}.", "Store the data on the local disk, in few large files; until then use more workers."
     )

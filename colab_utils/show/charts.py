@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from colab_utils.data.statistics import DatasetStatistics
 
-__all__ = ["format_figure", "label_axes", "plot_bars", "plot_first_seconds"]
+__all__ = ["format_figure", "label_axes", "plot_bars", "plot_first_seconds", "plot_statistics"]
 
+_CLASSES = 20  # that a chart has room for
 _BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#B8B8B8", "#1a1a1a"
 
 
@@ -120,6 +123,38 @@ def plot_bars(
         axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
     else:
         axis.set_xlim(0, 1.02 * (longest or 1))
+    return figure
+
+
+def plot_statistics(statistics: DatasetStatistics) -> Figure:
+    """A dataset's objects by class, size and shape, and its images by their objects.
+
+    Args:
+        statistics: of the report of `check_dataset`.
+    """
+    shown = statistics.classes[:_CLASSES]
+    left = f", the first {_CLASSES} of {len(statistics.classes)}" if len(statistics.classes) > _CLASSES else ""
+    panels = {
+        f"Objects of each class{left}": {one.name: one.objects for one in shown},
+        "Objects by size of the mask": statistics.sizes,
+        "Objects by width : height": statistics.aspect_ratios,
+        "Images by number of objects": statistics.objects_per_image,
+    }
+    share = max(statistics.sizes.values()) / max(1, statistics.objects)
+    size = max(statistics.sizes, key=lambda name: statistics.sizes[name]).partition(",")[0]
+    title = f"{statistics.objects:,} objects of {len(statistics.classes)} classes, {share:.0%} of them {size}"
+    figure = make_figure(title, width=12, height=7.2)
+    grid = figure.add_gridspec(3, 2)
+    for place, (name, values) in zip((grid[:, 0], *(grid[row, 1] for row in range(3))), panels.items(), strict=True):
+        axis = figure.add_subplot(place)
+        bars = axis.barh(range(len(values)), [*values.values()], color=_BLUE)
+        axis.bar_label(bars, [f"{value:,}" for value in values.values()], padding=4, fontsize=12)
+        axis.set_yticks(
+            range(len(values)), [textwrap.shorten(one, 28) for one in values], fontsize=12, parse_math=False
+        )
+        axis.set_title(name, loc="left", fontsize=14)
+        axis.set(xticks=[], xlim=(0, 1.2 * max(1, *values.values())), ylim=(len(values) - 0.4, -0.6))
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
     return figure
 
 

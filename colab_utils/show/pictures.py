@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colab_utils.data.masks import encode_segmentation, resize_rles
+from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PALETTE", "draw_pairs", "draw_predictions", "draw_samples", "make_figure"]
+    from colab_utils.data.coco import CocoDataset
+
+__all__ = ["PALETTE", "draw_annotations", "draw_pairs", "draw_predictions", "draw_samples", "make_figure"]
 
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
@@ -120,6 +126,51 @@ def draw_predictions(
     return _draw_grid(title, panels, dataset.class_names)
 
 
+def draw_annotations(
+    images: str | Path, panels: Sequence[tuple[str, CocoDataset, int]], *, title: str, columns: int = 3
+) -> Figure:
+    """Draw images with their annotations as they are in the JSON, however bad they are.
+
+    Args:
+        images: the image folder.
+        panels: of each image a heading, its dataset, and its index there; a file that is none is drawn grey.
+        title: the finding.
+        columns: images in a row.
+    """
+    drawn = [(heading, *_read_annotated(Path(images), dataset, i)) for heading, dataset, i in panels]
+    names = {one["id"]: one["name"] for _, dataset, _ in panels for one in dataset.categories}
+    return _draw_grid(title, drawn, names, columns=min(columns, len(panels)), inches=4.4)
+
+
+def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
+    """A small copy of an image, and its annotations at the same scale."""
+    import numpy as np
+    from PIL import Image, ImageOps
+    from pycocotools import mask as coco_mask
+
+    height, width = (int(side) if side > 0 else 480 for side in dataset.sizes[i])
+    try:
+        picture: Image.Image = Image.open(io.BytesIO(read_file(dataset.find_image(images, i)[0])))
+        upright = ImageOps.exif_transpose(picture) if picture.size != (width, height) else picture
+        picture = (upright if upright.size == (width, height) else picture).convert("RGB")
+    except Exception:  # whatever is wrong with the file, the page says it in words
+        picture = Image.new("RGB", (width, height), "#dddddd")
+    width, height = picture.size
+    scale = min(1, 640 / max(picture.size))
+    small = picture.resize([max(1, round(side * scale)) for side in picture.size])
+    annotations, masks = dataset.read_annotations(i)[0], list[Any]()
+    for one in annotations:
+        try:
+            rles = resize_rles([encode_segmentation(one["segmentation"], height, width)], *small.size[::-1])
+            masks.append(coco_mask.decode(rles)[..., 0])
+        except ColabUtilsError:
+            masks.append(np.zeros(small.size[::-1], np.uint8))
+    boxes = np.array([one["bbox"] for one in annotations]).reshape(-1, 4) * scale
+    boxes[:, 2:] += boxes[:, :2]
+    objects = {"boxes": boxes.clip(-99, 999), "labels": [one["category_id"] for one in annotations], "masks": masks}
+    return np.asarray(small).transpose(2, 0, 1), {**objects, "size": (width, height)}
+
+
 def make_figure(title: str, *, width: float, height: float) -> Figure:
     """An empty figure, ``width`` x ``height`` inches, with a finding for a title; a notebook shows it once.
 
@@ -149,7 +200,8 @@ def _draw_grid(
         axis = figure.add_subplot(rows, columns, n)
         axis.set_axis_off()
         axis.set_anchor("N")
-        heading += f", {image.shape[2]:,} x {image.shape[1]:,}"
+        width, rows_px = objects.get("size", image.shape[:0:-1])
+        heading += f", {width:,} x {rows_px:,}"
         axis.set_title(heading, fontsize=13, loc="left", color="#444444", parse_math=False)
         _draw_objects(axis, image, objects, names, inches)
     return figure

@@ -1,32 +1,39 @@
-"""Pages that need no network: the receipt of a comparison with its numbers as JSON beside it, the summary of a run."""
+"""Pages that need no network: the receipt of a comparison with its numbers as JSON beside it, a run, a dataset."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colab_utils.data.coco import read_coco
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import escape as escape_controls
 from colab_utils.runtime import Machine, format_bytes, write_file
 from colab_utils.show import comparison_charts
-from colab_utils.show.charts import plot_first_seconds
+from colab_utils.show.charts import plot_first_seconds, plot_statistics
 from colab_utils.show.html import WIDE, build_page, embed_figure
+from colab_utils.show.pictures import draw_annotations
 from colab_utils.show.table import Table, make_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from colab_utils.comparison.compare import Comparison
+    from colab_utils.data.checks import DatasetReport, Problem
     from colab_utils.diagnosis.summary import Summary
 
 __all__ = [
-    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_receipt", "write_summary",
+    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_check", "write_receipt",
+    "write_summary",
 ]  # fmt: skip
 
+_CHECK = "Check: what is in a dataset, and what is wrong with it"
 _TITLE, _SUMMARY = "Receipt: ways of loading, side by side", "Summary: where the time of a loop went"
 _COCO_IMAGES = 118_287
 
@@ -76,10 +83,7 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
         ColabUtilsError: the page cannot be written, or another file is there.
     """
     path = Path(path)
-    if not _is_free(path, _SUMMARY):
-        raise ColabUtilsError(
-            f"expected a new file or an earlier summary, found something else at {path}. Name another."
-        )
+    _refuse_other(path, _SUMMARY, "summary")
     causes = [(f"{cause.share:.0%} {cause.id}", cause.why, f"Next: {cause.next}") for cause in summary.causes]
     worst = [
         {
@@ -102,6 +106,69 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
     return path
 
 
+def write_check(
+    report: DatasetReport, images: str | Path, annotations: str | Path, path: str | Path, *, repaired: str | Path = ""
+) -> Path:
+    """Write the report of a dataset as one HTML page: what to do, what is wrong, the worst images, the data in numbers.
+
+    Args:
+        report: from `check_dataset`, or from ``repair_annotations``.
+        images: the image folder.
+        annotations: the COCO JSON that was checked; of a repair, the original.
+        path: of the page; an earlier page there is replaced.
+        repaired: of a repair, the new JSON: images are drawn before and after.
+
+    Raises:
+        ColabUtilsError: the page cannot be written, or another file is there.
+    """
+    path, before = Path(path), read_coco(annotations)
+    _refuse_other(path, _CHECK, "page")
+    after = read_coco(repaired) if repaired else before
+    places = {int(number): i for i, number in enumerate(after.image_ids)}
+    worst = [
+        (f"{textwrap.shorten(one.file_name, 40)}\n{textwrap.shorten(', '.join({*one.defects}), 40)}", after, i)
+        for one in report.worst
+        if (i := places.get(one.image_id)) is not None
+    ]
+    changed = {name: None for repair in report.repairs for name in repair.examples}
+    pairs = [
+        (f"{textwrap.shorten(name, 30)}, {when}", dataset, place)
+        for i in range(len(before))
+        if (name := escape_controls(before.file_name(i))) in changed
+        and (j := places.get(int(before.image_ids[i]))) is not None
+        for when, dataset, place in (("before", before, i), ("after", after, j))
+    ][:8]
+    serious = [one for one in report.problems if not one.effect.startswith("note")]
+    serious.sort(key=lambda one: -one.count)
+    found = ", ".join(f"{one.count:,} x {one.kind}" for one in serious[:3]) or "every image can be used"
+    found += f" and {len(serious) - 3} more kinds" if len(serious) > 3 else ""
+    parts = [
+        _to_html("h1", f"{report.images:,} images, {report.annotations:,} annotations: {found}"),
+        *(_to_html("p", sentence, "note") for sentence in report.statistics.advice),
+        *(["<h2>What was repaired</h2>", _tabulate_problems(report.repairs)] if report.repairs else []),
+        "<h2>What was found</h2>", _tabulate_problems(report.problems),
+    ]  # fmt: skip
+    if pairs:
+        parts.append(show_chart(draw_annotations(images, pairs, title="Before and after the repair", columns=2)))
+    if worst:
+        parts.append(show_chart(draw_annotations(images, worst, title="The images to look at first")))
+    parts.append(show_chart(plot_statistics(report.statistics)))
+    with explain_write(path.parent):
+        write_file(path, build_page(_CHECK, "\n".join(parts), style=WIDE).encode())
+    return path
+
+
+def _tabulate_problems(problems: Sequence[Problem]) -> str:
+    rows = [
+        {
+            "": f"{one.count:,}", "what": one.kind, "what becomes of it": one.effect,
+            "such as": "; ".join(textwrap.shorten(example, 80) for example in one.examples[:2]),
+        }
+        for one in problems
+    ]  # fmt: skip
+    return make_table(rows).to_html() if rows else "<p>Nothing.</p>"
+
+
 def check_receipt_folder(folder: str | Path) -> None:
     """Refuse a folder where a receipt would overwrite somebody's page.
 
@@ -113,6 +180,13 @@ def check_receipt_folder(folder: str | Path) -> None:
         raise ColabUtilsError(
             f"expected a new folder or one with an earlier receipt, found another index.html in {folder}. Name another "
             "folder: nothing of yours is overwritten."
+        )
+
+
+def _refuse_other(path: Path, title: str, what: str) -> None:
+    if not _is_free(path, title):
+        raise ColabUtilsError(
+            f"expected a new file or an earlier {what}, found something else at {path}. Name another."
         )
 
 

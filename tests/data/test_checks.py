@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import signal
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from colab_utils.data.repair import repair_annotations
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.shards.images import fit_size
 from colab_utils.shards.write import write_shards
 
 
@@ -293,6 +295,105 @@ def test_a_good_dataset(tiny_dataset, coco_mini):
     )
 
 
+def test_pictures_of_training_in_validation(dataset, tmp_path):
+    """By what the file holds: under its own name, under another one, and not for a name or an id alone."""
+    others = tmp_path / "val"
+    others.mkdir()
+    shutil.copy(dataset.file(2), others / dataset.file(2).name)
+    shutil.copy(dataset.file(3), others / "renamed.jpg")
+    paint()(dataset)
+    (others / dataset.file(4).name).write_bytes(dataset.file(4).read_bytes()[:-1] + b"!")  # as long
+    names = [dataset.file(2).name, "renamed.jpg", dataset.file(4).name, "missing.jpg"]
+    images = [{**dataset.coco["images"][n], "file_name": name} for n, name in enumerate(names)]
+    (tmp_path / "val.json").write_text(json.dumps({**dataset.coco, "images": images, "annotations": []}))
+    report = dataset.check(validation=(others, tmp_path / "val.json"))
+    problem = next(problem for problem in report.problems if problem.kind == "image in validation, too")
+    assert not report.ok
+    assert problem.examples == (f"{names[0]} is {names[0]}", f"{dataset.file(3).name} is renamed.jpg")
+
+
+def test_masks_painted_with_cvat(dataset, tmp_path):
+    """All are crowds: 0 objects, unless they are taken as objects."""
+    for one in dataset.coco["annotations"]:
+        one["iscrowd"] = 1
+    report = dataset.check()
+    assert list_serious(report) == ["many crowds"]
+    assert report.problems[0].examples[0] == "32 of 32 objects are crowds and left out"
+    with pytest.raises(ColabUtilsError, match="expected objects to keep, found none"):
+        repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
+    repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json", crowds="objects")
+    assert repaired.ok
+    assert repaired.statistics.objects == 32
+    assert [(one.kind, one.count) for one in repaired.repairs] == [("crowd taken as an object", 32)]
+
+
+@pytest.mark.parametrize(
+    ("extra", "purpose"),
+    [({}, "boxes only"), ({"keypoints": [1, 2, 2]}, "keypoints"), ({"segments_info": []}, "panoptic segments")],
+)
+def test_files_for_something_else(dataset, extra, purpose, tmp_path):
+    for one in dataset.coco["annotations"]:
+        one.pop("segmentation")
+        one.update(extra)
+    report = dataset.check()
+    assert list_serious(report) == ["no instances", "object without mask"]
+    assert report.problems[0].examples[0].startswith(purpose)
+    with pytest.raises(ColabUtilsError, match="expected objects to keep, found none"):
+        repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+
+
+def test_objects_without_a_mask_take_their_images_along(dataset, tmp_path):
+    """As in a mixed export: none of them becomes background."""
+    for one in dataset.coco["annotations"][:9]:
+        one["segmentation"] = []
+    gone = {one["image_id"] for one in dataset.coco["annotations"][:9]}
+    objects = sum(one["image_id"] in gone for one in dataset.coco["annotations"])
+    assert dataset.check().problems[0].count == 9
+    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    assert (report.images, report.annotations) == (12 - len(gone), 32 - objects)
+    assert (report.repairs[0].kind, report.repairs[0].count) == ("object without mask", len(gone))
+    assert f"with {objects} objects" in report.repairs[0].effect
+
+
+def test_repair_of_what_tools_write(dataset, tmp_path):
+    """Numbers as text, flat polygons, parts of two points, ids as text, a box and an area that are missing."""
+    original = dataset.check().statistics
+    for one in dataset.coco["annotations"]:
+        if isinstance(one["segmentation"], list):
+            one["segmentation"] = [str(number) for number in one["segmentation"][0]]
+        one.update(image_id=str(one["image_id"]), bbox=[str(side) for side in one["bbox"]])
+    dataset.coco["annotations"][0].update(bbox=[], area=None)
+    dataset.coco["annotations"][1]["segmentation"] = [dataset.coco["annotations"][1]["segmentation"], [1, 2, 3, 4]]
+    dataset.save()
+    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    assert report.ok
+    assert report.statistics == original
+    assert {one.kind for one in report.repairs} == {
+        "numbers from text", "flat polygon nested", "box from the mask", "area from the mask",
+        "parts of fewer than 3 points left out",
+    }  # fmt: skip
+    repaired = json.loads((tmp_path / "out.json").read_text())["annotations"]
+    assert all(isinstance(number, float | int) for one in repaired for number in one["bbox"])
+
+
+def test_the_numbers_of_a_dataset(coco_mini):
+    found = check_dataset(coco_mini.images, coco_mini.annotations).statistics
+    raw = json.loads(coco_mini.annotations.read_text())
+    rows = [one for one in raw["annotations"] if not one["iscrowd"]]
+    assert found.objects == len(rows) == sum(one.objects for one in found.classes) == sum(found.sizes.values())
+    assert sum(found.objects_per_image.values()) == len(raw["images"])
+    person = next(one for one in found.classes if one.name == "person")
+    mine = [one["image_id"] for one in rows if one["category_id"] == 1]
+    assert (person.objects, person.images) == (len(mine), len({*mine}))
+    sizes = [(image["height"], image["width"]) for image in raw["images"]]
+    larger = [fit_size(*size, min_size=800, max_size=1333) for size in sizes]
+    work = sum(h * w for h, w in larger) / sum(h * w for h, w in sizes)
+    assert found.enlarged_share == 1
+    assert found.enlarged_work == pytest.approx(work, rel=0.01)
+    assert any("3.3 times the work" in sentence for sentence in found.advice)
+
+
 def test_no_images_at_all(dataset):
     dataset.coco["images"] = dataset.coco["annotations"] = []
     report = dataset.check()
@@ -391,6 +492,19 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
 
     monkeypatch.setattr(Image, "open", fail)
     assert "bad image" in list_kinds(dataset.check())
+
+
+def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
+    monkeypatch.setattr("colab_utils.data.checks.check_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ColabUtilsError, match="expected every process to finish, found one that the system ended"):
+        dataset.check()
+
+
+def test_a_repair_that_would_keep_no_object_is_refused(dataset, tmp_path):
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ColabUtilsError, match=r"expected objects to keep, found none .* Name the right image folder"):
+        repair_annotations(tmp_path / "other", dataset.annotations, output=tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_missing_folder_and_file(dataset, tmp_path):

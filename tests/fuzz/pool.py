@@ -21,8 +21,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from colab_utils.data import checks
 from colab_utils.errors import ColabUtilsError
-from tests.fuzz.originals import Originals
+from tests.fuzz.originals import Originals, run_here
 from tests.fuzz.truth import WrongDataError
 
 SECONDS, MEGABYTES = 10, 1024
@@ -133,6 +134,7 @@ def _work(connection: Connection, seed: int, kinds: Kinds, originals: Originals,
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 2 * MEGABYTES * 2**20,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    checks.fork_pool = run_here  # type: ignore[attr-defined]
     tempfile.tempdir = str(folder / "case" / "tmp")
     guard = _Guard(folder / "case")
     while (number := connection.recv()) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,16 +15,17 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.format import ShardIndex, ShardInfo, hash_bytes, read_index, write_index
+from colab_utils.shards.format import hash_bytes, read_index, write_index
 from colab_utils.shards.verify import verify_shards
 from tests.fuzz import mutate
 from tests.fuzz.originals import Originals, Tree, read_tree, write_tree
 from tests.fuzz.pool import REFUSED, Case
 from tests.fuzz.truth import WrongDataError, compare_sample
+from tests.sealed import seal_index
 
 
 def _judge(case: Case, folder: Path, *, forged: bool = False) -> None:
-    """All that takes shards; ``forged`` ones, whose checksums are right, need only be well-formed."""
+    """All that takes shards: the data must be those of the index; ``forged`` ones need only be well-formed."""
     before, report, dataset = read_tree(folder), case.attempt(verify_shards, folder), case.attempt(ShardDataset, folder)
     if dataset is not REFUSED:
         _judge_samples(case, dataset, forged=forged)
@@ -51,9 +52,11 @@ def _judge(case: Case, folder: Path, *, forged: bool = False) -> None:
 
 def _judge_samples(case: Case, dataset: ShardDataset, *, forged: bool = False, part: bool = False) -> None:
     """Classes, images, records and sometimes batches; ``part`` of the images is enough where there was a limit."""
-    truth, ids = case.originals.truth, dataset.image_ids.tolist()
+    named = [one for one in case.originals.known if dataset.fingerprint in one.facts]
+    known = (named or case.originals.known)[0]
+    truth, ids = known.truth, dataset.image_ids.tolist()
     facts = dataset.class_names, dataset.category_ids, dataset.num_classes, dataset.fingerprint, dataset.is_decoded
-    if not forged and facts != case.originals.facts:
+    if not forged and facts != known.facts:
         raise WrongDataError("other classes, fingerprint or storage than there were")
     some = part and dataset.index.partial and ids and [number for number in truth if number in ids]
     if not forged and ids not in (list(truth), some):
@@ -65,7 +68,7 @@ def _judge_samples(case: Case, dataset: ShardDataset, *, forged: bool = False, p
             _check_form(*sample, dataset)
             if not forged:
                 compare_sample(*sample, truth[number], dataset.category_ids)
-        if record is not REFUSED and not forged and record != case.originals.records[number]:
+        if record is not REFUSED and not forged and record != known.records[number]:
             raise WrongDataError("another record than there was")
     if case.rng.random() < 0.1:
         for image, target in case.attempt(_load_batches, dataset) or ():
@@ -157,10 +160,10 @@ def change_index(rng: Random, tree: Tree, _: Any) -> str:
 
 
 def swap(rng: Random, tree: Tree, originals: Originals) -> str:
-    """Files of another folder of shards under the same names, but not all."""
+    """Files of another folder of shards under the same names."""
     other = rng.choice(originals.shards[1:])
     for name in rng.sample(sorted(tree), rng.randint(1, len(tree) - 1)):
-        tree[name] = other[name] if other[name] != tree[name] else b""
+        tree[name] = other[name]
     return name
 
 
@@ -181,15 +184,12 @@ def forge_arrays(rng: Random, tree: Tree, _: Any) -> str:
 
 
 def hostile_index(case: Case) -> None:
-    """An index with other values, written as the package writes it."""
-    folder = case.folder / "shards"
-    write_tree(folder, case.originals.shards[0])
-    values = mutate.change_tree(case.rng, asdict(read_index(folder)))
-    try:
-        shards = tuple(ShardInfo(**shard) for shard in values["shards"])
-        write_index(folder, ShardIndex(**{**values, "shards": shards}))
-    except (TypeError, ValueError, KeyError, AttributeError):
-        return  # nothing that could be written
+    """An index with other values, whose own checksum is right."""
+    folder, tree = case.folder / "shards", case.originals.shards[0]
+    changed = mutate.change_tree(case.rng, json.loads(tree["index.json"]))
+    write_tree(folder, {**tree, "index.json": json.dumps(changed).encode()})
+    if isinstance(changed, dict):
+        seal_index(folder)
     _judge(case, folder, forged=True)
 
 
@@ -213,5 +213,5 @@ def copy(case: Case) -> None:
         raise WrongDataError(f"a copy without an error is bad\n{bad}")
     if (target / "index.json").exists() and (dataset := case.attempt(ShardDataset, target)) is not REFUSED:
         _judge_samples(case, dataset, part=True)
-        if report is not REFUSED and limit is None and len(dataset) < len(case.originals.truth):
+        if report is not REFUSED and limit is None and len(dataset) < len(case.originals.known[0].truth):
             raise WrongDataError("a copy without a limit left images out")

@@ -486,6 +486,24 @@ def test_a_broken_image_is_named(shards, spoil):
     assert len(dataset[5][0]) == 3
 
 
+@pytest.mark.parametrize(
+    ("spoil", "found"), [(lambda data: bytes(len(data)), "not an image"), (make_small_jpeg, "it has 16 x 16 pixels")]
+)
+def test_a_broken_image_is_named_where_every_checksum_was_made_right(shards, spoil, found):
+    dataset = ShardDataset(shards)
+    number = int(dataset.shard_of[4])
+    info, row = dataset.index.shards[number], 4 - int(np.argmax(dataset.shard_of == number))
+    arrays = load_arrays(shards / info.arrays_name, info, dataset.index.categories)
+    tar = (shards / damage_image(shards, 4, spoil)).read_bytes()
+    start, length = arrays.image_spans[row].tolist()
+    checks = arrays.checks.copy()
+    checks[row, 0] = int(hash_bytes(tar[start : start + length]), 16)
+    changed = replace(arrays, checks=checks)
+    seal_shard(shards, number, seal_arrays(shards / info.arrays_name, changed, xxh3_64=hash_bytes(tar)))
+    with pytest.raises(ColabUtilsError, match=rf"found image {dataset.image_ids[4]} damaged \({found}"):
+        ShardDataset(shards)[4]
+
+
 def test_a_broken_record_is_named(shards):
     dataset = ShardDataset(shards)
     path = shards / dataset.index.shards[0].name
@@ -542,6 +560,16 @@ def test_loose_files_are_read_again_where_drive_fails(tiny_dataset, monkeypatch)
     fails = iter([errno.EIO] * 9)
     with pytest.raises(DriveLostError, match="Drive got disconnected or refuses"):
         folder[3]
+
+
+def test_an_annotation_whose_mask_cannot_be_drawn_is_named(tiny_dataset, tmp_path):
+    content = json.loads(tiny_dataset.annotations.read_bytes())
+    content["annotations"][0] |= {"id": 77, "segmentation": [[1, 2]], "image_id": content["images"][0]["id"]}
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    dataset = CocoFolder(tiny_dataset.images, tmp_path / "coco.json")
+    for read in (dataset.__getitem__, dataset.read_masks):
+        with pytest.raises(ColabUtilsError, match=r"^annotation 77: expected polygons .*Run check on the dataset"):
+            read(0)
 
 
 def test_a_folder_of_images_with_faults(tiny_dataset, tmp_path):

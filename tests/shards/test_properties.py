@@ -1,10 +1,12 @@
-"""Any dataset comes out of its shards as the independent path reads it; any index comes back."""
+"""Any dataset comes out of its shards as the independent path reads it; an index that was changed is not taken."""
 
 from __future__ import annotations
 
 import io
 import json
 import tempfile
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.shards.format import ShardIndex, ShardInfo, SkippedImage, read_index, write_index
 from tests.fuzz.originals import store
@@ -83,26 +86,40 @@ def test_any_dataset_comes_out_of_shards_as_it_went_in(dataset, storage, small):
             compare_sample(*loose[i], truth(number), loose.category_ids)
 
 
-text = st.text(max_size=9)
-shard_infos = st.builds(
-    lambda number, rest: ShardInfo(f"shard-{number:06d}.tar", *rest[:4], f"shard-{number:06d}.arrays", *rest[4:]),
-    st.integers(0, 10**6),
-    st.tuples(*[st.integers(0, 2**50)] * 3, text, st.integers(0, 2**50), text),
-)
-indexes = st.builds(
-    ShardIndex,
-    fingerprint=text,
-    recipe=st.dictionaries(text, st.one_of(text, st.integers(), st.floats(allow_nan=False))),
-    categories=st.lists(st.fixed_dictionaries({"id": st.integers(), "name": text}), max_size=3).map(tuple),
-    shards=st.lists(shard_infos, max_size=4, unique_by=lambda shard: shard.name).map(tuple),
-    skipped=st.lists(st.builds(SkippedImage, text, text), max_size=2).map(tuple),
-    partial=st.booleans(),
-)
+text, size = st.text(max_size=9), st.integers(0, 2**50)
+recipe = {"min_size": 800, "max_size": 1333, "shard_mb": 0.5, "images_per_shard": 7, "storage": "keep"}
 
 
-@settings(SEEDED, max_examples=100)
-@given(index=indexes)
-def test_an_index_comes_back(index):
+@st.composite
+def indexes(draw) -> ShardIndex:
+    """What `parse_fields` and `parse_recipe` allow: any texts and sizes."""
+    values = {"str": text, "int": size}
+    infos = []
+    for number in draw(st.sets(st.integers(0, 10**6), max_size=3)):
+        names = {"name": f"shard-{number:06d}.tar", "arrays_name": f"shard-{number:06d}.arrays"}
+        drawn = {field.name: draw(values[field.type]) for field in fields(ShardInfo)}
+        infos.append(ShardInfo(**{**drawn, **names}))
+    ids = draw(st.lists(st.integers(-(2**40), 2**40), max_size=3, unique=True))
+    return ShardIndex(
+        fingerprint=draw(text),
+        recipe={**recipe, **draw(st.fixed_dictionaries({"min_size": st.integers(1, 5000), "storage": text}))},
+        categories=tuple({"id": number, "name": draw(text)} for number in ids),
+        shards=tuple(infos),
+        skipped=tuple(draw(st.lists(st.builds(SkippedImage, text, text), max_size=2))),
+        partial=draw(st.booleans()),
+    )
+
+
+@settings(SEEDED, max_examples=80)
+@given(index=indexes(), place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_an_index_comes_back_and_a_changed_one_does_not(index, place, byte):
+    """Another byte anywhere is refused, or it was no part of the values (a space)."""
     with tempfile.TemporaryDirectory() as folder:
         write_index(Path(folder), index)
         assert read_index(folder) == index
+        path = Path(folder, "index.json")
+        content = bytearray(path.read_bytes())
+        content[int(place * len(content))] = byte
+        path.write_bytes(content)
+        with suppress(ColabUtilsError):
+            assert read_index(folder) == index

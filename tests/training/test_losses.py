@@ -235,15 +235,17 @@ def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_sam
     assert compute_losses(model, packed)["loss_mask"].item() == 0
 
 
-def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(real_samples):
-    packed, images, targets = make_batch(real_samples, FLIPS)
-    model = build(real_samples)
+def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(tiny_dataset):
+    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, contiguous_labels=True)
+    samples = [dataset[i] for i in range(len(FLIPS))]
+    packed, images, targets = make_batch(samples, FLIPS)
+    model = build(samples)
     boxes_only = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=2)
     refused = [
         (DataParallel(model), packed, "found DataParallel around it.* whose forward calls compute_losses"),
         (boxes_only, packed, "found FasterRCNN.*deliver='dense'"),
         (torch.nn.Identity(), packed, "found Identity"),
-        (build(real_samples).eval(), packed, "evaluation mode: call model.train"),
+        (build(samples).eval(), packed, "evaluation mode: call model.train"),
         (model, (images, targets), "expected a packed batch, found tuple.*deliver='packed'"),
     ]
     for one, batch, message in refused:

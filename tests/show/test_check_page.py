@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from colab_utils.__main__ import main
+from colab_utils.data.checks import check_dataset
+from colab_utils.errors import ColabUtilsError
+from colab_utils.show.report import write_check
+
+
+@pytest.fixture
+def spoiled(tiny_dataset, tmp_path):
+    """A hostile name, and two boxes of corners."""
+    coco = json.loads(tiny_dataset.annotations.read_text())
+    coco["images"][0]["file_name"] = "<script>alert(1)</script>.jpg"
+    coco["categories"][0]["name"] = "<b>$x"
+    for one in coco["annotations"][4:6]:
+        one.update(segmentation=[[60, 50, 90, 50, 90, 80, 60, 80]], bbox=[60, 50, 90, 80])
+    (tmp_path / "a.json").write_text(json.dumps(coco))
+    return tiny_dataset.images, tmp_path / "a.json"
+
+
+def read_headings(page):
+    return re.findall(r"<h[12][^>]*>([^<]*)</h", page)
+
+
+def test_the_page_says_what_is_wrong_and_shows_it(spoiled, tmp_path):
+    report = check_dataset(*spoiled)
+    page = write_check(report, *spoiled, tmp_path / "page.html").read_text()
+    assert read_headings(page) == [
+        f"12 images, {report.annotations} annotations: 2 x box of corners, 1 x missing image",
+        "What was found", "The images to look at first",
+        f"{report.statistics.objects} objects of {len(report.statistics.classes)} classes, "
+        f"{report.statistics.sizes['small, under 32² px'] / report.statistics.objects:.0%} of them small",
+    ]  # fmt: skip
+    assert page.count("<img") == 2
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert all(sentence.split(":")[0] in page for sentence in report.statistics.advice)
+    assert "box of corners" in page
+    write_check(report, *spoiled, tmp_path / "page.html")  # an earlier page is replaced
+
+
+def test_somebody_elses_page_stays(spoiled, tmp_path):
+    (tmp_path / "mine.html").write_text("mine")
+    with pytest.raises(ColabUtilsError, match="found something else"):
+        write_check(check_dataset(*spoiled), *spoiled, tmp_path / "mine.html")
+
+
+def test_a_repair_is_drawn_before_and_after(spoiled, tmp_path, capsys):
+    page, output = tmp_path / "page.html", tmp_path / "out.json"
+    options = ["--images", str(spoiled[0]), "--annotations", str(spoiled[1]), "--repair", str(output)]
+    assert main(["check", *options, "--report", str(page), "--json", str(tmp_path / "out")]) == 0
+    assert read_headings(page.read_text())[1:4] == [
+        "What was repaired",
+        "What was found",
+        "Before and after the repair",
+    ]
+    result = json.loads((tmp_path / "out").read_text())
+    assert {one["kind"]: one["count"] for one in result["repairs"]} == {"box from the mask": 2, "missing image": 1}
+    assert result["statistics"]["objects"] == sum(one["objects"] for one in result["statistics"]["classes"])
+    assert str(page) in capsys.readouterr().err
