@@ -317,6 +317,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (WHOLE[:-1] + b",}", "text that is not JSON"),
         (WHOLE.replace(b"}],", b"},],", 1), "text that is not JSON"),
         (b'{"info": ' + b"[" * 100_000, "JSON that is nested too deeply"),
+        (WHOLE[:-1] + b', "annotations": []}', "two lists of annotations"),
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),  # more digits than Python reads
         ({"images": {}, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(images=[5]), "'images' (id 5)"),
