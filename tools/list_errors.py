@@ -142,7 +142,8 @@ class _Code:
             case ast.Subscript(value=ast.Tuple(elts=ways)):
                 pass
             case ast.Name(id=name) if not name.isupper():
-                ways = [value for value in self._find_values(node, scope) if self._read(value, scope, known)]
+                values = self._find_values(node, scope)
+                ways = values if any(self._read(value, scope, known) for value in values) else []
             case ast.Call(func=ast.Name(id=name), args=[one, *_]):
                 scope = self.texts.get(_name(one) if name == "str" else name, ast.Module())
                 ways = [part.value for part in _walk_scope(scope) if isinstance(part, ast.Return)]
