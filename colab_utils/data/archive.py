@@ -16,15 +16,17 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import xxhash
 
-from colab_utils.data.coco import read_coco
+from colab_utils.data.coco import read_coco, take_base_name
 from colab_utils.drive import DriveLostError, Retries, explain_write
-from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import require_space, show_progress, write_file
+from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.runtime import format_bytes, require_space, show_progress, write_file
 
 __all__ = ["is_archive", "unpack_dataset"]
 
 _SILENT_S = 60.0  # after which a server that sends nothing is given up
 _CURE = "or name a folder on a bigger disk"
+_LARGE_BYTES, _MOST_RATIO = 100e6, 200  # what is larger and was packed better is a bomb; JSON is packed 20 times
+_ENCRYPTED = 1  # of a member's flags
 _DAMAGE = (BadZipFile, zlib.error, EOFError, RuntimeError)  # what zipfile raises; the last of encrypted files
 
 
@@ -92,12 +94,7 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
 def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[str, str]:
     """Unpack what is needed; returns the image folder and the JSON, relative to ``target``."""
     with ZipFile(path) as archive:
-        members = {info.filename: info for info in archive.infolist() if not info.filename.startswith("__MACOSX/")}
-        for name, info in members.items():
-            named, kind = PureWindowsPath(name), stat.S_IFMT(info.external_attr >> 16)
-            if named.anchor or ".." in named.parts or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                found = f"found {name!r:.80}, a link or a name that leads out of it: nothing is unpacked, zip it again"
-                raise ColabUtilsError(f"expected only files and folders in {source}, {found}")
+        members = _list_members(archive, source)
         end = f"/{annotations}" if annotations else ".json"
         texts = [name for name in members if f"/{name}".endswith(end)]
         if len(texts) != 1:
@@ -111,12 +108,45 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
         names = [coco.file_name(i) for i in range(len(coco))]
         folders = (one[: -len(name)] for name in names[:9] for one in sorted(members) if f"/{one}".endswith(f"/{name}"))
         folder = next(folders, None)
-        if folder is None:
+        wanted = {f"{folder}{name}" for name in names}
+        if folder is None:  # names of another machine: `CocoDataset.find_image` finds the files
+            bases, folder = set(map(take_base_name, names)), ""
+            wanted = {name for name in members if take_base_name(name) in bases}
+        if not wanted:
             found = f"found none of {len(names):,}: name another JSON in ANNOTATIONS, or export it with its images"
             raise ColabUtilsError(f"expected in {source} the images of {texts[0]}, {found}")
-        wanted = {folder + name for name in names}
         _extract(archive, [info for name, info in members.items() if name in wanted], target)
         return folder, texts[0]
+
+
+def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
+    """What is in a zip, by name.
+
+    Raises:
+        ColabUtilsError: something in it is not what an export holds; nothing of it is unpacked.
+    """
+    members, seen = dict[str, ZipInfo](), set[str]()
+    for info in archive.infolist():
+        name, size, kind = info.filename, info.file_size, stat.S_IFMT(info.external_attr >> 16)
+        if name.startswith("__MACOSX/"):
+            continue
+        why, named = "", PureWindowsPath(name)
+        if named.anchor or ".." in named.parts or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            why = "a link or a name that leads out of it"
+        elif escape(name) != name:
+            why = "a name with control characters"
+        elif info.flag_bits & _ENCRYPTED:
+            why = "a file that asks for a password"
+        elif size > max(_LARGE_BYTES, _MOST_RATIO * info.compress_size):
+            why = f"a file of {format_bytes(info.compress_size)} that unpacks to {format_bytes(size)}"
+        elif name.casefold() in seen and not info.is_dir():
+            why = "which is there twice, perhaps with other capitals"
+        if why:
+            found = f"found {name!r:.80}, {why}: nothing is unpacked, zip it again"
+            raise ColabUtilsError(f"expected only files and folders in {source}, {found}")
+        members[name] = info
+        seen.add(name.casefold())
+    return members
 
 
 def _extract(archive: ZipFile, members: list[ZipInfo], target: Path) -> None:

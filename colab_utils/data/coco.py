@@ -32,7 +32,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import find_free_memory, write_file
 
 __all__ = [
-    "CocoDataset", "decode_text", "open_coco", "read_bytes", "read_coco", "resolve_image", "write_subset",
+    "CocoDataset", "decode_text", "open_coco", "read_bytes", "read_coco", "resolve_image", "take_base_name",
+    "write_subset",
 ]  # fmt: skip
 
 _SECTIONS = ("images", "annotations", "categories")
@@ -118,7 +119,7 @@ class CocoDataset:
                     return alike, False
             if slashed == name and os.path.isdir(path.parent):
                 return path, False
-        base = _take_base_name(name)
+        base = take_base_name(name)
         found = _list_files(str(folder)).get(base, "") if base not in self.shared_names else None
         if found:
             return Path(folder, found), True
@@ -344,11 +345,11 @@ def _leads_out(name: str) -> bool:
     return not named.parts or bool(named.anchor) or ".." in named.parts or "\0" in name or "://" in name
 
 
-def _take_base_name(name: str) -> str:
+def take_base_name(name: str) -> str:
     r"""A name's last part, whatever the machine it comes from, with composed accents.
 
     Example:
-        >>> _take_base_name("C:\\data\\a.jpg"), _take_base_name("https://example.org/my%20photo.jpg?v=1")
+        >>> take_base_name("C:\\data\\a.jpg"), take_base_name("https://example.org/my%20photo.jpg?v=1")
         ('a.jpg', 'my photo.jpg')
     """
     if "://" in name:
@@ -411,6 +412,8 @@ def _iterate_entries(text: str, path: Path) -> Iterator[tuple[str, Any, int, int
             key, position = decode(text, position)
             _, position = take(position, ":")
             if key in _SECTIONS and text[position] == "[":
+                if key in found:  # other readers of JSON take the last one alone
+                    raise _expect(path, f"two lists of {key}", "Make it one list.")
                 found.add(key)
                 mark, position = take(position, "[")
                 if text[position] == "]":
@@ -451,7 +454,7 @@ class _Columns:
     def add_image(self, image: dict[str, Any]) -> None:
         url, name = image.get("coco_url"), image.get("file_name")
         if not name and isinstance(url, str):
-            name = _take_base_name(url)
+            name = take_base_name(url)
         if name is None:
             raise KeyError("file_name")
         if not isinstance(name, str):
@@ -595,4 +598,4 @@ def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
 def _find_shared_names(columns: _Columns) -> frozenset[str]:
     ends = columns.name_ends
     names = {columns.names[start:end].decode() for start, end in pairwise(ends)}
-    return frozenset(base for base, count in Counter(map(_take_base_name, names)).items() if count > 1)
+    return frozenset(base for base, count in Counter(map(take_base_name, names)).items() if count > 1)

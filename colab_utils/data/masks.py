@@ -19,8 +19,10 @@ __all__ = [
     "resize_rles", "unpack_masks",
 ]  # fmt: skip
 
-# beyond these a polygon is damage: no mask has such an outline, and drawing it would take gigabytes
-_FARTHEST_PIXEL, _LONGEST_OUTLINE = 10_000_000, 4_000_000
+_FARTHEST_PIXEL = 10_000_000
+# of an object, in pixels, or so many times around the image where that is more: pycocotools takes up to 1 s for
+# 4,000,000. COCO's longest are 2 times around; contours of 20,000 points have some 100,000 pixels.
+_LONGEST_OUTLINE, _TIMES_AROUND = 400_000, 32
 _MOST_BITS = 30  # of a run in compressed RLE: pycocotools has 32
 
 
@@ -72,22 +74,27 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
     except (TypeError, ValueError, OverflowError):
         raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
     drawn = [part for part in parts if part.ndim != 1 or part.size >= 6 or part.size % 2] or parts
-    for part in drawn:
-        _check_polygon(part)
+    outline, longest = sum(map(_measure_outline, drawn)), max(_LONGEST_OUTLINE, _TIMES_AROUND * 2 * (height + width))
+    if outline > longest:
+        found = f"outlines of {outline:,.0f} pixels in all, over {longest:,}"
+        raise ColabUtilsError(f"expected polygons around an object in {width} x {height} pixels, found {found}")
     return coco_mask.merge(coco_mask.frPyObjects(drawn, height, width))
 
 
-def _check_polygon(polygon: NDArray[np.float64]) -> None:
-    """Refuse what pycocotools would take wrongly: it walks every pixel of an edge, however far that goes."""
+def _measure_outline(polygon: NDArray[np.float64]) -> float:
+    """How long it is, in pixels: pycocotools walks every pixel of an edge, however far that goes.
+
+    Raises:
+        ColabUtilsError: it is what pycocotools would take wrongly.
+    """
     if polygon.ndim != 1 or polygon.size < 6 or polygon.size % 2:
         found = f"one of {polygon.size} numbers" if polygon.ndim == 1 else "something else"
         raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found {found}")
     points = polygon.reshape(-1, 2)
-    with np.errstate(over="ignore", invalid="ignore"):
-        farthest = np.abs(points).max()
-        outline = np.abs(np.diff(points, axis=0, append=points[:1])).sum()
-    if not (farthest < _FARTHEST_PIXEL and outline < _LONGEST_OUTLINE):
+    farthest = np.abs(points).max()
+    if not farthest < _FARTHEST_PIXEL:
         raise ColabUtilsError(f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}")
+    return float(np.abs(np.diff(points, axis=0, append=points[:1])).sum())
 
 
 def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
@@ -102,12 +109,27 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     runs = coded if isinstance(coded, list) else _read_counts(coded)
     if not all(isinstance(run, int) and run >= 0 for run in runs) or sum(runs) != height * width:
         raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")
-    if 0 in runs[1:]:  # an empty run makes pycocotools' toBbox wrong: encode the mask afresh
-        pixels = np.repeat(np.arange(len(runs)) % 2, runs).astype(np.uint8)
-        return coco_mask.encode(pixels.reshape(height, width, order="F"))
+    if 0 in runs[1:]:  # an empty run makes pycocotools' toBbox wrong: join those around it
+        coded = runs = _join_runs(runs)
     if isinstance(coded, list):
         return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
     return {"size": [height, width], "counts": coded}
+
+
+def _join_runs(runs: list[int]) -> list[int]:
+    """The runs without those of no pixel, of which the first alone may stay.
+
+    Example:
+        >>> _join_runs([2, 0, 3, 4, 0])
+        [5, 4]
+    """
+    joined = [0]
+    for i, run in enumerate(runs):
+        if run and i % 2 == len(joined) % 2:  # of the other colour than the last
+            joined.append(run)
+        else:
+            joined[-1] += run
+    return joined
 
 
 def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list[dict[str, Any]]:

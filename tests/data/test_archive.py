@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 import zipfile
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import pytest
 
 from colab_utils.data.archive import is_archive, unpack_dataset
 from colab_utils.data.checks import check_dataset
+from colab_utils.data.coco import open_coco
 from colab_utils.drive import RETRY_WAITS_S, DriveLostError
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 JSON = "annotations/instances_train.json"
 
@@ -189,12 +191,51 @@ def encrypt(path):
         (lambda path: path.write_bytes(b""), "not a zip file"),  # empty
         (lambda path: path.write_bytes(b"<!doctype html>" * 99), "not a zip file"),  # a web page
         (lambda path: path.write_bytes(path.read_bytes()[:-3000]), "not a zip file"),  # cut short
-        (encrypt, "encrypted"),  # with a password
     ],
 )
 def test_what_is_no_whole_zip_is_told(export, ssd, break_it, words):
     break_it(Path(export))
     with pytest.raises(ColabUtilsError, match=rf"expected a whole zip of a COCO export at .*export\.zip.*{words}"):
+        unpack_dataset(export, ssd)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ([("bomb.png", bytes(101_000_000))], r"bomb.png', a file of 9\d.* kB that unpacks to 101.0 MB"),
+        ([("a.txt", b"1"), ("a.txt", b"2")], r"a.txt', which is there twice"),
+        ([("a.txt", b"1"), ("A.TXT", b"2")], r"A.TXT', which is there twice, perhaps with other capitals"),
+        ([("a\x1b[2J.txt", b"1")], "a name with control characters"),
+        ([("a\u202egpj.exe", b"1")], "a name with control characters"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_what_no_export_holds_is_refused_before_anything_is_written(tmp_path, tiny_dataset, ssd, more, why):
+    source = write_zip(tmp_path / "export.zip", tiny_dataset, more=more, kind=zipfile.ZIP_DEFLATED)
+    with pytest.raises(ColabUtilsError, match=f"{why}.*: nothing is unpacked") as error:
+        unpack_dataset(source, ssd)
+    assert str(error.value).isprintable()
+    assert not [path for path in ssd.rglob("*") if path.is_file()]
+
+
+def test_images_under_names_of_another_machine_are_unpacked_and_found(tmp_path, tiny_dataset, ssd):
+    coco = json.loads(tiny_dataset.annotations.read_text())
+    for image in coco["images"]:
+        image["file_name"] = f"C:\\export\\{image['file_name']}"
+    changed = tmp_path / "a.json"
+    changed.write_text(json.dumps(coco))
+    source = write_zip(tmp_path / "export.zip", replace(tiny_dataset, annotations=changed), more=[("x.txt", b"")])
+    images, annotations = unpack_dataset(source, ssd)
+    with pytest.warns(ColabUtilsWarning, match="do not lie where the annotations say"):
+        dataset = open_coco(images, annotations)
+    assert [dataset.find_image(images, i)[0].read_bytes() for i in range(len(dataset))] == [
+        (tiny_dataset.images / image["file_name"].split("\\")[-1]).read_bytes() for image in coco["images"]
+    ]
+
+
+def test_an_encrypted_zip_is_told(export, ssd):
+    encrypt(Path(export))
+    with pytest.raises(ColabUtilsError, match=r"found 'train/', a file that asks for a password: nothing is unpacked"):
         unpack_dataset(export, ssd)
 
 

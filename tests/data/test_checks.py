@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import signal
 from typing import Any
 
 import numpy as np
@@ -492,6 +493,19 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
 
     monkeypatch.setattr(Image, "open", fail)
     assert "bad image" in list_kinds(dataset.check())
+
+
+def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
+    monkeypatch.setattr("colab_utils.data.checks.check_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ColabUtilsError, match="expected every process to finish, found one that the system ended"):
+        dataset.check()
+
+
+def test_a_repair_that_would_keep_no_object_is_refused(dataset, tmp_path):
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ColabUtilsError, match=r"expected objects to keep, found none .* Name the right image folder"):
+        repair_annotations(tmp_path / "other", dataset.annotations, output=tmp_path / "out.json")
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_missing_folder_and_file(dataset, tmp_path):

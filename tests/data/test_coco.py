@@ -317,6 +317,7 @@ WHOLE = json.dumps(make_coco()).encode()
         (WHOLE[:-1] + b",}", "text that is not JSON"),
         (WHOLE.replace(b"}],", b"},],", 1), "text that is not JSON"),
         (b'{"info": ' + b"[" * 100_000, "JSON that is nested too deeply"),
+        (WHOLE[:-1] + b', "annotations": []}', "two lists of annotations"),
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),  # more digits than Python reads
         ({"images": {}, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(images=[5]), "'images' (id 5)"),
@@ -484,6 +485,11 @@ def test_images_are_found_by_their_base_names(tmp_path, name, files, found, by_n
 def test_an_image_that_may_be_another_is_not_taken(tmp_path, names, files, why):
     with pytest.raises(ColabUtilsError, match=f"leads out of it, and {why}"):
         find(tmp_path, names, files=files)
+
+
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path):
+    with pytest.raises(ColabUtilsError, match=r"expected to list the images in .*images, found: .*Check the folder"):
+        find(tmp_path, ["C:\\photos\\a.jpg"], files=[])
 
 
 def test_no_image_is_found_for_two(tmp_path):

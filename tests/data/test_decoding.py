@@ -3,6 +3,7 @@
 import gc
 import io
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -52,6 +53,17 @@ def test_other_arrays_than_pixels_are_refused(array, found):
         decode_pixels(dump(array))
     with pytest.raises(ColabUtilsError, match="raw pixels"):
         decode_pixels(dump(array)[:70])  # cut short in its header
+
+
+def test_images_that_would_fill_the_memory_are_refused():
+    file = io.BytesIO()
+    Image.new("1", (12_000, 11_000)).save(file, "PNG")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's own
+        with pytest.raises(
+            ColabUtilsError, match="12000 x 11000 is more than 128,000,000 pixels: save the image smaller"
+        ):
+            decode_pixels(file.getvalue())
 
 
 def test_threads_do_not_disturb_each_other():

@@ -115,6 +115,12 @@ def test_what_is_wrong_is_told_and_nothing_is_written(people, spoil, told):
     assert sorted(path.name for path in people.iterdir()) == before
 
 
+def test_a_folder_without_images(people):
+    (people / "empty").mkdir()
+    with pytest.raises(ColabUtilsError, match=r"expected a folder of image files at .*empty, found none"):
+        convert_masks(people / "empty", people / "PedMasks", output=people / "people.json")
+
+
 def test_a_file_that_cannot_be_written(people):
     with pytest.raises(ColabUtilsError, match="expected to write"):
         convert_masks(people / "PNGImages", people / "PedMasks", output=people / "no/such/people.json")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -88,6 +89,34 @@ def test_no_compressed_rle_is_read_past_its_end(counts, size):
     assert int(unpack_masks(packed, size, size).sum()) == int(coco_mask.area(rle))
 
 
+@pytest.mark.parametrize("side", [11_314, 30_000, 60_000, 2**31])
+def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
+    """An RLE of 60,000 x 60,000 with an empty run ended the interpreter."""
+    rle = {"size": [side, side], "counts": [side * side // 2, 0, side * side - side * side // 2]}
+    for segmentation in (rle, [SQUARE], {**rle, "counts": "abc"}):
+        with pytest.raises(ColabUtilsError, match="expected an image of 1 to 128,000,000 pixels"):
+            encode_segmentation(segmentation, side, side)
+
+
+def test_empty_runs_cost_no_image():
+    size, runs = [11_300, 11_300], [5, 0, 95, 11_300**2 - 100]
+    tracemalloc.start()
+    rle = encode_segmentation({"size": size, "counts": runs}, *size)
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
+    assert rle == encode_segmentation({"size": size, "counts": [100, 11_300**2 - 100]}, *size)
+
+
+def test_contours_of_many_points_pass():
+    """20,000 points of a ragged outline, on a photo of 12 megapixels and on a small one."""
+    angles, rng = np.linspace(0, 2 * np.pi, 20_000), np.random.default_rng(0)
+    for height, width in ((3000, 4000), (480, 640)):
+        radius = height * (0.4 + rng.uniform(0, 0.001, angles.size))
+        points = np.stack([width / 2 + radius * np.cos(angles), height / 2 + radius * np.sin(angles)], 1)
+        rle = encode_segmentation([points.ravel().tolist()], height, width)
+        assert coco_mask.area(rle) == pytest.approx(np.pi * (0.4005 * height) ** 2, rel=0.01)
+
+
 def test_large_runs_are_read():
     rle = {"size": [10_000, 12_000], "counts": [119_999_990, 10]}
     counts = coco_mask.frPyObjects(rle, 10_000, 12_000)["counts"]
@@ -143,7 +172,8 @@ def test_resize_is_torch_nearest(masks, height, width):
         ([[float("inf"), *SQUARE[1:]]], "reaches to pixel inf"),
         ([[1e9, *SQUARE[1:]]], "reaches to pixel 1e+09"),  # pycocotools would take gigabytes
         ([[-1e300, *SQUARE[1:]]], "reaches to pixel 1e+300"),
-        ([[0, 0, 9e6, 9e6] * 50], "reaches to pixel 9e+06"),
+        ([[0, 0, 9e6, 9e6, 0, 1]], "outlines of 36,000,000 pixels in all, over 400,000"),
+        ([[0, 0, 800, 8, 0, 8]] * 300, "pixels in all, over 400,000"),  # each is short
         ("text", "without a mask"),
         ({"size": [6, 8]}, "without counts"),
         ({"counts": [48]}, "size [6, 8], the image's, found None"),
@@ -156,6 +186,7 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, 8], "counts": []}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": ""}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": "`1"[:1]}, "add up to 6 x 8"),  # ends in the middle of a run
+        ({"size": [6, 8], "counts": [48] + [0] * 99 + [1]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": "日本"}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": "`Q" + "P" * 9 + "0"}, "add up to 6 x 8"),  # 48, in more bits than C shifts
     ],

@@ -33,6 +33,18 @@ HEIGHT, WIDTH = 24, 32
 TRAINING: dict[str, Any] = {"steps": 2, "model": TINY_MODEL, "weights": None, "min_size": 32, "workers": 0}
 
 
+@dataclass(frozen=True)
+class Known:
+    """What a dataset holds, by the independent path."""
+
+    truth: dict[int, Expected]
+    """By image id."""
+    records: dict[int, Any]
+    """By image id, as they lie in the tars."""
+    facts: tuple[Any, ...]
+    """Classes, fingerprint and storage."""
+
+
 @dataclass
 class Originals:
     """Everything a case starts from, in memory."""
@@ -45,12 +57,8 @@ class Originals:
     """Two checkpoints that hold little; the newest of a real run; and the best one."""
     export: bytes = b""
     """The dataset as a zip."""
-    truth: dict[int, Expected] = field(default_factory=dict)
-    """By image id, what the independent path reads in the dataset."""
-    records: dict[int, Any] = field(default_factory=dict)
-    """By image id, the records of the first shards."""
-    facts: tuple[Any, ...] = ()
-    """Classes and fingerprint of the dataset."""
+    known: list[Known] = field(default_factory=list)
+    """What must come out of each folder of shards."""
 
 
 class Inline(Executor):
@@ -91,6 +99,7 @@ def make_originals(folder: Path, pickled: Path) -> None:
             made.dataset = read_tree(root)
         store(root / "images", root / "coco.json", root / "shards")
         made.shards.append(read_tree(root / "shards"))
+        made.known.append(_read_known(root, made.shards[-1]))
     runs = CheckpointFolder(folder / "small")
     for step in (1, 2):
         runs.save(
@@ -106,12 +115,6 @@ def make_originals(folder: Path, pickled: Path) -> None:
         for name, content in made.dataset.items():
             archive.writestr(zipfile.ZipInfo(f"export/{name}"), content)
     made.export = file.getvalue()
-    made.truth = {number: read() for number, read in read_truth(folder / "0/images", made.dataset["coco.json"]).items()}
-    made.records = read_records(made.shards[0])
-    for number, record in made.records.items():
-        compare_record(record, made.truth[number])
-    fingerprint = xxhash.xxh3_128_hexdigest(made.dataset["coco.json"])
-    made.facts = {3: "car", 18: "dog"}, {3: 3, 18: 18}, 19, fingerprint, False
     pickled.write_bytes(pickle.dumps(made))
 
 
@@ -135,17 +138,20 @@ def write_tree(folder: Path, tree: Tree) -> None:
         (folder / name).write_bytes(content)
 
 
-def read_records(tree: Tree) -> dict[int, dict[str, Any]]:
-    """The records of shards by image id, by tarfile and json alone."""
-    found = {}
-    for name, content in tree.items():
+def _read_known(root: Path, shards: Tree) -> Known:
+    """By tarfile and json alone, compared with the dataset."""
+    data, records = (root / "coco.json").read_bytes(), {}
+    truth = {number: read() for number, read in read_truth(root / "images", data).items()}
+    for name, content in shards.items():
         if name.endswith(".tar"):
             with tarfile.open(fileobj=io.BytesIO(content)) as tar:
                 for member in tar:
                     if member.name.endswith(".json"):
                         record = json.loads(tar.extractfile(member).read())
-                        found[record["image_id"]] = record
-    return found
+                        records[record["image_id"]] = record
+                        compare_record(record, truth[record["image_id"]])
+    facts = {3: "car", 18: "dog"}, {3: 3, 18: 18}, 19, xxhash.xxh3_128_hexdigest(data), False
+    return Known(truth, records, facts)
 
 
 def _make_dataset(number: int) -> Tree:

@@ -25,7 +25,7 @@ from tests.sealed import seal_index
 
 
 def _judge(case: Case, folder: Path, *, forged: bool = False) -> None:
-    """All that takes shards; ``forged`` ones, whose checksums are right, need only be well-formed."""
+    """All that takes shards: the data must be those of the index; ``forged`` ones need only be well-formed."""
     before, report, dataset = read_tree(folder), case.attempt(verify_shards, folder), case.attempt(ShardDataset, folder)
     if dataset is not REFUSED:
         _judge_samples(case, dataset, forged=forged)
@@ -52,9 +52,11 @@ def _judge(case: Case, folder: Path, *, forged: bool = False) -> None:
 
 def _judge_samples(case: Case, dataset: ShardDataset, *, forged: bool = False, part: bool = False) -> None:
     """Classes, images, records and sometimes batches; ``part`` of the images is enough where there was a limit."""
-    truth, ids = case.originals.truth, dataset.image_ids.tolist()
+    named = [one for one in case.originals.known if dataset.fingerprint in one.facts]
+    known = (named or case.originals.known)[0]
+    truth, ids = known.truth, dataset.image_ids.tolist()
     facts = dataset.class_names, dataset.category_ids, dataset.num_classes, dataset.fingerprint, dataset.is_decoded
-    if not forged and facts != case.originals.facts:
+    if not forged and facts != known.facts:
         raise WrongDataError("other classes, fingerprint or storage than there were")
     some = part and dataset.index.partial and ids and [number for number in truth if number in ids]
     if not forged and ids not in (list(truth), some):
@@ -66,7 +68,7 @@ def _judge_samples(case: Case, dataset: ShardDataset, *, forged: bool = False, p
             _check_form(*sample, dataset)
             if not forged:
                 compare_sample(*sample, truth[number], dataset.category_ids)
-        if record is not REFUSED and not forged and record != case.originals.records[number]:
+        if record is not REFUSED and not forged and record != known.records[number]:
             raise WrongDataError("another record than there was")
     if case.rng.random() < 0.1:
         for image, target in case.attempt(_load_batches, dataset) or ():
@@ -158,14 +160,11 @@ def change_index(rng: Random, tree: Tree, _: Any) -> str:
 
 
 def swap(rng: Random, tree: Tree, originals: Originals) -> str:
-    """Files of another folder of shards under the same names, but not all."""
+    """Files of another folder of shards under the same names."""
     other = rng.choice(originals.shards[1:])
-    taken = rng.sample(sorted(tree), rng.randint(1, len(tree) - 1))
-    if all(name in taken for name in tree if not name.endswith(".arrays")):  # then it is the other folder
-        taken.remove("index.json")
-    for name in taken:
+    for name in rng.sample(sorted(tree), rng.randint(1, len(tree) - 1)):
         tree[name] = other[name]
-    return taken[0]
+    return name
 
 
 def forge_tar(rng: Random, tree: Tree, _: Any) -> str:
@@ -214,5 +213,5 @@ def copy(case: Case) -> None:
         raise WrongDataError(f"a copy without an error is bad\n{bad}")
     if (target / "index.json").exists() and (dataset := case.attempt(ShardDataset, target)) is not REFUSED:
         _judge_samples(case, dataset, part=True)
-        if report is not REFUSED and limit is None and len(dataset) < len(case.originals.truth):
+        if report is not REFUSED and limit is None and len(dataset) < len(case.originals.known[0].truth):
             raise WrongDataError("a copy without a limit left images out")

@@ -112,8 +112,12 @@ def draw_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 def read_pixels(data: bytes, size: tuple[int, int]) -> np.ndarray:
     """uint8 [H, W, 3] by Pillow; turned by EXIF only where the size that the annotations give says so."""
-    image = Image.open(io.BytesIO(data))
-    image.load()
+    try:
+        image = Image.open(io.BytesIO(data))
+        image.load()
+    except Exception:  # of a damaged profile, text or orientation, which the pixels do not need
+        image = Image.open(io.BytesIO(_strip_png(data)))
+        image.load()
     height, width = size
     if height and width and image.size != (width, height):
         image = ImageOps.exif_transpose(image)
@@ -126,6 +130,16 @@ def read_pixels(data: bytes, size: tuple[int, int]) -> np.ndarray:
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return np.asarray(image.convert("RGB"))
+
+
+def _strip_png(data: bytes) -> bytes:
+    parts, place = [data[:8]], 8
+    while place < len(data):
+        end = place + 12 + int.from_bytes(data[place : place + 4], "big")
+        if data[place + 4 : place + 8] in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"):
+            parts.append(data[place:end])
+        place = end
+    return b"".join(parts)
 
 
 def find_file(images: Path, image: dict[str, Any]) -> Path:

@@ -486,6 +486,24 @@ def test_a_broken_image_is_named(shards, spoil):
     assert len(dataset[5][0]) == 3
 
 
+@pytest.mark.parametrize(
+    ("spoil", "found"), [(lambda data: bytes(len(data)), "not an image"), (make_small_jpeg, "it has 16 x 16 pixels")]
+)
+def test_a_broken_image_is_named_where_every_checksum_was_made_right(shards, spoil, found):
+    dataset = ShardDataset(shards)
+    number = int(dataset.shard_of[4])
+    info, row = dataset.index.shards[number], 4 - int(np.argmax(dataset.shard_of == number))
+    arrays = load_arrays(shards / info.arrays_name, info, dataset.index.categories)
+    tar = (shards / damage_image(shards, 4, spoil)).read_bytes()
+    start, length = arrays.image_spans[row].tolist()
+    checks = arrays.checks.copy()
+    checks[row, 0] = int(hash_bytes(tar[start : start + length]), 16)
+    changed = replace(arrays, checks=checks)
+    seal_shard(shards, number, seal_arrays(shards / info.arrays_name, changed, xxh3_64=hash_bytes(tar)))
+    with pytest.raises(ColabUtilsError, match=rf"found image {dataset.image_ids[4]} damaged \({found}"):
+        ShardDataset(shards)[4]
+
+
 def test_a_broken_record_is_named(shards):
     dataset = ShardDataset(shards)
     path = shards / dataset.index.shards[0].name

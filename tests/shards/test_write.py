@@ -352,6 +352,20 @@ def test_a_bad_annotation_is_named(dataset, folder, changes, reason):
     assert f"annotation {rows[5]['id']}" in skipped.reason
 
 
+def test_a_shard_holds_fewer_images_where_masks_are_large(tmp_path, folder):
+    """150 masks of 12 megapixels are 225 MB an image, beside a JPEG of some KB: a shard of many took gigabytes."""
+    images, annotations = [], []
+    (tmp_path / "images").mkdir()
+    for i in range(3):
+        Image.new("RGB", (800, 600)).save(tmp_path / "images" / f"{i}.jpg")
+        images.append({"id": i, "file_name": f"{i}.jpg", "width": 800, "height": 600})
+        box = {"bbox": [0, 0, 800, 600], "area": 480_000, "segmentation": [[0, 0, 800, 0, 800, 600, 0, 600]]}
+        annotations += [{"id": 20 * i + j, "image_id": i, "category_id": 1, "iscrowd": 0, **box} for j in range(20)]
+    coco = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "a.json").write_text(json.dumps(coco))
+    assert run((tmp_path / "images", tmp_path / "a.json"), folder, shard_mb=1.3, storage="keep").shards == 3
+
+
 def test_images_that_lie_elsewhere_than_named_are_found_and_said(dataset, folder):
     images = json.loads(dataset[1].read_text())["images"]
     for image in images:
