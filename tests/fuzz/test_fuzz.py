@@ -89,3 +89,28 @@ def test_a_case_is_the_same_again(prepared):
     assert [(result.kind, result.outcome, result.bug) for result in one] == [
         (result.kind, result.outcome, result.bug) for result in again
     ]
+
+
+def test_some_cases_of_all_kinds(prepared):
+    results = run(prepared, KINDS, list(range(200)))
+    assert {result.kind for result in results} == set(KINDS)
+    assert {result.outcome for result in results} == {"correct", "refused"}, describe(results, 0)
+
+
+FOUND = [  # kind, seed and number of cases that were bugs once
+    ("image_jpeg", 4, 673),  # EXIF orientation as text: TypeError in check
+    ("image_png", 7, 1271),  # the same in a PNG
+    ("image_png", 5, 1320),  # a palette with transparency that is too long: ValueError
+    ("json_tree", 5, 779),  # RLE size made of lists: ValueError of an array's truth
+    ("json_tree", 4, 1095),  # true in a polygon counted as 1
+    ("json_hostile", 4, 600),  # a section twice: both were joined, where every other reader takes the last
+    ("json_field", 7, 1010),  # an annotation id of 10**30: repair left it, preprocess skipped its image
+    ("shard_swap", 4, 45),  # index of another folder
+]
+
+
+@pytest.mark.parametrize(("kind", "seed", "number"), FOUND)
+def test_what_was_found_is_mended(prepared, kind, seed, number):
+    originals, folder = prepared
+    (result,) = run_cases([number], seed, {kind: KINDS[kind]}, originals, folder, 1)
+    assert result.outcome != "bug", result.text
