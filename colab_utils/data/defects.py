@@ -109,7 +109,7 @@ def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
     belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
     if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
         notes.append(("wrong extension", f"holds {kind}"))
-    if "16" in f"{opened.mode} {[tile[3] for tile in opened.tile]}":
+    if "16" in f"{opened.mode} {[tile[3] for tile in getattr(opened, 'tile', ())]}":
         notes.append(("16-bit image", opened.mode))
     if note := _MODES.get(opened.mode, "image with alpha" if "transparency" in opened.info else ""):
         notes.append((note, opened.mode))
