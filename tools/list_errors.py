@@ -117,9 +117,6 @@ class _Code:
     def _fill(self, nodes: Sequence[ast.expr], scope: ast.AST, known: Mapping[str, list[str]]) -> list[list[str]]:
         return [self._read(node, scope, known) or [_make_placeholder(node)] for node in nodes]
 
-    def _is_text(self, one: ast.expr, other: ast.expr, *where: Any) -> bool:
-        return bool(self._read(one, *where) or self._read(other, *where))
-
     def _read(self, node: ast.expr, scope: ast.AST, known: Mapping[str, list[str]]) -> list[str]:
         """All texts that an expression may be, with PLACEHOLDERS; none for what is no text."""
         ways = list[Any]()
@@ -134,10 +131,10 @@ class _Code:
                 return self._fill([value], scope, known)[0]
             case ast.JoinedStr(values=parts):
                 return ["".join(texts) for texts in product(*self._fill(parts, scope, known))]
-            case ast.BinOp(op=ast.Add(), left=one, right=other) if self._is_text(one, other, scope, known):
-                return ["".join(texts) for texts in product(*self._fill([one, other], scope, known))]
-            case ast.IfExp(body=one, orelse=other) if self._is_text(one, other, scope, known):
-                ways = [one, other]
+            case ast.BinOp(op=ast.Add(), left=one, right=other) | ast.IfExp(body=one, orelse=other):
+                ways = [one, other] if any(self._read(part, scope, known) for part in (one, other)) else []
+                if ways and isinstance(node, ast.BinOp):
+                    return ["".join(texts) for texts in product(*self._fill(ways, scope, known))]
             case ast.BoolOp(values=[_, ast.JoinedStr() as one]) | ast.Attribute(value=ast.JoinedStr() as one):
                 ways = [one]
             case ast.Call(func=ast.Attribute() as one):  # text.replace(...)
@@ -145,7 +142,8 @@ class _Code:
             case ast.Subscript(value=ast.Tuple(elts=ways)):
                 pass
             case ast.Name(id=name) if not name.isupper():
-                ways = [value for value in self._find_values(node, scope) if self._read(value, scope, known)]
+                values = self._find_values(node, scope)
+                ways = values if any(self._read(value, scope, known) for value in values) else []
             case ast.Call(func=ast.Name(id=name), args=[one, *_]):
                 scope = self.texts.get(_name(one) if name == "str" else name, ast.Module())
                 ways = [part.value for part in _walk_scope(scope) if isinstance(part, ast.Return)]

@@ -185,8 +185,11 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
 
 
 def _share(settings: tuple[Path, CocoDataset, bool]) -> None:
+    from PIL import Image
+
     global _shared
     _shared = settings
+    Image.MAX_IMAGE_PIXELS = None  # ours is the limit, and Pillow would warn below it
 
 
 def _inspect_chunk(start: int) -> list[Findings]:

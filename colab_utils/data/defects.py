@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import MOST_PIXELS, name_kind
+from colab_utils.data.decoding import MOST_PIXELS, open_image, read_orientation, to_rgb
 from colab_utils.data.masks import encode_segmentation
-from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, read_file
+from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
 from colab_utils.errors import ColabUtilsError, escape
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
 MODEL_SIZES = (800, 1333)
 """What Mask R-CNN resizes an image to by default, in pixels: the shorter side, and the limit of the longer one."""
 
-_ORIENTATION = 0x0112  # of EXIF
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 _MODES = {
     "CMYK": "CMYK image", "L": "grey image", "1": "grey image", "LA": "image with alpha", "RGBA": "image with alpha",
@@ -67,8 +65,6 @@ def read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *,
     Raises:
         DriveLostError: if Drive went away.
     """
-    from PIL import Image
-
     try:
         path, by_base_name = dataset.find_image(images, i)
     except DriveLostError:
@@ -79,21 +75,10 @@ def read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *,
         )
 
     def read() -> Header:
-        with guard_drive(path):
-            status = path.stat()
-            if stat.S_ISDIR(status.st_mode):
-                raise IsADirectoryError
-            if not stat.S_ISREG(status.st_mode):
-                return Header(("bad image", "no file, but a pipe or a device"))
-            if not status.st_size:
-                return Header(("empty file", "0 bytes"))
-            slowed = io.BytesIO(read_file(path)) if get_profile(None, path) else path  # Drive gives it whole
-            try:
-                with Image.open(slowed) as opened:
-                    return _describe(opened, path, status.st_size, deep)
-            except Image.UnidentifiedImageError:
-                with path.open("rb") as file:
-                    return Header(("bad image", name_kind(file.read(256)) or "not an image"))
+        with guard_drive(path), open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            content = io.BytesIO(read_file(path)) if get_profile(None, path) else file  # Drive gives a short file whole
+            return _describe(content, path, size, deep) if size else Header(("empty file", "0 bytes"))
 
     try:
         header = retries.run(read)
@@ -108,27 +93,29 @@ def read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *,
     return header
 
 
-def _describe(opened: Any, path: Path, size: int, deep: bool) -> Header:
+def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
     from PIL import Image
 
-    kind, end, (width, height) = opened.format, _ENDS.get(opened.format), opened.size
+    try:
+        opened: Image.Image = Image.open(file)
+    except Image.UnidentifiedImageError:
+        opened = open_image(read_file(path))  # says what it is
+    kind, notes, (width, height) = opened.format or "", list[tuple[str, str]](), opened.size
     if width * height > MOST_PIXELS:
-        raise ValueError(f"{width} x {height} pixels, over {MOST_PIXELS:,}")
-    notes = list[tuple[str, str]]()
+        raise ColabUtilsError(f"{width} x {height} pixels, more than {MOST_PIXELS:,}")
+    if deep or not _ends_with(file, _ENDS.get(kind, b"")):  # cut short, or much of something else after its end
+        open_image(read_file(path))
+    to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
     belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
     if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
         notes.append(("wrong extension", f"holds {kind}"))
-    if "16" in f"{opened.mode} {[tile[3] for tile in opened.tile]}":
+    if "16" in f"{opened.mode} {[tile[3] for tile in getattr(opened, 'tile', ())]}":
         notes.append(("16-bit image", opened.mode))
     if note := _MODES.get(opened.mode, "image with alpha" if "transparency" in opened.info else ""):
         notes.append((note, opened.mode))
     if kind != "MPO" and getattr(opened, "is_animated", False):
-        notes.append(("animated image", f"{opened.n_frames} frames"))
-    # PNG's own getexif decodes the pixels
-    orientation = Image.Image.getexif(opened).get(_ORIENTATION, 1)
-    if deep or (end and not _ends_with(opened.fp, end)):  # cut short, or much of something else after its end
-        opened.load()
-    return Header(None, tuple(notes), (height, width), orientation, size)
+        notes.append(("animated image", f"{getattr(opened, 'n_frames', 1)} frames"))
+    return Header(None, tuple(notes), (height, width), read_orientation(opened), size)
 
 
 def _ends_with(file: Any, mark: bytes) -> bool:
@@ -165,8 +152,8 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         found.append(("image without objects", ""))
     defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
     for one in annotations:
-        key = one["category_id"], repr(one["segmentation"])
         found, pixels = _check_object(one, height, width) if height and width else ([], 0)
+        key = one["category_id"], repr(one["segmentation"]) if pixels else ""
         if key in seen and pixels:
             found.append(("repeated annotation", ""))
         elif pixels and not one["iscrowd"]:
@@ -193,7 +180,7 @@ def compare_sizes(size: tuple[int, ...], header: Header) -> list[tuple[str, str]
     upright = header.size[::-1] if tag > 4 else header.size
     if all(size) and size not in (header.size, upright):
         return [("size mismatch", f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}")]
-    if not 1 < tag <= 8:
+    if tag == 1:
         return []
     if not all(size) or header.size == upright:
         return [("EXIF rotation, unclear", f"orientation {tag}, {width} x {height}")]

@@ -51,11 +51,16 @@ def repair_annotations(
         raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
     dataset = read_coco(source)
     findings = inspect_images(folder, dataset)
-    raw = json.loads(decode_text(read_bytes(source), source))
+    try:
+        raw = json.loads(decode_text(read_bytes(source), source))
+    except RecursionError:
+        raise ColabUtilsError(
+            f"expected COCO instance JSON in {source}, found lists nested too deeply. Export it again."
+        ) from None
     done, lost = defaultdict[str, list[str]](list), defaultdict[str, dict[str, int]](dict)
     owned, categories = defaultdict[Any, list[int]](list), {category["id"] for category in dataset.categories}
     for row, one in enumerate(raw["annotations"]):
-        owner = _to_numbers(one.get("image_id"))
+        owner = _to_numbers(one.get("image_id")) if isinstance(one, dict) else None
         owned[owner if isinstance(owner, int | float) else None].append(row)
     entries, kept = list[Any](), dict[int, Any]()
     for i, found in enumerate(findings):
@@ -67,8 +72,8 @@ def repair_annotations(
                 row: _mend_object(one, size, categories, changes, as_objects=crowds == "objects")
                 for row, one in rows.items()
             }
-        except _LostObjectError as error:
-            lost[str(error)][name] = len(mine)
+        except (_LostObjectError, RecursionError) as error:
+            lost["bad annotation" if isinstance(error, RecursionError) else str(error)][name] = len(mine)
             continue
         for change in changes:
             done[change].append(name)

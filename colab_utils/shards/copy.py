@@ -248,7 +248,9 @@ def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardIn
     """The target's new index: what was copied, and what lay there before and was not asked for now."""
     listed = {shard.name: shard for shard in chosen}
     for shard in previous.shards if previous else ():
-        if shard.name not in listed and all(_is_there(target / name, *file) for name, *file in shard.files()):
+        if shard.name not in listed and all(
+            _is_there(target / name, size, checksum) for name, size, checksum in shard.files()
+        ):
             listed[shard.name] = shard
     full = previous if previous and not previous.partial else index
     shards = tuple(listed[name] for name in sorted(listed))

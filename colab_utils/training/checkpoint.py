@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
+from pickle import UnpicklingError
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colab_utils.drive import DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import hash_bytes
 
-__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu"]
+__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu", "explain_state", "load_weights"]
 
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
@@ -135,6 +137,11 @@ class CheckpointFolder:
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
 
+    def set_aside(self, which: Which) -> None:
+        """Rename what cannot be read to ``.torn-1``: nothing that is written later replaces it."""
+        for path in self._list(which):
+            os.replace(path, _find_free_name(f"{path}.torn-"))
+
     def _list(self, which: Which = "newest") -> list[Path]:
         """In the order of their steps."""
         with guard_drive(self.run):
@@ -238,27 +245,79 @@ def _load(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, UnpicklingError):
+            reason = "it holds what no checkpoint holds, of which nothing was run."
         raise ColabUtilsError(
             f"expected to load {path}, found an error, though the file is complete: {reason} "
             "Free memory and start again; or move this file away: the one before it is loaded then."
         ) from error
     found = state.get("format") if isinstance(state, dict) else None
-    if found != _FORMAT_VERSION:
+    if type(found) is not int or found != _FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected a checkpoint of colab_utils in format {_FORMAT_VERSION}, found {found} in {path}. "
+            f"expected a checkpoint of colab_utils in format {_FORMAT_VERSION}, found {found!s:.20} in {path}. "
             "Update colab_utils, or choose another run folder."
         )
+    if type(state.get("step")) is not int or f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
+        raise ColabUtilsError(
+            f"expected the checkpoint of the step that its name tells in {path}, found that of another step. Move "
+            "this file away: the one before it is loaded then."
+        )
     return dict(state)
+
+
+@contextmanager
+def explain_state(path: str) -> Iterator[None]:
+    """Turn what fails where a checkpoint is used, because somebody changed it, into one line with its cure.
+
+    Example:
+        >>> with explain_state("run/checkpoint-00000120.pt"):
+        ...     {}["plan"]
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a checkpoint as training writes it in run/checkpoint-00000120.pt...
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        found = (str(error).splitlines() or [""])[0]
+        raise ColabUtilsError(
+            f"expected a checkpoint as training writes it in {path}, found another ({type(error).__name__}: "
+            f"{found:.200}). Move this file away: the one before it is loaded then."
+        ) from error
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load weights, which must be numbers, of the types and shapes that the module has.
+
+    Raises:
+        AttributeError, LookupError, RuntimeError, TypeError, ValueError: They are not.
+    """
+    for name, own in module.state_dict().items():
+        found = weights[name]
+        if (found.dtype, found.shape) != (own.dtype, own.shape):
+            raise ValueError(f"{name} as {found.dtype} {list(found.shape)}")
+        if not torch.isfinite(found).all():
+            raise ValueError(f"{name} with values that are no numbers")
+    module.load_state_dict(weights)
 
 
 def _find_damage(path: Path) -> str | None:
     """What is wrong with a file's structure or checksums, which torch.load does not look at; None where it is right."""
     try:
         with guard_drive(path), zipfile.ZipFile(path) as archive:
+            parts, size = archive.infolist(), path.stat().st_size
+            # a part that unpacks to more than the file could take hours, and all memory
+            if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > size:
+                return "parts larger than the file"
+            if not any(part.filename.endswith("/data.pkl") for part in parts):
+                return "no checkpoint"
             member = archive.testzip()
-    except (OSError, DriveLostError, MemoryError):
+    except (DriveLostError, MemoryError):
         raise
-    except Exception:  # a damaged zip fails in many ways
+    except Exception as error:  # a damaged zip fails in many ways
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that of a place before the file's start
+            raise
         return f"{path.stat().st_size} bytes, cut short"
     return f"its part {member} is damaged" if member else None
 

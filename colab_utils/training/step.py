@@ -24,6 +24,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_erro
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.runtime import show_progress
 from colab_utils.training.augment import Size, list_shapes
+from colab_utils.training.checkpoint import load_weights
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
@@ -231,14 +232,18 @@ class TrainingStep:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take ``model``, ``optimizer`` and ``scaler`` from a checkpoint, of whatever device."""
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state["model"])
         for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
             saved["fused"] = own["fused"]
+            if any(saved[name] != own[name] for name in own.keys() & saved.keys() - {"lr", "params"}):
+                raise ValueError("settings of another optimiser")
         self.optimizer.load_state_dict(state["optimizer"])
         # a fused optimiser wants its averages in the same order of memory as the weights
         for parameter, averages in self.optimizer.state.items():
             for name, value in averages.items():
-                if value is not None and value.shape == parameter.shape:
+                if value is not None and value.ndim and value.shape != parameter.shape:
+                    raise ValueError(f"an optimiser's {name} of another shape")
+                if value is not None and value.ndim:
                     averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if state["scaler"]:  # empty where it was not needed
             self.scaler.load_state_dict(state["scaler"])

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.loading.transforms import Transforms
 from colab_utils.training import model as models
 from colab_utils.training.augment import Augment, list_scales, resize_all
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder, explain_state
 from colab_utils.training.memory import plan_memory
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer
 from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
@@ -151,6 +151,9 @@ def train(
         return trainer.run(log=log if ranks.is_first else None, log_steps=log_steps)
 
 
+_RANGED = ("model", "norms", "min_size", "max_size", "learning_rate", "augment", "ema", "batch_size")
+
+
 def _check_values(**values: Any) -> None:
     """Refuse a value that ``train`` does not know; None where nothing is asked for."""
     at_least_one = "steps", "checkpoint_steps", "log_steps", "min_size", "max_size", "batch_size"
@@ -247,7 +250,7 @@ def _make_plan(
     seed: int,
 ) -> TrainingPlan:  # fmt: skip
     """All that is known before the model is built; steps, batch size and learning rate may be 0."""
-    known = state["plan"] if state else {}
+    known = _check_plan(state) if state else {}
     plan = TrainingPlan(
         **choose_settings(asked, known, on_gpu=device.type == "cuda"), dataset=dataset.fingerprint, device=str(device),
         starts_from=known.get("starts_from", ""), precision=str(models.choose_precision(device)).removeprefix("torch."),
@@ -257,6 +260,22 @@ def _make_plan(
     )  # fmt: skip
     if state:
         _check_checkpoint(plan, state, is_own=asked["augment"] == "own")
+    return plan
+
+
+def _check_plan(state: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a checkpoint, whose values have the types and the ranges of a plan."""
+    with explain_state(state["path"]):
+        plan: dict[str, Any] = state["plan"]
+        for name, kind in get_type_hints(TrainingPlan).items():
+            if name in plan and name != "memory" and not isinstance(plan[name], float | int if kind is float else kind):
+                raise ValueError(f"{name} {plan[name]!r}")
+        try:
+            _check_values(**{name: plan[name] for name in _RANGED})
+        except ColabUtilsError as error:
+            raise ValueError(str(error)) from None
+        for name in ("dataset", "num_classes", "seed", "device", "images"):
+            plan[name]
     return plan
 
 
@@ -274,12 +293,6 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
                 f"{path}. Train into another run folder (RUN_NAME), or pass resume='never': older checkpoints are then "
                 "moved to a folder of their own."
             )
-    broken = [name for name, tensor in state["model"].items() if not torch.isfinite(tensor).all()]
-    if broken:
-        raise ColabUtilsError(
-            f"expected numbers in the weights of {path}, found others in {broken[0]} ({len(broken)} tensors). Move "
-            "that file away: the one before it is loaded then."
-        )
     if before["device"] == "cpu" and plan.device.startswith("cuda"):
         warnings.warn(
             f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For a "
@@ -308,7 +321,8 @@ def _build_step(
     step = TrainingStep(network, device, ranks=ranks)
     step.optimizer = make_optimizer(network, name=plan.model, learning_rate=0.0)  # the schedule sets it
     if state:
-        step.load_state(state)
+        with explain_state(state["path"]):
+            step.load_state(state)
     return step
 
 
@@ -326,11 +340,19 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset,
     )  # fmt: skip
 
 
+def _is_whole(value: Any) -> bool:
+    """Whether these are whole numbers from 0 on, or lists of such."""
+    return all(map(_is_whole, value)) if isinstance(value, list) else isinstance(value, int) and value >= 0
+
+
 def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int | None, epochs: int) -> TrainingPlan:
     """Steps of the run, with the loader where a checkpoint's was, and what is not as it was then, in words."""
     changed = ""
     if state:
-        position = state["loader"]
+        with explain_state(state["path"]):
+            position = state["loader"]
+            if not (_is_whole(list(position.values())) and max(position["epoch"], position["batch"]) <= state["step"]):
+                raise ValueError("a place that the order does not have")
         try:
             loader.load_state_dict(position)
         except ColabUtilsError:  # of other images: rather leave some out than see them twice

@@ -187,6 +187,7 @@ DEFECTS = [
     (lambda d: d.file(4).write_text("no picture"), "bad image", True, 11),
     (lambda d: d.file(4).write_text("version https://git-lfs.github.com/spec/v1"), "bad image", True, 11),
     (pipe, "bad image", True, 11),
+    (paint("F", "TIFF"), "bad image", True, 11),
     (paint("1", "PNG", size=(16_000, 8_001)), "bad image", True, 11),
     (lambda d: cut(d.file(4), 2000), "truncated image", True, 11),
     (cut_end, "truncated image", True, 11),
@@ -485,10 +486,10 @@ def test_a_lost_drive_is_not_a_folder_of_bad_images(dataset, monkeypatch, number
 def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
     real = Image.open
 
-    def fail(path):
-        if path == dataset.file(4):
+    def fail(file):
+        if file.name == str(dataset.file(4)):
             raise OSError(errno.EIO, "Input/output error")
-        return real(path)
+        return real(file)
 
     monkeypatch.setattr(Image, "open", fail)
     assert "bad image" in list_kinds(dataset.check())

@@ -19,6 +19,7 @@ from PIL import Image
 from colab_utils.data.archive import unpack_dataset
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import read_coco
+from colab_utils.data.repair import repair_annotations
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.shards.verify import verify_shards
 from tests.fuzz import mutate
@@ -37,17 +38,33 @@ def _begin(case: Case) -> dict[str, Any]:
 
 
 def _judge(case: Case, annotations: bytes) -> None:
-    """All that takes the dataset in ``data``, with this JSON."""
-    images, path, shards = case.folder / "data/images", case.folder / "data/coco.json", case.folder / "shards"
+    """All that takes the dataset in ``data``, with this JSON; sometimes a repaired one, too."""
+    images, path = case.folder / "data/images", case.folder / "data/coco.json"
     path.write_bytes(annotations)
     before = read_tree(case.folder / "data")
+    _judge_json(case, images, path)
+    repaired, again = case.folder / "repaired.json", case.folder / "again.json"
+    if case.rng.random() < 0.2 and case.attempt(repair_annotations, images, path, output=repaired):
+        skipped = _judge_json(case, images, repaired)
+        if left := [reason for reason in skipped if reason.startswith("annotation")]:
+            raise WrongDataError(f"a repaired annotation is skipped\n{left}")
+        repair_annotations(images, repaired, output=again)
+        if json.loads(again.read_bytes()) != json.loads(repaired.read_bytes()):
+            raise WrongDataError("repaired once more, it is another one")
+    if read_tree(case.folder / "data") != before:
+        raise WrongDataError("the user's files were changed")
+
+
+def _judge_json(case: Case, images: Path, path: Path) -> list[str]:
+    """Check it, read it as loose files and store it as shards; returns why images were skipped."""
+    shards = case.folder / f"shards of {path.stem}"
     case.attempt(check_dataset, images, path, deep=case.rng.random() < 0.3)
     storage = case.rng.choice(["shrink", "keep", "pixels"])
     small = {"min_size": 12, "max_size": 20} if storage != "keep" and case.rng.random() < 0.2 else {}
     report = case.attempt(store, images, path, shards, storage=storage, **small)
     loose = case.attempt(CocoFolder, images, path)
     if report is not REFUSED or loose is not REFUSED:
-        truth = Truth(images, annotations)
+        truth = Truth(images, path.read_bytes())
     if report is not REFUSED:
         case.refused += [one.reason for one in report.skipped]
         if report.images + len(report.skipped) != len(truth.entries):
@@ -64,8 +81,7 @@ def _judge(case: Case, annotations: bytes) -> None:
         for i, number in enumerate(loose.image_ids.tolist()):
             if (sample := case.attempt(loose.__getitem__, i)) is not REFUSED:
                 compare_sample(*sample, truth(number, loose=True), loose.category_ids)
-    if read_tree(case.folder / "data") != before:
-        raise WrongDataError("the user's files were changed")
+    return [] if report is REFUSED else [one.reason for one in report.skipped]
 
 
 def json_bytes(case: Case) -> None:
@@ -194,7 +210,7 @@ def _edit_export(rng: Random, name: str, content: bytes) -> bytes:
     try:
         coco = json.loads(content)
     except ValueError:
-        return rng.choice([b"", content[:100], bytes(50_000_000) if rng.random() < 0.1 else b"\0"])
+        return rng.choice([b"", content[:100], bytes(120_000_000) if rng.random() < 0.1 else b"\0"])
     rng.choice(coco["images"])["file_name"] = rng.choice([*mutate.TEXTS, "sub/", "images/0.jpg", "../coco.json", ""])
     return mutate.dump_json(rng, coco)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
+import warnings
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -221,7 +224,7 @@ def test_loading_runs_no_code(tmp_path: Path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "was-here"),)
 
-    torch.save({"format": 1, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
+    torch.save({"format": 1, "step": 5, "payload": Payload()}, tmp_path / "checkpoint-00000005.pt")
     with pytest.raises(ColabUtilsError, match="expected to load"):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
@@ -259,3 +262,84 @@ def test_an_older_best_that_drive_does_not_give_up_harms_nothing(tmp_path: Path,
     assert best["step"] == 9
     folder.save(make_state(3.0), step=12, which="best")
     assert list_names(tmp_path) == ["best-00000012.pt"]
+
+
+def zip_parts(path: Path, *parts: tuple[str, bytes], kind: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        for name, content in parts:
+            archive.writestr(name, content)
+
+
+def make_absurd(path: Path) -> None:
+    """A part that says it unpacks to 4 GB."""
+    zip_parts(path, ("archive/data.pkl", bytes(4000)))
+    content = bytearray(path.read_bytes())
+    place = content.index(b"PK\1\2") + 20
+    content[place : place + 8] = b"\xfe\xff\xff\xff" * 2
+    path.write_bytes(content)
+
+
+def make_negative(path: Path) -> None:
+    """A directory that lies before the start of the file."""
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"PK\6\6") + 40
+    content[place : place + 8] = b"\xf0\xff\xff\x7f\0\0\0\0"
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: zip_parts(path, ("archive/data.pkl", bytes(50_000_000)), kind=zipfile.ZIP_DEFLATED),  # a bomb
+        make_absurd,
+        make_negative,
+        lambda path: path.write_bytes(path.read_bytes().replace(b"archive/data.pkl", b"\xff" * 16)),
+        lambda path: path.write_bytes(b"PK\5\6" + bytes(18)),
+    ],
+)
+def test_a_damaged_zip_is_torn_and_the_one_before_it_is_taken(tmp_path: Path, damage):
+    folder = CheckpointFolder(tmp_path)
+    for step in (10, 20):
+        folder.save(make_state(), step=step)
+    damage(tmp_path / "checkpoint-00000020.pt")
+    with pytest.warns(ColabUtilsWarning, match="is torn"):
+        state = folder.read(repair=True)
+    assert (state["step"], state["path"]) == (10, str(tmp_path / "checkpoint-00000010.pt"))
+    assert (tmp_path / "checkpoint-00000020.pt.torn-1").exists()
+
+
+@pytest.mark.parametrize("start", range(0, 400, 20))
+def test_any_bytes_of_a_checkpoint_are_read_as_they_were_or_told(tmp_path: Path, start):
+    folder = CheckpointFolder(tmp_path)
+    folder.save({"weight": torch.arange(6.0)}, step=10)
+    [path] = tmp_path.iterdir()
+    whole = path.read_bytes()
+    draw = random.Random(start)
+    for place in (len(whole) * (start + part) // 400 for part in range(20)):
+        content = bytearray(whole)
+        for offset in range(draw.randint(1, 4)):
+            content[(place + offset) % len(content)] = draw.randrange(256)
+        path.write_bytes(content)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                state = folder.read()
+            except ColabUtilsError as error:
+                state, said = None, [error]
+        assert state is None or (state["step"] == 10 and torch.equal(state["weight"], torch.arange(6.0)))
+        assert state is not None or said
+
+
+@pytest.mark.parametrize("step", [10**9, -1, "5", 5.0, True, None, torch.tensor(5)])
+def test_a_step_that_is_not_that_of_the_name_is_refused(tmp_path: Path, step):
+    torch.save({"format": 1, "step": step}, tmp_path / "checkpoint-00000005.pt")
+    with pytest.raises(ColabUtilsError, match="found that of another step"):
+        CheckpointFolder(tmp_path).read(repair=True)
+    assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
+
+
+@pytest.mark.parametrize("version", [torch.ones(3), [1], {}, True])
+def test_a_format_that_is_no_number_is_refused(tmp_path: Path, version):
+    torch.save({"format": version, "step": 5}, tmp_path / "checkpoint-00000005.pt")
+    with pytest.raises(ColabUtilsError, match="in format 1, found"):
+        CheckpointFolder(tmp_path).read(repair=True)

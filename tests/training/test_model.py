@@ -237,7 +237,7 @@ def run(monkeypatch):
     ids = {label: 10 * label for label in NAMES}
     newer = build_mask_rcnn(TINY_MODEL, num_classes=4, weights=None)
     best = {"plan": plan, "model": newer.state_dict(), "ema": model.state_dict(), "class_names": NAMES}
-    checkpoints = {"best": {**best, "category_ids": ids}}
+    checkpoints = {"best": {**best, "category_ids": ids, "path": "run/best-00000009.pt"}}
     monkeypatch.setattr(model_module, "CheckpointFolder", lambda run: SimpleNamespace(read=checkpoints.get))
     return model
 

@@ -266,7 +266,7 @@ def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
     name = next(iter(content["model"]))
     content["model"][name].view(-1)[0] = float("nan")
     torch.save(content, report.checkpoint)
-    with pytest.raises(ColabUtilsError, match=f"expected numbers in the weights of .*, found others in {name}"):
+    with pytest.raises(ColabUtilsError, match=f"{name} with values that are no numbers"):
         train(shards, tmp_path, steps=3, **TINY)
 
 
