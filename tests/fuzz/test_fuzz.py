@@ -89,3 +89,24 @@ def test_a_case_is_the_same_again(prepared):
     assert [(result.kind, result.outcome, result.bug) for result in one] == [
         (result.kind, result.outcome, result.bug) for result in again
     ]
+
+
+def test_some_cases_of_all_kinds(prepared):
+    results = run(prepared, KINDS, list(range(200)))
+    assert {result.kind for result in results} == set(KINDS)
+    assert {result.outcome for result in results} == {"correct", "refused"}, describe(results, 0)
+
+
+FOUND = [  # kind, seed and number of cases that were bugs once
+    ("image_jpeg", 4, 673),  # EXIF orientation as text: TypeError in check
+    ("image_png", 7, 1271),  # the same in a PNG
+    ("json_hostile", 4, 600),  # a section twice: both were joined, where every other reader takes the last
+    ("shard_swap", 4, 45),  # index of another folder
+]
+
+
+@pytest.mark.parametrize(("kind", "seed", "number"), FOUND)
+def test_what_was_found_is_mended(prepared, kind, seed, number):
+    originals, folder = prepared
+    (result,) = run_cases([number], seed, {kind: KINDS[kind]}, originals, folder, 1)
+    assert result.outcome != "bug", result.text

@@ -25,6 +25,7 @@ import psutil
 from PIL import Image
 
 from colab_utils.loading import ShardDataset, make_loader
+from colab_utils.shards.arrays import describe_shard, dump_arrays, load_arrays, read_head
 from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.write import write_shards
 
@@ -33,7 +34,7 @@ MOST_GROWTH_MB, MOST_MB = 5, 1200
 
 
 def make_shards(folder: Path) -> Path:
-    """One shard of 1,000 small images, and 117 more that are hard links to it."""
+    """One shard of 1,000 small images, and 118 more whose tars are hard links to its own."""
     pictures = folder / "images"
     pictures.mkdir()
     rng = np.random.default_rng(0)
@@ -52,12 +53,15 @@ def make_shards(folder: Path) -> Path:
     (folder / "a.json").write_text(json.dumps(content))
     write_shards(pictures, folder / "a.json", shards=folder / "shards")
     index = read_index(folder / "shards")
-    shards = []
+    [first], shards = index.shards, []
+    path = folder / "shards" / first.arrays_name
+    head, arrays = read_head(path), load_arrays(path, first, index.categories)
     for n in range(COPIES):
-        shard = replace(index.shards[0], name=f"shard-{n + 1:06d}.tar", arrays_name=f"shard-{n + 1:06d}.arrays")
-        os.link(folder / "shards" / index.shards[0].name, folder / "shards" / shard.name)
-        os.link(folder / "shards" / index.shards[0].arrays_name, folder / "shards" / shard.arrays_name)
-        shards.append(shard)
+        name = f"shard-{n + 1:06d}.tar"
+        os.link(folder / "shards" / first.name, folder / "shards" / name)
+        content = dump_arrays(head | {"name": name}, arrays)
+        shards.append(describe_shard(content)[1])
+        (folder / "shards" / shards[-1].arrays_name).write_bytes(content)
     write_index(folder / "shards", replace(index, shards=tuple(shards)))
     return folder / "shards"
 

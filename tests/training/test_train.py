@@ -671,3 +671,114 @@ def test_weights_of_another_run_are_where_a_run_starts(undisturbed, tiny_shards,
     for label, name in content["class_names"].items():
         if name in names:
             torch.testing.assert_close(content["model"][key][label], expected[key][names[name]], rtol=0, atol=0.05)
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def put(*keys, value):
+    """Change one value of a state, by its place."""
+
+    def change(state):
+        for key in keys[:-1]:
+            state = state[key]
+        state[keys[-1]] = value
+
+    return change
+
+
+BIAS = "roi_heads.box_predictor.cls_score.bias"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("plan"),
+        lambda state: state.pop("model"),
+        lambda state: state.pop("optimizer"),
+        lambda state: state.pop("loader"),
+        lambda state: state["model"].pop(BIAS),
+        put("plan", value=[]),
+        put("plan", "num_classes", value="6"),
+        put("plan", "num_classes", value=10**9),
+        put("plan", "min_size", value=-64),
+        put("plan", "learning_rate", value="fast"),
+        put("plan", "batch_size", value=2.5),
+        put("plan", "ema", value=7),
+        put("plan", "model", value=["tiny"]),
+        put("model", BIAS, value=torch.zeros(3)),
+        put("model", BIAS, value=torch.zeros(7, dtype=torch.int8)),
+        put("model", BIAS, value=torch.full((7,), torch.nan)),
+        put("model", BIAS, value=5),
+        put("model", value=None),
+        put("losses", value=torch.zeros(1)),  # of two steps
+        put("losses", value=torch.full((2,), torch.nan)),
+        put("losses", value="none"),
+        put("loader", value=5),
+        put("loader", "epoch", value=10**9),
+        put("loader", "epoch", value="first"),
+        put("loader", "batch", value=-1),
+        put("loader", "skipped", value=["a"]),
+        put("optimizer", value={}),
+        put("optimizer", "param_groups", value=[]),
+        put("optimizer", "param_groups", 0, "momentum", value="much"),
+        lambda state: next(iter(state["optimizer"]["state"].values())).update(momentum_buffer=torch.zeros(3)),
+    ],
+)
+def test_an_edited_checkpoint_is_refused_in_one_line(two_steps, tiny_shards, tmp_path, change):
+    path = tmp_path / two_steps.name
+    state = torch.load(two_steps, weights_only=True)
+    change(state)
+    torch.save(state, path)
+    before = path.read_bytes()
+    with pytest.raises(ColabUtilsError, match=path.name) as error:
+        train(tiny_shards, tmp_path, steps=5, **TINY)
+    assert "\n" not in str(error.value)
+    assert path.read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def two_steps(one_thread, tiny_shards, tmp_path_factory) -> Path:
+    return Path(train(tiny_shards, tmp_path_factory.mktemp("two"), steps=2, **TINY).checkpoint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("class_names", value={1: 5}),
+        put("class_names", value=None),
+        put("category_ids", value={"a": 1}),
+        put("plan", "num_classes", value=10**6),  # gigabytes
+        put("plan", "min_size", value=10**9),
+        put("model", BIAS, value=torch.full((7,), torch.inf)),
+        lambda state: state.pop("plan"),
+    ],
+)
+def test_a_model_of_an_edited_checkpoint_is_refused_in_one_line(two_steps, tmp_path, change):
+    state = torch.load(two_steps, weights_only=True)
+    change(state)
+    torch.save(state, tmp_path / two_steps.name)
+    with pytest.raises(ColabUtilsError, match=r"expected a checkpoint as training writes it in .*00002\.pt") as error:
+        load_trained_model(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["bomb", "other", "damaged"])
+def test_a_run_goes_on_without_a_best_checkpoint_that_cannot_be_read(two_steps, tiny_shards, tmp_path, content):
+    shutil.copy(two_steps, tmp_path)
+    best = tmp_path / "best-00000002.pt"
+    torch.save({"format": 1, "step": 2, "x": Bomb(tmp_path / "was-here") if content == "bomb" else 5}, best)
+    if content == "damaged":
+        best.write_bytes(best.read_bytes()[:-9])
+    kept = best.read_bytes()
+    with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt"):
+        report = train(tiny_shards, tmp_path, steps=3, val_shards=tiny_shards, **TINY)
+    assert report.steps == 3
+    assert not (tmp_path / "was-here").exists()
+    assert (tmp_path / "best-00000002.pt.torn-1").read_bytes() == kept
+    assert Path(report.best.path).name == "best-00000003.pt"
