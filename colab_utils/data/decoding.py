@@ -163,7 +163,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of it white.
 
     Raises:
-        ColabUtilsError: the pixels are numbers that do not fit 8 bits: 32-bit integers or floats.
+        ColabUtilsError: the pixels are numbers that do not fit 8 bits (32-bit integers, floats), or not in the palette.
     """
     from PIL import Image
 
@@ -172,9 +172,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
         raise ColabUtilsError(f"its pixels are {kind}: scale them to 0 to 255 and save them as an 8-bit PNG")
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # straight to RGB would warn
-    return image if image.mode == "RGB" else image.convert("RGB")
+    try:
+        if image.mode == "P" and "transparency" in image.info:
+            image = image.convert("RGBA")  # straight to RGB would warn
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except ValueError as error:  # of a damaged palette
+        raise ColabUtilsError(f"not a complete image: {error}") from None
 
 
 def _count_jpeg_pixels(data: bytes | bytearray) -> int:

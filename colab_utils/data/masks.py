@@ -60,6 +60,7 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
         ColabUtilsError: if the image has no pixels or too many, or the segmentation is empty, malformed, or made for an
             image of another size.
     """
+    height, width = int(height), int(width)  # numpy's overflow, and compare element by element
     if height < 1 or width < 1 or height * width > MOST_PIXELS:
         raise ColabUtilsError(f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}")
     if isinstance(segmentation, dict):
@@ -71,6 +72,8 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
     polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
     try:
         parts = [np.asarray(polygon, np.float64) for polygon in polygons]
+        if any(bool in map(type, polygon) for polygon in polygons):
+            raise TypeError("true and false count as 1 and 0")
     except (TypeError, ValueError, OverflowError):
         raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
     drawn = [part for part in parts if part.ndim != 1 or part.size >= 6 or part.size % 2] or parts
@@ -107,7 +110,7 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         raise ColabUtilsError(f"expected RLE of size [{height}, {width}], the image's, found {size}")
     coded = counts.encode("ascii", "replace") if isinstance(counts, str) else counts
     runs = coded if isinstance(coded, list) else _read_counts(coded)
-    if not all(isinstance(run, int) and run >= 0 for run in runs) or sum(runs) != height * width:
+    if not all(type(run) is int and run >= 0 for run in runs) or sum(runs) != height * width:
         raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")
     if 0 in runs[1:]:  # an empty run makes pycocotools' toBbox wrong: join those around it
         coded = runs = _join_runs(runs)

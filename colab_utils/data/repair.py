@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -51,17 +50,12 @@ def repair_annotations(
         raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
     dataset = read_coco(source)
     findings = inspect_images(folder, dataset)
-    try:
-        raw = json.loads(decode_text(read_bytes(source), source))
-    except RecursionError:
-        raise ColabUtilsError(
-            f"expected COCO instance JSON in {source}, found lists nested too deeply. Export it again."
-        ) from None
+    raw = _read_json(source)
     done, lost = defaultdict[str, list[str]](list), defaultdict[str, dict[str, int]](dict)
     owned, categories = defaultdict[Any, list[int]](list), {category["id"] for category in dataset.categories}
     for row, one in enumerate(raw["annotations"]):
         owner = _to_numbers(one.get("image_id")) if isinstance(one, dict) else None
-        owned[owner if isinstance(owner, int | float) else None].append(row)
+        owned[owner if _is_number(owner) else None].append(row)
     entries, kept = list[Any](), dict[int, Any]()
     for i, found in enumerate(findings):
         name, changes, mine = escape(dataset.file_name(i)), list[str](), owned.pop(int(dataset.image_ids[i]), [])
@@ -98,6 +92,15 @@ def repair_annotations(
     return replace(check_dataset(images, output), repairs=tuple(repairs))
 
 
+def _read_json(source: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(decode_text(read_bytes(source), source)))
+    except RecursionError:
+        raise ColabUtilsError(
+            f"expected COCO instance JSON in {source}, found lists nested too deeply. Export it again."
+        ) from None
+
+
 def _read_numbers(entry: dict[str, Any], changes: list[str]) -> dict[str, Any]:
     """A copy of an entry with numbers for text, and polygons in a list of their own."""
     read = {key: _to_numbers(value) if key in _NUMBERS else value for key, value in entry.items()}
@@ -123,6 +126,10 @@ def _read_rows(annotations: list[Any], rows: list[int], changes: list[str]) -> d
         unique.setdefault(repr((one.get("category_id"), one.get("segmentation") or row)), (row, one))
     changes += ["repeated annotation left out"] * (len(rows) - len(unique))
     return dict(unique.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
 
 def _to_numbers(value: Any) -> Any:
@@ -179,12 +186,11 @@ def _mend_object(
     """
     box: Any = one.get("bbox", [])
     outline, category, crowd = (one.get(key) for key in ("segmentation", "category_id", "iscrowd"))
-    if not isinstance(category, int | float) or category not in categories:
+    if not _is_number(category) or category not in categories:
         raise _LostObjectError("unknown category")
     if crowd not in (None, 0, 1):
         raise _LostObjectError("bad annotation")
-    sound = isinstance(box, list) and len(box) == 4 and all(isinstance(side, int | float) for side in box)
-    sound = sound and all(abs(side) < math.inf for side in box)
+    sound = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
     try:
         mask = encode_segmentation(outline, *size)
         if isinstance(outline, list) and all(map(is_normalised, outline)):
@@ -195,9 +201,10 @@ def _mend_object(
     except ColabUtilsError:
         tight, pixels = [], 0
     if not pixels:
-        points = [len(part) // 2 if isinstance(part, list) else 3 for part in outline] if outline else [0]
+        parts = outline if isinstance(outline, list) else [outline]
+        points = [len(part) // 2 if isinstance(part, list) else 3 * bool(part) for part in parts]
         boxed = sound and min(box[2:]) > 0 and box[2] * box[3] >= NEAR**2
-        if (boxed or (not tight and max(points) > 2)) and (as_objects or not crowd):
+        if (boxed or (not tight and max(points, default=0) > 2)) and (as_objects or not crowd):
             raise _LostObjectError("object without a whole mask" if outline else "object without mask")
         changes.append("object without area left out")
         return None
@@ -205,9 +212,13 @@ def _mend_object(
         one["bbox"] = tight
         changes.append("box from the mask")
     area = one.get("area", pixels)
-    if not (isinstance(area, int | float) and 0 < area < math.inf):
+    if not (_is_number(area) and area > 0):
         one["area"] = pixels
         changes.append("area from the mask")
+    number = one.get("id", "")
+    if not (isinstance(number, str) or (_is_number(number) and number == int(number))):
+        del one["id"]  # its row is its id then
+        changes.append("id that is no number left out")
     if crowd and as_objects:
         one["iscrowd"] = 0
         changes.append("crowd taken as an object")

@@ -379,6 +379,23 @@ def test_repair_of_what_tools_write(dataset, tmp_path):
     assert all(isinstance(number, float | int) for one in repaired for number in one["bbox"])
 
 
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"id": [1]}, 12), ({"id": 1.5}, 12), ({"id": True}, 12), ({"area": True}, 12), ({"area": 1e300}, 12),
+        ({"bbox": {}}, 12), ({"bbox": [True, 0, 5, 5]}, 12), ({"image_id": [1]}, 12), ({"category_id": True}, 11),
+        ({"category_id": [1]}, 11), ({"iscrowd": 2}, 11), ({"segmentation": 7}, 11),
+        ({"segmentation": [[None] * 6]}, 11),
+    ],
+)  # fmt: skip
+def test_repair_of_what_nobody_expects(dataset, change, kept, tmp_path):
+    dataset.coco["annotations"][2].update(change)
+    dataset.save()
+    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    assert report.ok
+    assert report.images == kept
+
+
 def test_the_numbers_of_a_dataset(coco_mini):
     found = check_dataset(coco_mini.images, coco_mini.annotations).statistics
     raw = json.loads(coco_mini.annotations.read_text())

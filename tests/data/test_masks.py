@@ -96,6 +96,8 @@ def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
     for segmentation in (rle, [SQUARE], {**rle, "counts": "abc"}):
         with pytest.raises(ColabUtilsError, match="expected an image of 1 to 128,000,000 pixels"):
             encode_segmentation(segmentation, side, side)
+        with pytest.raises(ColabUtilsError, match="expected an image of 1 to 128,000,000 pixels"):
+            encode_segmentation(segmentation, *np.array([min(side, 2**31 - 1)] * 2, np.int32))
 
 
 def test_empty_runs_cost_no_image():
@@ -182,6 +184,10 @@ def test_resize_is_torch_nearest(masks, height, width):
         ({"size": [6, 8], "counts": [40]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": [50, -2]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": ["a"]}, "add up to 6 x 8"),
+        ({"size": [6, 8], "counts": [47, True]}, "add up to 6 x 8"),
+        ({"size": [6, []], "counts": [48]}, "found [6, []]"),
+        ([[True, *SQUARE[1:]]], "made of numbers"),
+        ([True, *SQUARE[1:]], "made of numbers"),
         ({"size": [6, 8], "counts": [48.0]}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": []}, "add up to 6 x 8"),
         ({"size": [6, 8], "counts": ""}, "add up to 6 x 8"),
@@ -192,9 +198,10 @@ def test_resize_is_torch_nearest(masks, height, width):
     ],
 )
 def test_what_is_no_mask_is_refused(segmentation, found):
-    with pytest.raises(ColabUtilsError) as error:
-        encode_segmentation(segmentation, 6, 8)
-    assert found in str(error.value)
+    for size in ((6, 8), np.array([6, 8], np.int32)):  # numpy's numbers compare element by element
+        with pytest.raises(ColabUtilsError) as error:
+            encode_segmentation(segmentation, *size)
+        assert found in str(error.value)
     assert "\n" not in str(error.value)
 
 
