@@ -9,12 +9,13 @@ import argparse
 import multiprocessing
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,20 +39,27 @@ def main() -> int:
     if asked.kind:
         numbers = [number for number in numbers if pick_case(asked.seed, number, KINDS)[0] == asked.kind]
     found, started = list[Result](), time.monotonic()
-    with prepare() as (originals, folder):
-        for result in run_cases(numbers, asked.seed, KINDS, originals, folder, asked.processes):
-            found.append(result if asked.case else replace(result, text=""))
-            if len(found) % 100 == 0 or len(found) == len(numbers):
-                bugs = sum(one.outcome == "bug" for one in found)
-                rate = len(found) / (time.monotonic() - started)
-                end = "\n" if len(found) == len(numbers) else ""
-                print(
-                    f"\r{len(found):,} of {len(numbers):,} cases, {rate:.0f} a second, {bugs} bugs", end=end, flush=True
-                )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was found is told, and the folder removed
+    with suppress(KeyboardInterrupt), prepare() as (originals, folder):
+        running = run_cases(numbers, asked.seed, KINDS, originals, folder, asked.processes)
+        with closing(running):
+            for result in running:
+                found.append(result if asked.case else replace(result, text=""))
+                if len(found) % 100 == 0 or len(found) == len(numbers):
+                    bugs = sum(one.outcome == "bug" for one in found)
+                    rate = len(found) / (time.monotonic() - started)
+                    end = "\n" if len(found) == len(numbers) else ""
+                    print(
+                        f"\r{len(found):,} of {len(numbers):,} cases, {rate:.0f} a second, {bugs} bugs",
+                        end=end,
+                        flush=True,
+                    )
     print(describe(found, asked.seed))
     for result in found if asked.case else ():
         print(f"\n{result.number}: {result.kind} {result.outcome}\n{result.text}")
-    return int(any(result.outcome == "bug" for result in found))
+    if any(result.outcome == "bug" for result in found):
+        return 1
+    return 0 if len(found) == len(numbers) else 130
 
 
 @contextmanager
@@ -77,7 +85,7 @@ def describe(results: list[Result], seed: int) -> str:
     lines = [
         f"{'kind':18}{'cases':>9}{'correct':>9}{'refused':>9}{'bugs':>7}{'mean ms':>9}{'slowest s':>11}{'most MB':>9}"
     ]
-    for kind in [*sorted({result.kind for result in results}), "all"]:
+    for kind in [*sorted({result.kind for result in results}), *["all"][: len(results)]]:
         mine = [result for result in results if kind in (result.kind, "all")]
         counts = Counter(result.outcome for result in mine)
         mean = 1000 * sum(result.seconds for result in mine) / len(mine)

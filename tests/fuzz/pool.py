@@ -10,12 +10,13 @@ import random
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -89,42 +90,49 @@ def pick_case(seed: int, number: int, kinds: Kinds) -> tuple[str, random.Random]
 
 def run_cases(
     numbers: list[int], seed: int, kinds: Kinds, originals: Originals, root: Path, processes: int
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Run these cases in processes of their own; yields each result when it is there."""
     context, left, running = multiprocessing.get_context("fork"), list(reversed(numbers)), dict[Connection, list[Any]]()
     places = list(range(processes))  # the number of a process's folder
-    while left or running:
-        while left and places:
-            ours, theirs = context.Pipe()
-            place = places.pop()
-            process = context.Process(
-                target=_work, args=(theirs, seed, kinds, originals, root / f"worker-{place}"), daemon=True
-            )
-            process.start()
-            theirs.close()
-            ours.send(number := left.pop())
-            running[ours] = [process, place, number, _CASES_A_PROCESS]
-        for connection in wait(list(running), 1.0):
-            process, place, number, todo = entry = running[connection]
-            try:
-                yield connection.recv()
-                if left and todo:
-                    connection.send(number := left.pop())
-                    entry[2:] = number, todo - 1
-                    continue
-                connection.send(None)
-            except (EOFError, ConnectionError):
-                process.join()
-                yield _explain_end(
-                    number, pick_case(seed, number, kinds)[0], process.exitcode, root / f"worker-{place}"
+    try:
+        while left or running:
+            while left and places:
+                ours, theirs = context.Pipe()
+                place = places.pop()
+                process = context.Process(
+                    target=_work, args=(theirs, seed, kinds, originals, root / f"worker-{place}"), daemon=True
                 )
+                process.start()
+                theirs.close()
+                ours.send(number := left.pop())
+                running[ours] = [process, place, number, _CASES_A_PROCESS]
+            for connection in wait(list(running), 1.0):
+                process, place, number, todo = entry = running[connection]
+                try:
+                    yield connection.recv()
+                    if left and todo:
+                        connection.send(number := left.pop())
+                        entry[2:] = number, todo - 1
+                        continue
+                    connection.send(None)
+                except (EOFError, ConnectionError):
+                    process.join()
+                    yield _explain_end(
+                        number, pick_case(seed, number, kinds)[0], process.exitcode, root / f"worker-{place}"
+                    )
+                process.join()
+                connection.close()
+                places.append(running.pop(connection)[1])
+    finally:
+        for process, *_ in running.values():
+            process.kill()
             process.join()
-            connection.close()
-            places.append(running.pop(connection)[1])
 
 
 def _work(connection: Connection, seed: int, kinds: Kinds, originals: Originals, folder: Path) -> None:
     """A process: one case after another, as the parent sends their numbers."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # the parent ends this process
+        signal.signal(ending, signal.SIG_IGN)
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "case").mkdir(parents=True)
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
