@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from bisect import bisect
 from typing import Any
 
 import numpy as np
@@ -528,6 +529,30 @@ def test_what_a_broken_disk_does_not_give_is_a_bad_image(dataset, monkeypatch):
 
     monkeypatch.setattr(Image, "open", fail)
     assert "bad image" in list_kinds(dataset.check())
+
+
+def test_lists_that_are_too_deep_for_the_whole_json_alone(dataset, tmp_path):
+    """Entries are read one by one, a repair reads the whole: two lists deeper."""
+    dataset.coco["annotations"][2]["segmentation"] = "X"
+    text = json.dumps(dataset.coco)
+
+    def is_too_deep(depth):
+        dataset.annotations.write_text(text.replace('"X"', "[" * depth + "5" + "]" * depth))
+        try:
+            json.loads(dataset.annotations.read_text())
+        except RecursionError:
+            return True
+        return False
+
+    deepest = bisect(range(200_000), False, key=is_too_deep)
+    told, depth = "", deepest + 2
+    while "JSON that is nested too deeply" in told or not told:
+        depth -= 1
+        is_too_deep(depth)
+        with pytest.raises(ColabUtilsError) as error:
+            repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+        told = str(error.value)
+    assert "found lists nested too deeply. Export it again" in told
 
 
 def test_a_process_that_the_system_ends_is_told(dataset, monkeypatch):
