@@ -27,7 +27,7 @@ __all__ = [
 
 EXAMPLES = 5  # of each kind
 _WORST = 10
-_CHUNK = 64  # images that a process takes at a time
+_CHUNK = 16  # images that a process takes at a time
 _STREAMS = 8  # on Drive each file costs its latency: each process waits for several at once
 _shared: Any = None  # in a worker process
 _MANY_CROWDS = 0.1  # of the objects: COCO has 1 %

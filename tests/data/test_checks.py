@@ -20,6 +20,8 @@ from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.images import fit_size
 from colab_utils.shards.write import write_shards
+from colab_utils.training.train import train
+from tests.tiny_model import TINY_MODEL
 
 
 class Dataset:
@@ -394,6 +396,22 @@ def test_repair_of_what_nobody_expects(dataset, change, kept, tmp_path):
     report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
     assert report.ok
     assert report.images == kept
+
+
+def test_a_repaired_dataset_trains_an_epoch(dataset, tmp_path, one_thread):
+    draw([60, 50, 90, 50, 90, 80, 60, 80], box=[60, 50, 90, 80])(dataset)
+    dataset.coco["annotations"][5]["bbox"] = [0, 0, -5, 5]
+    dataset.coco["annotations"][9]["segmentation"] = []
+    dataset.file(4).write_bytes(b"")
+    dataset.save()
+    repaired = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    write_shards(dataset.images, tmp_path / "out.json", shards=tmp_path / "shards", workers=1)
+    report = train(
+        tmp_path / "shards", tmp_path / "run", model=TINY_MODEL, weights=None, min_size=64, epochs=1, batch_size=2
+    )
+    assert repaired.images == 10
+    assert report.steps == 5
+    assert all(np.isfinite(step.loss) for step in report.losses)
 
 
 def test_the_numbers_of_a_dataset(coco_mini):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from colab_utils.data.decoding import decode_pixels, load_jpeg_decoder, read_npy_header
+from colab_utils.data.decoding import decode_pixels, load_jpeg_decoder, read_npy_header, to_rgb
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 
 
@@ -53,6 +53,13 @@ def test_other_arrays_than_pixels_are_refused(array, found):
         decode_pixels(dump(array))
     with pytest.raises(ColabUtilsError, match="raw pixels"):
         decode_pixels(dump(array)[:70])  # cut short in its header
+
+
+def test_a_palette_with_more_transparencies_than_colours_is_told():
+    image = Image.new("P", (4, 4), 9)
+    image.info["transparency"] = bytes(300)  # as the chunk of a damaged PNG gives it
+    with pytest.raises(ColabUtilsError, match="not a complete image: palette index out of range"):
+        to_rgb(image)
 
 
 def test_images_that_would_fill_the_memory_are_refused():
