@@ -83,7 +83,7 @@ class Problem:
     count: int
     """How often it was found."""
     examples: tuple[str, ...]
-    """The first five."""
+    """The first five that differ."""
     effect: str
     """What it leads to."""
 
@@ -215,7 +215,7 @@ def sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tu
     for kind, text in (*_find_in_all(dataset, findings, statistics), *more):
         examples[kind].append(text)
     problems = tuple(
-        Problem(kind, len(examples[kind]), tuple(examples[kind][:EXAMPLES]), effect)
+        Problem(kind, len(examples[kind]), tuple(dict.fromkeys(examples[kind]))[:EXAMPLES], effect)
         for kind, effect in _EFFECTS.items()
         if examples[kind]
     )
