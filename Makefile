@@ -72,11 +72,12 @@ lint: setup
 fuzz: setup
 	$(RUN) -m tests.fuzz --cases $(or $(CASES),5000) --seed $(or $(SEED),0)
 
-# Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, with limits on time and memory, and 200
-# kills of preprocess; and whether each planted cause of a stall is really there
+# Slow: a COCO JSON of train2017's size, ten epochs over an index of that size, a check of 5,000 images, with limits on
+# time and memory, and 200 kills of preprocess; and whether each planted cause of a stall is really there
 stress: setup
 	$(RUN) tests/stress/read_large_coco.py
 	$(RUN) tests/stress/load_large_index.py
+	$(RUN) tests/stress/check_large_dataset.py
 	$(RUN) tests/stress/kill_preprocess.py
 	$(RUN) -m pytest -m stress tests/benchmarks/test_causes.py
 

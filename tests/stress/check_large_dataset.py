@@ -1,0 +1,93 @@
+"""Check 5,000 images of COCO's size: seconds, and the peak memory of all processes together.
+
+    python tests/stress/check_large_dataset.py [--images DIR --annotations FILE]
+
+The images of a small dataset (the built-in one) are linked under new names, so that each is a file of its own. Exits 1
+beyond 60 s and beyond 500 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from time import perf_counter
+
+IMAGES, MAX_SECONDS, MAX_BYTES = 5_000, 60, 500e6
+
+
+def multiply_dataset(images: Path, annotations: Path, folder: Path) -> tuple[Path, Path]:
+    """Link the images under new names until there are 5,000, each with its annotations."""
+    coco = json.loads(annotations.read_text())
+    rows: list[dict] = []
+    objects: list[dict] = []
+    own = {
+        image["id"]: [one for one in coco["annotations"] if one["image_id"] == image["id"]] for image in coco["images"]
+    }
+    (folder / "images").mkdir()
+    while len(rows) < IMAGES:
+        for image in coco["images"][: IMAGES - len(rows)]:
+            row = {**image, "id": len(rows) + 1, "file_name": f"{len(rows) + 1:012d}{Path(image['file_name']).suffix}"}
+            target, source = folder / "images" / row["file_name"], images / image["file_name"]
+            try:
+                os.link(source, target)
+            except OSError:  # on another disk
+                target.write_bytes(source.read_bytes())
+            rows.append(row)
+            objects += (
+                {**one, "image_id": row["id"], "id": len(objects) + n} for n, one in enumerate(own[image["id"]], 1)
+            )
+    (folder / "annotations.json").write_text(json.dumps({**coco, "images": rows, "annotations": objects}))
+    return folder / "images", folder / "annotations.json"
+
+
+def main() -> int:
+    """Run it in this process and those that it forks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=Path, help="an image folder (the built-in dataset)")
+    parser.add_argument("--annotations", type=Path, help="its COCO JSON")
+    options = parser.parse_args()
+
+    import psutil
+
+    from colab_utils import check_dataset
+    from colab_utils.runtime import list_processes
+    from colab_utils.sample_data import make_dataset
+
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.images:
+            made = make_dataset(Path(folder, "made"), n=160)
+            options.images, options.annotations = made.images, made.annotations
+        data = multiply_dataset(options.images, options.annotations, Path(folder))
+        over, used = threading.Event(), [0]
+
+        def watch_memory() -> None:
+            while not over.wait(0.2):
+                total = 0
+                for process in list_processes():
+                    try:
+                        total += process.memory_full_info().pss
+                    except psutil.Error:
+                        continue
+                used.append(total)
+
+        thread = threading.Thread(target=watch_memory)
+        thread.start()
+        began_s = perf_counter()
+        report = check_dataset(*data)
+        seconds = perf_counter() - began_s
+        over.set()
+        thread.join()
+    print(f"{report.images:,} images, {report.annotations:,} annotations: {seconds:.1f} s, {max(used) / 1e6:.0f} MB")
+    if report.images != IMAGES or seconds > MAX_SECONDS or max(used) > MAX_BYTES:
+        print(f"error: expected at most {MAX_SECONDS} s and {MAX_BYTES / 1e6:.0f} MB", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
