@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,17 @@ def _name(node: ast.AST | None) -> str:
     return getattr(node, "id", "") or getattr(node, "attr", "")
 
 
-def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
+@cache  # asked for again for each name in a message
+def _walk_scope(scope: ast.AST) -> tuple[ast.AST, ...]:
     """The nodes of a function, or of a module, without those of the functions in it."""
-    for node in ast.iter_child_nodes(scope):
-        if not isinstance(node, ast.FunctionDef):
-            yield node
-            yield from _walk_scope(node)
+    return tuple(_walk_below(scope))
+
+
+def _walk_below(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef):
+            yield child
+            yield from _walk_below(child)
 
 
 class _Code:
