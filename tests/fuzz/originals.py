@@ -91,6 +91,9 @@ def store(images: Path, annotations: Path, shards: Path, **settings: Any) -> Any
 
 def make_originals(folder: Path, pickled: Path) -> None:
     """Make them in a process of its own, whose threads are not forked, and leave them pickled."""
+    import torch
+
+    torch.set_num_threads(1)  # a forked process has lost OpenMP's threads, and would wait for them for ever
     made = Originals()
     for number in range(3):
         root = folder / str(number)
