@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def _record_errors(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     make, package = ColabUtilsError.__init__, colab_utils.__path__[0] + os.sep
 
+    @wraps(make)
     def make_and_record(error, *arguments):
         make(error, *arguments)
         frame = sys._getframe(1)

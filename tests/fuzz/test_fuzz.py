@@ -15,6 +15,13 @@ from tests.fuzz.truth import WrongDataError
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and memory are read as Linux gives them")
 
 
+@pytest.fixture(autouse=True)
+def unrecorded(monkeypatch):
+    """The record of errors that `make test` keeps would be a file outside of a case's folder."""
+    make = ColabUtilsError.__init__
+    monkeypatch.setattr(ColabUtilsError, "__init__", getattr(make, "__wrapped__", make))
+
+
 @pytest.fixture(scope="module")
 def prepared():
     with prepare() as prepared:
