@@ -16,6 +16,7 @@ from numpy.random import Generator, default_rng
 from PIL import Image, ImageDraw, ImageFilter
 from pycocotools import mask as coco_mask
 
+from colab_utils.data.masks import measure_mask
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
 
@@ -158,7 +159,8 @@ def _annotate(mask: np.ndarray, kind: int, crowd: bool, scale: int = 1) -> dict[
     else:
         segmentation = [[scale * at for at in polygon] for polygon in _trace_polygons(mask)]
     rle = coco_mask.merge(coco_mask.frPyObjects([segmentation] if crowd else segmentation, height, width))
-    found = {"area": int(coco_mask.area(rle)), "bbox": coco_mask.toBbox(rle).tolist(), "iscrowd": int(crowd)}
+    box, pixels = measure_mask(rle)
+    found = {"area": pixels, "bbox": box, "iscrowd": int(crowd)}
     return {"category_id": CATEGORIES[kind]["id"], "segmentation": segmentation, **found}
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.decoding import name_kind
-from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.drive import DriveLostError, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import find_free_memory, write_file
@@ -521,17 +521,14 @@ def _read_annotation(entry: dict[str, Any], number: int, height: int, width: int
 
 def _derive_shape(annotation: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     """The annotation with the box and the area that it lacks, of its mask; the area of the box where it has no mask."""
-    from pycocotools import mask as coco_mask
-
     box, area = annotation["bbox"], annotation["area"]
     try:
-        rle = encode_segmentation(annotation["segmentation"], height, width)
+        tight, pixels = measure_mask(encode_segmentation(annotation["segmentation"], height, width))
     except ColabUtilsError as error:
         if not box:
             raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None
         return {**annotation, "area": box[2] * box[3]}
-    box, mask_area = box or coco_mask.toBbox(rle).tolist(), float(coco_mask.area(rle))
-    return {**annotation, "bbox": box, "area": mask_area if area is None else area}
+    return {**annotation, "bbox": box or tight, "area": float(pixels) if area is None else area}
 
 
 def _to_numbers(values: Any, name: str) -> list[float]:

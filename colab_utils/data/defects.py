@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import MOST_PIXELS, open_image, read_orientation, to_rgb
-from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
 from colab_utils.errors import ColabUtilsError, escape
 
 __all__ = [
     "HARMLESS", "MODEL_SIZES", "NEAR", "Findings", "Header", "check_image", "compare_box", "compare_sizes",
-    "find_scale", "is_normalised", "measure_mask", "read_header",
+    "find_scale", "is_normalised", "read_header",
 ]  # fmt: skip
 
 MODEL_SIZES = (800, 1333)
@@ -99,12 +99,12 @@ def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
     try:
         opened: Image.Image = Image.open(file)
     except Image.UnidentifiedImageError:
-        opened = open_image(read_file(path))  # says what it is
+        opened = open_image(_read_again(file))  # says what it is
     kind, notes, (width, height) = opened.format or "", list[tuple[str, str]](), opened.size
     if width * height > MOST_PIXELS:
         raise ColabUtilsError(f"{width} x {height} pixels, more than {MOST_PIXELS:,}")
     if deep or not _ends_with(file, _ENDS.get(kind, b"")):  # cut short, or much of something else after its end
-        open_image(read_file(path))
+        open_image(_read_again(file))
     to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
     belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
     if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
@@ -116,6 +116,11 @@ def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
     if kind != "MPO" and getattr(opened, "is_animated", False):
         notes.append(("animated image", f"{getattr(opened, 'n_frames', 1)} frames"))
     return Header(None, tuple(notes), (height, width), read_orientation(opened), size)
+
+
+def _read_again(file: Any) -> bytes:
+    file.seek(0)
+    return bytes(file.read())
 
 
 def _ends_with(file: Any, mark: bytes) -> bool:
@@ -256,18 +261,6 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
     if min(x, y) < -NEAR or x + w > width + NEAR or y + h > height + NEAR:
         return [("box beyond the image", f"bbox {box}")]
     return []
-
-
-def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
-    """A mask's tight box (x, y, width, height) and its pixels.
-
-    Example:
-        >>> measure_mask(encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8))
-        ([1.0, 1.0, 3.0, 2.0], 6)
-    """
-    from pycocotools import mask as coco_mask
-
-    return coco_mask.toBbox(rle).tolist(), int(coco_mask.area(rle))
 
 
 def _measure_overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:

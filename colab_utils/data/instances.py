@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from colab_utils.data.decoding import read_orientation
+from colab_utils.data.masks import measure_mask
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import show_progress, write_file
 
 __all__ = ["convert_masks"]
 
-_ORIENTATION = 0x0112  # of EXIF
 _MOST_OBJECTS = 5000  # in one mask: more colours are a photo, or a mask that was saved as JPEG
 
 
@@ -102,13 +103,10 @@ def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
     """The mask's values, int64 [H, W]; 0 is the background."""
     try:
         with Image.open(image) as opened:
-            size, turned = opened.size, opened.getexif().get(_ORIENTATION, 1) > 4
+            size, turned = opened.size, read_orientation(opened) > 4
         with Image.open(mask) as opened:
-            kind, found = (
-                opened.format,
-                opened if opened.mode in ("1", "L", "P", "I", "I;16") else opened.convert("RGB"),
-            )
-            values = np.asarray(found).astype(np.int64)
+            kind, is_flat = opened.format, opened.mode in ("1", "L", "P", "I", "I;16")
+            values = np.asarray(opened if is_flat else opened.convert("RGB")).astype(np.int64)
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
         raise ColabUtilsError(f"expected an image at {image} and a mask at {mask}, found: {error}") from None
     if values.shape[1::-1] != (size[::-1] if turned else size):
@@ -131,5 +129,6 @@ def _encode_objects(values: NDArray[np.int64], mask: Path) -> Iterator[tuple[dic
             f"expected a mask with one colour an object at {mask}, found {len(objects):,} colours. Is it a photo?"
         )
     for value in objects:
-        rle = coco_mask.encode(np.asfortranarray(values == value).astype(np.uint8, order="F"))
-        yield {**rle, "counts": rle["counts"].decode()}, coco_mask.toBbox(rle).tolist(), float(coco_mask.area(rle))
+        rle = coco_mask.encode(np.asarray(values == value, np.uint8, order="F"))
+        box, pixels = measure_mask(rle)
+        yield {**rle, "counts": rle["counts"].decode()}, box, float(pixels)

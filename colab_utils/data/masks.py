@@ -15,8 +15,8 @@ from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.errors import ColabUtilsError
 
 __all__ = [
-    "PackedMasks", "encode_segmentation", "nearest_indices", "number_within", "pack_masks", "pack_pixels",
-    "resize_rles", "unpack_masks",
+    "PackedMasks", "encode_segmentation", "measure_mask", "nearest_indices", "number_within", "pack_masks",
+    "pack_pixels", "resize_rles", "unpack_masks",
 ]  # fmt: skip
 
 _FARTHEST_PIXEL = 10_000_000
@@ -133,6 +133,18 @@ def _join_runs(runs: list[int]) -> list[int]:
         else:
             joined[-1] += run
     return joined
+
+
+def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
+    """The tight box (x, y, width, height) of a mask in RLE, and its pixels, as pycocotools computes them.
+
+    Example:
+        >>> measure_mask(encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8))
+        ([1.0, 1.0, 3.0, 2.0], 6)
+    """
+    from pycocotools import mask as coco_mask
+
+    return coco_mask.toBbox(rle).tolist(), int(coco_mask.area(rle))
 
 
 def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list[dict[str, Any]]:

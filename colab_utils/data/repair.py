@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from colab_utils.data.checks import EXAMPLES, DatasetReport, Problem, check_dataset, inspect_images
 from colab_utils.data.coco import decode_text, read_bytes, read_coco
-from colab_utils.data.defects import HARMLESS, NEAR, Header, compare_box, compare_sizes, is_normalised, measure_mask
-from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.defects import HARMLESS, NEAR, Header, compare_box, compare_sizes, is_normalised
+from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import write_file
 

@@ -30,6 +30,7 @@ from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainRe
 __all__ = ["LogLine", "TrainReport", "TrainingPlan", "train"]
 
 _State = dict[str, Any] | None
+_RANGED = ("model", "norms", "min_size", "max_size", "learning_rate", "augment", "ema", "batch_size")
 
 
 def train(
@@ -149,9 +150,6 @@ def train(
         if state:
             trainer.load_state(state)
         return trainer.run(log=log if ranks.is_first else None, log_steps=log_steps)
-
-
-_RANGED = ("model", "norms", "min_size", "max_size", "learning_rate", "augment", "ema", "batch_size")
 
 
 def _check_values(**values: Any) -> None:
