@@ -21,6 +21,13 @@ from colab_utils.runtime import write_file
 __all__ = ["main"]
 
 _JSON_START = b'{\n "command": '
+_REPAIR = "Write a repaired annotations file with --repair OUT.json, or repair the files."
+# where that alone does not help, by the first defect
+_CURES = {
+    "no instances": "Export the masks as polygons or RLE, or draw them.",
+    "many crowds": "Where they are objects, as CVAT's brush masks are: --repair OUT.json --crowds objects.",
+    "missing image": "Name the right image folder, or write an annotations file without them with --repair OUT.json.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,12 +75,10 @@ def _finish(report: Any, command: str, target: str) -> int:
             "or delete it and run preprocess again: it makes what is missing."
         )
     if getattr(report, "ok", True) is False:
-        first = next((problem for problem in report.problems if not problem.effect.startswith("note")), None)
-        found = f"{first.count:,} x {first.kind} ({first.examples[0]})" if first else "no image"
-        raise ColabUtilsError(
-            f"expected a dataset without defects, found {found}. "
-            "Write a repaired annotations file with --repair OUT.json, or repair the files."
-        )
+        first = next(problem for problem in report.problems if not problem.effect.startswith("note"))
+        found = f"{first.count:,} x {first.kind} ({first.examples[0]})"
+        cure = _CURES.get(first.kind, _REPAIR)
+        raise ColabUtilsError(f"expected a dataset without defects, found {found}. {cure}")
     return 0
 
 

@@ -380,6 +380,26 @@ def test_repair_writes_what_check_then_finds_whole(run, world):
     assert (status, out.split()[0]) == (0, "11")
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"iscrowd": 1}, "--repair OUT.json --crowds objects."),
+        ({"segmentation": []}, "Export the masks as polygons or RLE, or draw them."),
+        (None, "Name the right image folder, or write an annotations file without them with --repair OUT.json."),
+        ({"bbox": "none"}, "Write a repaired annotations file with --repair OUT.json, or repair the files."),
+    ],
+)
+def test_check_says_what_to_do_about_the_first_defect(run, world, fault, says):
+    coco = json.loads((world / "coco.json").read_text())
+    for one in coco["annotations"]:
+        one.update(fault or {})
+    (world / "faulty.json").write_text(json.dumps(coco))
+    status, _, err = run(
+        "check", "--images", world / ("images" if fault else "empty"), "--annotations", world / "faulty.json"
+    )
+    assert_one_error(status, err, contains=says)
+
+
 # preprocess: the plan
 
 

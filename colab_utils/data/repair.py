@@ -76,9 +76,11 @@ def repair_annotations(
         kept |= {row: one for row, one in mended.items() if one}
     done["annotation of no image left out"] = [f"number {row + 1}" for rest in owned.values() for row in rest]
     if all(one.get("iscrowd") for one in kept.values()):
+        reasons = [f"{len(where):,} x {kind}" for kind, where in lost.items()] + [f"{len(kept):,} x crowd"] * bool(kept)
         raise ColabUtilsError(
-            f"expected objects to keep, found none in {source} that {folder} has an image and masks for. Name the "
-            "right image folder, or export polygons."
+            f"expected objects to keep, found none in {source} that {folder} has an image and masks for "
+            f"({', '.join(reasons)}). Name the right image folder, export polygons, or take crowds as objects with "
+            "--crowds objects."
         )
     repairs = [Problem(kind, len(where), tuple(where[:EXAMPLES]), "mended") for kind, where in done.items() if where]
     for kind, where in lost.items():
