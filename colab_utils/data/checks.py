@@ -39,6 +39,7 @@ _KINDS = {
     "image is skipped": "unsafe file_name|missing image|empty file|truncated image|bad image|size mismatch|"
     "bad annotation|object without mask|bad mask",
     "object becomes background": "inverted box|box outside the image",
+    "objects of one entry become background in the other: make it one entry": "objects in several entries of an image",
     "objects become background; where they are CVAT's brush masks: --repair with --crowds objects": "many crowds",
     "object is trained without a pixel": "normalised polygon|empty mask",
     "object is trained with a wrong box": "box of corners|mask and box disagree",
@@ -237,8 +238,12 @@ def _find_in_all(
         yield "no images", "the list of images is empty"
     for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
         yield from ((kind, f"annotation {number}") for number in ids.tolist())
-    names = Counter(dataset.file_name(i) for i in range(len(dataset)))
-    yield from (("repeated file_name", escape(name)) for name, count in names.items() for _ in range(count - 1))
+    entries = defaultdict[str, list[bytes]](list)
+    for i, found in enumerate(findings):
+        entries[dataset.file_name(i)].append(found.objects.tobytes())
+    for name, objects in entries.items():
+        kind = "repeated file_name" if len({*objects}) == 1 else "objects in several entries of an image"
+        yield from [(kind, escape(name))] * (len(objects) - 1)
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
         yield "no instances", _name_purpose(dataset)

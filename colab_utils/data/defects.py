@@ -255,6 +255,7 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
     if not (tight[2] and tight[3]):
         return [("empty mask" if w * h >= NEAR**2 else "tiny object", f"bbox {box}")]
     edges, others = (np.array([a, b, a + c, b + d]) for a, b, c, d in (box, tight))
+    edges = np.clip(edges, 0, [width, height] * 2)  # as training cuts it
     if _measure_overlap(edges, others) < 0.5 and np.abs(edges - others).max() > NEAR:
         if _measure_overlap(np.array(box), others) >= 0.5:
             return [("box of corners", f"bbox {box} looks like x0, y0, x1, y1")]

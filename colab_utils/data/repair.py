@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colab_utils.data.checks import EXAMPLES, DatasetReport, Problem, check_dataset, inspect_images
-from colab_utils.data.coco import decode_text, read_bytes, read_coco
+from colab_utils.data.coco import CocoDataset, decode_text, read_bytes, read_coco
 from colab_utils.data.defects import HARMLESS, NEAR, Header, compare_box, compare_sizes, is_normalised
 from colab_utils.data.masks import MaskEncoder, measure_mask
 from colab_utils.errors import ColabUtilsError, escape
@@ -57,7 +57,11 @@ def repair_annotations(
         owner = _to_numbers(one.get("image_id")) if isinstance(one, dict) else None
         owned[owner if _is_number(owner) else None].append(row)
     entries, kept = list[Any](), dict[int, Any]()
+    joined = _join_entries(dataset, raw["annotations"], owned)
+    done["entries of one image joined"] = [escape(dataset.file_name(i)) for i in joined]
     for i, found in enumerate(findings):
+        if i in joined:
+            continue
         name, changes, mine = escape(dataset.file_name(i)), list[str](), owned.pop(int(dataset.image_ids[i]), [])
         try:
             entry, rows = _read_numbers(raw["images"][i], changes), _read_rows(raw["annotations"], mine, changes)
@@ -93,6 +97,19 @@ def repair_annotations(
     except OSError as error:
         raise ColabUtilsError(f"expected to write {output}, found: {error.strerror}. Name another file.") from None
     return replace(check_dataset(images, output), repairs=tuple(repairs))
+
+
+def _join_entries(dataset: CocoDataset, annotations: list[Any], owned: dict[Any, list[int]]) -> list[int]:
+    """Give the annotations of an image's later entries to its first one; returns the later entries."""
+    first, later = dict[tuple[Any, ...], int](), list[int]()
+    for i, number in enumerate(dataset.image_ids.tolist()):
+        own = first.setdefault((dataset.file_name(i), *dataset.sizes[i]), number)
+        if own != number:
+            later.append(i)
+            for row in owned.pop(number, []):
+                annotations[row]["image_id"] = own
+                owned[own].append(row)
+    return later
 
 
 def _read_json(source: Path) -> dict[str, Any]:

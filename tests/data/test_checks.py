@@ -68,6 +68,15 @@ def repeat_name(dataset):
     dataset.coco["images"][4]["file_name"] = dataset.coco["images"][5]["file_name"]
 
 
+def repeat_entry(dataset):
+    """The image once more, with the same objects."""
+    repeat_name(dataset)
+    empty(dataset)
+    one, other = (dataset.coco["images"][n]["id"] for n in (4, 5))
+    rows = dataset.coco["annotations"]
+    rows += [{**row, "image_id": one, "id": 900 + n} for n, row in enumerate(rows) if row["image_id"] == other]
+
+
 def empty(dataset):
     first = dataset.coco["images"][4]["id"]
     dataset.coco["annotations"] = [one for one in dataset.coco["annotations"] if one["image_id"] != first]
@@ -236,13 +245,15 @@ DEFECTS = [
     (change_box(lambda x, y, w, h: [x, y, 200, h]), "mask and box disagree", True, 12),
     (draw([60, 50, 90, 50, 90, 80, 60, 80], box=[60, 50, 90, 80]), "box of corners", True, 12),
     (draw([99, 60, 159, 60, 159, 120, 99, 120], box=[99, 60, 70, 60]), "box beyond the image", False, 12),
+    (draw([20, 90, 60, 90, 60, 400, 20, 400], box=[20, 90, 40, 310]), "box beyond the image", False, 12),
     (spoil_annotation(bbox=[3, 3, 0, 5]), "box without area", False, 12),
     (draw([9.1, 9.1, 9.3, 9.1, 9.3, 9.3]), "tiny object", False, 12),
     (shrink, "tiny object", False, 12),
     (spoil_annotation(area=0), "area 0", False, 12),
     (repeat_annotation, "repeated annotation", False, 12),
     (empty, "image without objects", False, 12),
-    (repeat_name, "repeated file_name", False, 12),
+    (repeat_entry, "repeated file_name", False, 11),
+    (repeat_name, "objects in several entries of an image", True, 11),
     (add_category(0, "background"), "category id 0", False, 12),
     (add_category(99), "name of several categories", False, 12),
     (add_category(99, "unicorn"), "unused category", False, 12),
