@@ -10,14 +10,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.show import charts
 from colab_utils.show.pictures import PALETTE, make_figure
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from colab_utils.comparison.compare import Comparison
 
 __all__ = [
@@ -25,13 +24,7 @@ __all__ = [
     "read_receipts", "summarise_receipt",
 ]  # fmt: skip
 
-_COURSE = {  # each step on top of the one before
-    "sequential": "plain loop",
-    "thread_queue": "+ a thread ahead",
-    "dataloader": "+ {}",
-    "shards_on_ssd": "+ shards on the SSD",
-    "packed": "+ make_loader",
-}
+_COURSE = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")  # as COURSE_STRATEGIES
 _BLUE, _ORANGE, _GREY, _INK = PALETTE[0], PALETTE[1], "#777777", "#1a1a1a"
 COCO_IMAGES = 118_287  # to which hours are scaled
 _SESSION_EPOCHS, _SESSIONS = 3, 3  # epochs before Colab takes the machine, and its disk, away
@@ -219,22 +212,18 @@ def _read_rows(
 
 
 def _name_rows(content: _Content) -> dict[str, str]:
-    """What each strategy is called in a chart: as a step of the course, where those are what was compared."""
+    """What each strategy is called in a chart; those of the course stand on top of each other."""
     titles = {row["name"]: row["title"] for row in content["strategies"]}
-    is_course = [*titles] == [*_COURSE]
-    return {name: _COURSE[name].format(titles[name]) if is_course else titles[name] for name in titles}
+    plus = "+ " if tuple(titles) == _COURSE else ""
+    return {name: (plus if name != _COURSE[0] else "") + title for name, title in titles.items()}
 
 
 def _add_up(row: _Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
     """Epochs done, and the hours since the beginning, at each corner of a strategy's line."""
-    later = _SESSION_EPOCHS - 1
-    session = [
-        (0, row["session_ms_per_image"]),
-        (1, row["cold_ms_per_image"]),
-        (later, later * 1000 / row["images_per_second"]),
-    ]
-    epochs, ms = np.cumsum([(0, row["once_ms_per_image"]), *session * sessions], axis=0).T
-    return epochs, ms * COCO_IMAGES / 3.6e6
+    later, ms = _SESSION_EPOCHS - 1, 1000 / row["images_per_second"]
+    session = [(0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (later, later * ms)]
+    epochs, spent_ms = np.cumsum([(0, row["once_ms_per_image"]), *session * sessions], axis=0).T
+    return epochs, spent_ms * COCO_IMAGES / 3.6e6
 
 
 def _find_pay_back(own: _Content, other: _Content) -> float | None:

@@ -26,11 +26,6 @@ _WIDTH, _HEIGHT = 240, 84  # of a curve, px
 _GREEN, _RED = PALETTE[2], PALETTE[3]  # which show on white and on Colab's dark grey
 _CHART_STEPS, _MAX_STEPS, _MAX_BOXES = 25, 1500, 16  # more would be too small to see, and heavy
 
-_PRESETS = {  # of the sliders, from the first to the last; seed 4 gives so many
-    "98 batches": (7, 2.0, 0.0, 0.1, 2), "275 batches": (7, 0.7, 0.22, 0.1, 2), "295 batches": (7, 0.35, 0.0, 0.1, 2),
-    "T4, bad day": (2, 2.45, 0.45, 0.7, 2),
-}  # fmt: skip
-
 # Text has the page's own colour, so that it can be read on dark and on light; the fillings are PALETTE's, half clear.
 _STYLE = """
 .colab-sim { max-width: 960px; font: 16px/1.4 system-ui, "Segoe UI", Roboto, sans-serif; }
@@ -157,7 +152,7 @@ def explore_simulation(
 ) -> Any:
     """Sliders for what `simulate` takes: each redraws the chart, and says how long the step waits.
 
-    Arguments are those of `simulate`, and where the sliders start; a button goes back to them, others to known cases.
+    Arguments are those of `simulate`, and where the sliders start.
 
     Args:
         workers: worker processes.
@@ -173,7 +168,7 @@ def explore_simulation(
         ColabUtilsError: a time that is not more than 0.
 
     Example:
-        >>> *sliders, buttons, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
+        >>> *sliders, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
         >>> "the step worked 49% of the time and waited 51%" in view.value
         True
     """
@@ -194,25 +189,15 @@ def explore_simulation(
         "step_s": make(ipywidgets.FloatLogSlider, step_s, "a step, seconds", step=0.02, **decades),
         "prefetch": make(ipywidgets.IntSlider, prefetch, "prefetch, a worker", min=1, max=max(prefetch, 8)),
     }
-    view, buttons = ipywidgets.HTML(), ipywidgets.HBox(layout={"flex_flow": "row wrap"})
+    view = ipywidgets.HTML()
 
     def redraw(_change: Any = None) -> None:
         view.value = _draw_settings(**{key: slider.value for key, slider in sliders.items()})
 
-    def jump(values: tuple[float, ...]) -> None:
-        for slider, value in zip(sliders.values(), values, strict=True):
-            slider.unobserve_all("value")  # one drawing for all of them
-            slider.value = value
-            slider.observe(redraw, "value")
-        redraw()
-
-    mine = tuple(slider.value for slider in sliders.values())
-    for name, values in {"back to mine": mine, **_PRESETS}.items():
-        button = ipywidgets.Button(description=name)
-        button.on_click(lambda _, values=values: jump(values))
-        buttons.children += (button,)
-    jump(mine)
-    return ipywidgets.VBox([*sliders.values(), buttons, view])
+    for slider in sliders.values():
+        slider.observe(redraw, "value")
+    redraw()
+    return ipywidgets.VBox([*sliders.values(), view])
 
 
 def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:

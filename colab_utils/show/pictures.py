@@ -9,19 +9,22 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
+from PIL import Image, ImageOps
+from pycocotools import mask as coco_mask
 
+from colab_utils.data.coco import CocoDataset
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from colab_utils.data.coco import CocoDataset
 
 __all__ = ["PALETTE", "draw_annotations", "draw_pair", "draw_predictions", "embed_figure", "make_figure"]
 
@@ -106,9 +109,6 @@ def draw_annotations(
 
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
     """A small copy of an image, and its annotations at the same scale."""
-    from PIL import Image, ImageOps
-    from pycocotools import mask as coco_mask
-
     height, width = (int(side) if side > 0 else 480 for side in dataset.sizes[i])
     try:
         picture: Image.Image = Image.open(io.BytesIO(read_file(dataset.find_image(images, i)[0])))
@@ -137,8 +137,6 @@ def make_figure(title: str, *, width: float, height: float) -> Figure:
 
     Names of users stand in titles and labels: ``parse_math=False`` keeps ``$`` from starting a formula.
     """
-    import matplotlib.pyplot as plt
-
     title = textwrap.fill(title, int(width * 5.8))
     size = (width, height + 0.35 * title.count("\n"))
     figure = plt.figure(figsize=size, layout="constrained", facecolor="white")
@@ -147,12 +145,11 @@ def make_figure(title: str, *, width: float, height: float) -> Figure:
     return figure
 
 
-def embed_figure(figure: Figure, *, alt: str = "") -> str:
-    """The figure as an ``<img>`` that holds its own drawing (SVG), with ``alt``, or its title, for screen readers."""
+def embed_figure(figure: Figure, *, alt: str) -> str:
+    """The figure as an ``<img>`` that holds its own drawing (SVG), with ``alt`` for screen readers."""
     drawing = io.BytesIO()
     figure.savefig(drawing, format="svg", metadata={"Date": None})
     data = base64.b64encode(drawing.getvalue()).decode("ascii")
-    alt = alt or figure.get_suptitle().replace("\n", " ")
     return f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}">'
 
 
@@ -176,10 +173,6 @@ def _draw_grid(
 
 
 def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str], inches: float) -> None:
-    from matplotlib.colors import to_rgb
-    from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
-
     each = max(1, max(image.shape) // 1000)  # of a large photo one pixel in so many is drawn
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
     canvas = pixels.astype(np.float32) / (255 if pixels.dtype.kind in "ui" else 1)

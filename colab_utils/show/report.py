@@ -10,6 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.figure import Figure
+
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
@@ -21,8 +23,6 @@ from colab_utils.show.pictures import draw_annotations, embed_figure
 from colab_utils.show.table import Table, make_table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from colab_utils.comparison.compare import Comparison
     from colab_utils.data.checks import DatasetReport, Problem
     from colab_utils.diagnosis.summary import Summary
@@ -111,7 +111,6 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
     Raises:
         ColabUtilsError: the page cannot be written, or another file is there.
     """
-    causes = [(f"{cause.share:.0%} {cause.id}", cause.why, f"Next: {cause.next}") for cause in summary.causes]
     worst = [
         {
             "batch": f"{batch.number:,}", "wait s": round(batch.wait_s, 3), "step s": round(batch.step_s, 3),
@@ -122,7 +121,8 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
     parts = [
         _to_html("h1", summary.verdict),
         show_chart(plot_first_seconds({"steps": summary.spans_s}, title=" ", white="no step for"), heading=""),
-        *(_to_html(tag, text) for lines in causes for tag, text in zip(("h2", "p", "p"), lines, strict=True)),
+        *(_to_html("h2", f"{one.share:.0%} {one.id}") + _to_html("p", one.why) + _to_html("p", f"Next: {one.next}")
+          for one in summary.causes),
         "<h2>Where the time went</h2>", _to_html("pre", "\n".join(str(summary).splitlines()[1:6])),
         "<h2>The slowest batches</h2>", make_table(worst).to_html(),
         *(_to_html("p", text, "note") for text in (*summary.stalls, *summary.unseen)),

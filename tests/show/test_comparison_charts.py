@@ -20,7 +20,7 @@ from colab_utils.show.comparison_charts import (
     summarise_receipt,
 )
 
-STEPS = ["plain loop", "+ a thread ahead", "+ 2 workers", "+ shards on the SSD", "+ make_loader"]
+STEPS = ["plain loop", "+ thread ahead", "+ 2 workers", "+ shards on SSD", "+ make_loader"]
 
 
 def read_bars(figure):
