@@ -24,19 +24,16 @@ _LEAST_SLOW_S = 0.05
 _SENDS_MB_PER_S = 20  # a third of what Drive gives where it is reached (`drive.DRIVE_PROFILES`)
 _ALL_CORES = 0.85  # of the cores are busy
 _SLOWER = 1.3  # times, for a step beside a loader
-_STAGES = {  # what takes most, and what to do
+_STAGES = {  # what takes most: the cause, and what to do
     "read": ("read", "Store the data on the local disk, in few large files: preprocess, then copy."),
-    "sample": ("work", "Do what never changes once, offline: decode, resize, parse. Use more workers where cores are "
-               "free."),
+    "sample": ("work", "Decode, resize and parse once, offline. Use more workers where cores are free."),
     "decode": ("decode", "Shrink images once, offline (preprocess), to the size that training needs."),
     "masks": ("masks", "Load shards with make_loader: masks stay packed until the device has them."),
-    "transform": ("transform", "Make transforms cheaper, or run them on the device; do what is not random once, "
-                  "offline."),
+    "transform": ("transform", "Make transforms cheaper, run them on the device, or do what is not random offline."),
     "collate": ("collate", "Make collate_fn cheaper: stack tensors, and do all else in the dataset."),
-    "hand-off": ("hand-off", "Make batches smaller in bytes: uint8 images, packed masks; or make_loader's own "
-                 "buffers."),
-    "collate and hand-off": ("hand-off", "Make batches smaller in bytes: uint8 images, packed masks."),
-}  # fmt: skip
+    "hand-off": ("hand-off", "Make batches smaller: uint8 images, packed masks; or use make_loader's own buffers."),
+    "collate and hand-off": ("hand-off", "Make batches smaller: uint8 images, packed masks."),
+}
 
 
 @dataclass(frozen=True)
@@ -136,10 +133,9 @@ def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, slower: f
             cause, works = Cause(id, cause.share, why, cure), True
         found.append(cause)
     if slower > _SLOWER:
-        found.append(Cause(
-            "contention", 1 - 1 / slower, f"Beside the loader the step takes {slower:.1f} times as long as alone.",
-            "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper.",
-        ))  # fmt: skip
+        why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
+        cure = "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper."
+        found.append(Cause("contention", 1 - 1 / slower, why, cure))
     # loading that takes the cores from the step is cured by cheaper loading: it comes first
     return sorted(found, key=lambda cause: (works and cause.id == "contention", -cause.share))
 
@@ -155,15 +151,13 @@ def _explain_between(between: NDArray[np.float64], loop_s: float) -> Cause | Non
     share, rare = float(between.sum()) / loop_s, _find_rare(between)
     if len(rare) > 1:
         every, each_s = len(between) / len(rare), float(between[rare].mean())
-        return Cause(
-            "periodic", share, f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step.",
-            "If it writes checkpoints, write them in a thread or less often; if it evaluates, evaluate less often.",
-        )  # fmt: skip
+        why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
+        cure = "If it writes checkpoints, write them in a thread or less often; if it evaluates, evaluate less often."
+        return Cause("periodic", share, why, cure)
     each_ms = 1000 * float(between.mean())
-    return Cause(
-        "between", share, f"After each step this process is busy for {each_ms:.3g} ms before it asks for a batch.",
-        "Look at what follows optimizer.step(): log less often, read losses (.item()) less often, move it to a thread.",
-    )  # fmt: skip
+    why = f"After each step this process is busy for {each_ms:.3g} ms before it asks for a batch."
+    cure = "Look at what follows optimizer.step(): log or read losses (.item()) less often, or move it to a thread."
+    return Cause("between", share, why, cure)
 
 
 def _explain_starts(
@@ -186,11 +180,9 @@ def _explain_crowd(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> C
     cores = count_cores()
     if facts.workers <= cores or (facts.busy < _ALL_CORES * cores and facts.times.queued_s < facts.times.cpu_s):
         return None
-    return Cause(
-        "too_many_workers", float(waits[1:].sum()) / loop_s,
-        f"{facts.workers} workers share {cores} cores, and wait for one another.",
-        f"Use fewer workers: num_workers={cores}. Make a sample cheaper: more workers only take turns.",
-    )  # fmt: skip
+    why = f"{facts.workers} workers share {cores} cores, and wait for one another."
+    cure = f"Use fewer workers: num_workers={cores}. Make a sample cheaper: more workers only take turns."
+    return Cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cure)
 
 
 def _explain_waits(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> Cause | None:
@@ -204,11 +196,10 @@ def _explain_waits(waits: NDArray[np.float64], loop_s: float, facts: Facts) -> C
     if not times.samples:
         return _explain_unseen(share, facts)
     if outside_s > max(times.cpu_s, data_s):
-        return Cause(
-            "collate", share, f"Workers spend {outside_s / facts.cpu_s:.0%} of the CPU time outside of samples, in "
-            "collate_fn or on the way to this process.",
-            "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both.",
-        )  # fmt: skip
+        part = outside_s / facts.cpu_s
+        why = f"Workers spend {part:.0%} of the CPU time outside of samples: in collate_fn, or on the way here."
+        cure = "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both."
+        return Cause("collate", share, why, cure)
     wall_ms, cpu_ms, queued_ms, data_ms = (
         1000 * seconds / times.samples for seconds in (times.wall_s, times.cpu_s, times.queued_s, data_s)
     )
@@ -223,25 +214,19 @@ def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause
     """Whether the first byte of a file is late, or all of them: a disk that sends gives `_SENDS_MB_PER_S` at least."""
     if size / data_us > _SENDS_MB_PER_S:
         why = f"{why}: {format_bytes(size)}, at {size / data_us:.2g} MB/s. It is the bandwidth."
-        cure = (
-            "Shrink images once, offline (preprocess), to the size that training needs; store them on the local disk."
-        )
-        return Cause("read", share, why, cure)
+        return Cause("read", share, why, f"{_STAGES['decode'][1]} Store them on the local disk.")
     if size > 0:
         why = f"{why}: only {format_bytes(size)}, so mostly for the first byte of each file"
-    return Cause(
-        "read", share, f"{why}.", "Store the data on the local disk, in few large files; until then use more workers."
-    )
+    cure = "Store the data on the local disk, in few large files; until then use more workers."
+    return Cause("read", share, f"{why}.", cure)
 
 
 def _explain_unseen(share: float, facts: Facts) -> Cause:
     if facts.workers:
         return _explain_work(share, "Workers deliver too slowly.", facts)
     if facts.wait_cpu_s < 0.5 * share * facts.passes_s:
-        return Cause(
-            "read", share, "This process loads the samples itself, and mostly waits for their data.",
-            "Use worker processes (num_workers), and store the data on the local disk.",
-        )  # fmt: skip
+        why = "This process loads the samples itself, and mostly waits for their data."
+        return Cause("read", share, why, "Use worker processes (num_workers), and store the data on the local disk.")
     why = "This process loads the samples itself, between its steps."
     return Cause("work", share, why, "Use worker processes (num_workers): they load while this process trains.")
 
@@ -249,14 +234,11 @@ def _explain_unseen(share: float, facts: Facts) -> Cause:
 def _explain_work(share: float, why: str, facts: Facts, *, is_queued: bool = False) -> Cause:
     cores = count_cores()
     if is_queued or facts.busy > _ALL_CORES * cores:
-        return Cause(
-            "work", share, f"{why} All {cores} cores are busy: more workers would not help.",
-            "Do the work once, offline, or make it cheaper: diagnose(loader, step) says which stage takes it.",
-        )  # fmt: skip
-    return Cause(
-        "work", share, f"{why} {facts.busy:.1f} of {cores} cores are busy.",
-        "Use more workers; diagnose(loader, step) says which stage takes the time.",
-    )  # fmt: skip
+        why = f"{why} All {cores} cores are busy: more workers would not help."
+        cure = "Do the work once, offline, or make it cheaper: diagnose(loader, step) says which stage takes it."
+        return Cause("work", share, why, cure)
+    why = f"{why} {facts.busy:.1f} of {cores} cores are busy."
+    return Cause("work", share, why, "Use more workers; diagnose(loader, step) says which stage takes the time.")
 
 
 def _find_slow_sample(waits: NDArray[np.float64], facts: Facts) -> str:

@@ -56,17 +56,14 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     streams = isinstance(dataset, IterableDataset) and isinstance(loader, DataLoader)
     if streams or (has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)):
         indices = [] if streams else np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
-        collate, begin, context = (
-            getattr(loader, name, None) for name in ("collate_fn", "worker_init_fn", "multiprocessing_context")
-        )
-        dense = not isinstance(loader, Loader)
+        dense, collate = not isinstance(loader, Loader), getattr(loader, "collate_fn", None)
         in_worker = partial(_time_in_worker, indices, images=images, dense=dense, collate=collate, seconds=seconds)
         if streams:  # where the loader makes no batches, each item is one
             in_worker = partial(_time_stream, images=images if loader.batch_size is None else 1, seconds=seconds / 2)
-        worker = DataLoader(
-            dataset, batch_sampler=None if streams else [indices[-1:]], collate_fn=in_worker, num_workers=1,
-            worker_init_fn=begin, multiprocessing_context=context, timeout=_TIMEOUT_S + 3 * seconds,
-        )  # fmt: skip
+        names = ("worker_init_fn", "multiprocessing_context")
+        settings: dict[str, Any] = {name: getattr(loader, name, None) for name in names}
+        settings |= {"batch_sampler": None if streams else [indices[-1:]], "timeout": _TIMEOUT_S + 3 * seconds}
+        worker = DataLoader(dataset, collate_fn=in_worker, num_workers=1, **settings)
         try:
             with closing(fetch_batches(worker)) as batches:
                 stages = next(batches)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,12 +23,11 @@ from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree
 from colab_utils.loading.clock import LoopClock
 from colab_utils.runtime import format_seconds, is_notebook, write_file
 
-__all__ = ["LOOKS", "LoopRecord", "Part", "SlowBatch", "Summary"]
+__all__ = ["LoopRecord", "Part", "SlowBatch", "Summary"]
 
 _WORST = 10  # batches
 _SHOWN_S = 10.0  # of the steps
 _KEPT = 1000  # batches whose samples are kept
-LOOKS = {"delay_s": 30.0, "interval_s": 1.0, "share": 0.001}  # at memory, during a whole run
 
 
 @dataclass(frozen=True)
@@ -107,10 +106,8 @@ class Summary:
             arrow = "  <--" if part is most else ""
             lines.append(f"{part.name:14}{part.share:6.0%}{part.median_ms:7.1f} ms{part.p95_ms:7.1f} ms{arrow}")
         ends = f"; between passes {format_seconds(self.ends_s)}" if self.passes > 1 else ""
-        lines.append(
-            f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}; "
-            f"{self.batches:,} batches, {self.images_per_second:,.1f} images/s"
-        )
+        starts = f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}"
+        lines.append(f"{starts}; {self.batches:,} batches, {self.images_per_second:,.1f} images/s")
         return "\n".join([*lines, *map(str, self.causes), *self.unseen])
 
     def save(self, path: str | Path) -> None:
@@ -124,12 +121,12 @@ class LoopRecord:
 
     Args:
         loader: that is watched.
-        looks: how often to look at memory, as `ResourceLog` takes it.
+        pss_s: how often to measure memory closely, as `ResourceLog` takes it.
     """
 
-    def __init__(self, loader: Any, looks: Mapping[str, float]) -> None:
+    def __init__(self, loader: Any, pss_s: float) -> None:
         self.clock, self.wait_cpu_s, self._loader = LoopClock(), 0.0, loader
-        self.resources = ResourceLog(**looks)
+        self.resources = ResourceLog(pss_s=pss_s)
         self._seen: dict[int, tuple[int, ...]] = {}
         self._cpu_s = self._main_cpu_s = self._passes_s = 0.0
         self._printed = 0

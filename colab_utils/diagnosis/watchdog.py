@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -17,7 +17,7 @@ from time import perf_counter, sleep, thread_time
 from typing import Any, Literal, get_args
 
 from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, forking, read_ending
-from colab_utils.diagnosis.summary import LOOKS, LoopRecord, Summary
+from colab_utils.diagnosis.summary import LoopRecord, Summary
 from colab_utils.diagnosis.timing import count_images, count_workers
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
@@ -38,14 +38,11 @@ _INTERRUPT = 59  # a real-time signal that nothing known uses
 _END = object()
 _OWN = ("timeout_s", "on_stall", "stalls", "skipped")
 
-_READ = "Copy the data to the local disk, or leave this file out; on Drive, mount it again."
-_LOCK = "A thread held it when the worker was forked, so it stays locked: start threads after the workers."
-_LOST = "Where /dev/shm is full, use fewer workers or smaller batches, or make_loader, which needs none of it."
-_FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
+_FINDINGS = {  # what is found, what to do
     "dead": ("ended ({call})", ""),
-    "read": ("is stuck in a read ({call} of {file})", _READ),
-    "lock": ("waits for a lock", _LOCK),
-    "lost": ("is idle, but its batch never arrived", _LOST),
+    "read": ("is stuck in a read ({call} of {file})", "Leave this file out, copy it to the disk, or remount Drive."),
+    "lock": ("waits for a lock", "It was held when the worker was forked: start threads after the workers."),
+    "lost": ("is idle, but its batch never arrived", "Where /dev/shm is full, use smaller batches or make_loader."),
     "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
     "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
 }
@@ -127,10 +124,8 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
     restarts = isinstance(loader, Loader) and loader.workers > 0 and loader.backend != "threads"
     if on_stall in ("skip", "restart") and not restarts:
-        raise ColabUtilsError(
-            f"expected worker processes of make_loader for on_stall={on_stall!r}, found {type(loader).__name__} "
-            "without. Use on_stall='report' or 'raise'."
-        )
+        found = f"found {type(loader).__name__} without: use on_stall='report' or 'raise'"
+        raise ColabUtilsError(f"expected worker processes of make_loader for on_stall={on_stall!r}, {found}")
     watched = WatchedLoader(loader, timeout_s, on_stall, prints=True)
     atexit.register(_print_rest, weakref.ref(watched))
     return watched
@@ -150,14 +145,13 @@ class WatchedLoader:
     """
 
     def __init__(
-        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False,
-        looks: Mapping[str, float] = LOOKS,
-    ) -> None:  # fmt: skip
+        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 60
+    ) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
         self.stalls: list[Stall] = []
         self.skipped: list[tuple[Any, ...]] = []
         self._monitor = WorkerMonitor(getattr(loader, "dataset", None))
-        self._record = LoopRecord(loader, looks)
+        self._record = LoopRecord(loader, pss_s)
 
     def summary(self) -> Summary:
         """Where the time of all passes so far went, and why.
@@ -188,14 +182,10 @@ class WatchedLoader:
         else:
             setattr(self._loader, name, value)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """That of the loader: a framework that gives each process its share asks for a ``DataLoader``."""
         return type(self.__dict__["_loader"]) if "_loader" in self.__dict__ else WatchedLoader
-
-    @__class__.setter
-    def __class__(self, kind: Any) -> None:
-        raise TypeError(f"expected a watched loader to stay one, found {kind!r}")
 
     def __iter__(self) -> Iterator[Any]:
         watches = _Pass(self, self._loader, self._monitor, self._record)
