@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,31 +50,30 @@ class Cause:
         return f"{self.share:.0%} {self.id}\n  why:  {self.why}\n  next: {self.next}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Facts:
-    """What was seen beside the clock."""
+    """What is seen beside the clock, in all passes so far."""
 
     workers: int
     """Worker processes of the loader."""
     persistent: bool
     """Whether they live on between two passes."""
-    cpu_s: float
-    """CPU time of this process and its workers, in all passes."""
-    main_cpu_s: float
-    """CPU time of the thread that trains."""
-    wait_cpu: float
-    """Cores that it kept busy while it waited, in the mean."""
-    passes_s: float
+    passes_s: float = 0.0
     """Wall time of all passes."""
-    times: SampleTimes
+    cpu_s: float = 0.0
+    """CPU time of this process and its workers."""
+    main_cpu_s: float = 0.0
+    """CPU time of the thread that trains."""
+    waited_s: float = 0.0
+    """Wall time of those of its waits whose CPU time was looked at."""
+    waited_cpu_s: float = 0.0
+    times: SampleTimes = field(default_factory=SampleTimes)
     """Of samples in workers."""
-    seen: dict[int, tuple[int, ...]]
+    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Batch to the samples that were loaded while it was waited for."""
-    resources: Resources | None
-    stalls: tuple[Any, ...]
+    resources: Resources | None = None
+    stalls: list[Any] = field(default_factory=list)
     """Every `Stall`."""
-    unseen: tuple[str, ...]
-    """What could not be looked at, in words."""
 
     @property
     def busy(self) -> float:
@@ -224,7 +223,7 @@ def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause
 def _explain_unseen(share: float, facts: Facts) -> Cause:
     if facts.workers:
         return _explain_work(share, "Workers deliver too slowly.", facts)
-    if facts.wait_cpu < 0.5:
+    if facts.waited_cpu_s < 0.5 * facts.waited_s:
         why = "This process loads the samples itself, and mostly waits for their data."
         return Cause("read", share, why, "Use worker processes (num_workers), and store the data on the local disk.")
     why = "This process loads the samples itself, between its steps."

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 from torch import distributed
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from colab_utils.diagnosis.causes import Cause, Facts, find_causes
 from colab_utils.diagnosis.resources import ResourceLog, Resources, summarise_readings
-from colab_utils.diagnosis.stacks import SampleTimes
+from colab_utils.diagnosis.stacks import WorkerMonitor
 from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
 from colab_utils.runtime import format_seconds, is_notebook, write_file
@@ -125,13 +126,10 @@ class LoopRecord:
     """
 
     def __init__(self, loader: Any, pss_s: float) -> None:
-        self.clock, self._loader = LoopClock(), loader
+        self.clock, self.monitor = LoopClock(), WorkerMonitor(getattr(loader, "dataset", None))
         self.resources = ResourceLog(pss_s=pss_s)
-        self._seen: dict[int, tuple[int, ...]] = {}
-        self._cpu_s = self._main_cpu_s = self._passes_s = 0.0
-        self._waited_s = self._waited_cpu_s = 0.0  # of the waits whose CPU time was looked at
-        self._printed = 0
-        self._told: list[str] | None = None
+        self.facts = Facts(count_workers(loader), bool(getattr(loader, "persistent_workers", True)))
+        self._printed: Summary | None = None
 
     @contextmanager
     def measure_pass(self) -> Iterator[LoopClock]:
@@ -142,53 +140,36 @@ class LoopRecord:
             if threading.get_ident() == thread:
                 self.clock.end_step()
 
-        handle = None
-        with suppress(ImportError):  # without this hook, a step ends with the loop's body
-            from torch.optim.optimizer import register_optimizer_step_post_hook
-
-            handle = register_optimizer_step_post_hook(end_step)
+        handle = register_optimizer_step_post_hook(end_step)
         try:
             yield self.clock
         finally:
             self.clock.stop()
-            if handle is not None:
-                handle.remove()
-            self._passes_s += perf_counter() - began_s
-            self._main_cpu_s += thread_time() - main_s
-            self._cpu_s += measure_tree_cpu() - all_s
-
-    def add_wait(self, wall_s: float, cpu_s: float) -> None:
-        """A wait whose CPU time was looked at."""
-        self._waited_s += wall_s
-        self._waited_cpu_s += cpu_s
+            handle.remove()
+            self.facts.passes_s += perf_counter() - began_s
+            self.facts.main_cpu_s += thread_time() - main_s
+            self.facts.cpu_s += measure_tree_cpu() - all_s
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """These are being loaded while a batch is waited for."""
-        if samples and len(self._seen) < _KEPT:
-            self._seen[self.clock.count] = tuple(dict.fromkeys((*self._seen.get(self.clock.count, ()), *samples)))[-16:]
+        seen, number = self.facts.seen, self.clock.count
+        if samples and len(seen) < _KEPT:
+            seen[number] = tuple(dict.fromkeys((*seen.get(number, ()), *samples)))[-16:]
 
-    def summarise(self, times: SampleTimes, stalls: Sequence[Any]) -> Summary | None:
+    def summarise(self) -> Summary | None:
         """The summary so far; None before the first batch is over."""
-        unseen = []
-        if not self.clock.between_s.any():
-            unseen.append("No optimizer of torch stepped: the step is all that the loop does with a batch.")
-        if count_workers(self._loader) and not times.samples:
-            unseen.append("Samples in the workers were not seen: they are no items of a forked worker's dataset.")
-        resources = summarise_readings(self.resources.readings) if self.resources.readings else None
-        facts = Facts(
-            count_workers(self._loader), bool(getattr(self._loader, "persistent_workers", True)), self._cpu_s,
-            self._main_cpu_s, self._waited_cpu_s / max(self._waited_s, 1e-9), self._passes_s, times, dict(self._seen),
-            resources, tuple(stalls), tuple(unseen),
-        )  # fmt: skip
-        return summarise_loop(self.clock, facts)
+        self.facts.times = self.monitor.read_times()
+        if self.resources.readings:
+            self.facts.resources = summarise_readings(self.resources.readings)
+        return summarise_loop(self.clock, self.facts)
 
-    def print_summary(self, summary: Summary | None, *, only_news: bool) -> None:
+    def print_summary(self, *, only_news: bool) -> None:
         """Print a summary if the loop has come further since the last one; ``only_news`` if it has other causes."""
-        if summary is None or summary.batches == self._printed:
+        summary, last = self.summarise(), self._printed
+        if summary is None or (last and summary.batches == last.batches):
             return
-        causes = [cause.id for cause in summary.causes]
-        if not only_news or causes != self._told:
-            self._printed, self._told = summary.batches, causes
+        if not only_news or not last or [cause.id for cause in summary.causes] != [cause.id for cause in last.causes]:
+            self._printed = summary
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")  # at once: other processes write, too
 
 
@@ -209,13 +190,18 @@ def summarise_loop(clock: LoopClock, facts: Facts) -> Summary | None:
     order = np.argsort(-each_s)[:_WORST].tolist()
     worst = tuple(SlowBatch(n, waits[n], steps[n], between[n], facts.seen.get(n, ())) for n in order)
     causes = find_causes(waits, between, is_first, whole - clock.ends_s, facts)
+    unseen = []
+    if not between.any():
+        unseen.append("No optimizer of torch stepped: the step is all that the loop does with a batch.")
+    if facts.workers and not facts.times.samples:
+        unseen.append("Samples in the workers were not seen: they are no items of a forked worker's dataset.")
     came_s = np.cumsum(waits + steps + between) - steps - between
     spans_s = [(s, s + step) for s, step in zip(came_s.tolist(), steps.tolist(), strict=True) if s < _SHOWN_S]
     return Summary(
         _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
         len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
         max(0.0, facts.cpu_s - facts.main_cpu_s) / max(facts.passes_s, 1e-9), facts.resources,
-        tuple(map(str, facts.stalls)), facts.unseen, _find_rank(),
+        tuple(map(str, facts.stalls)), tuple(unseen), _find_rank(),
     )  # fmt: skip
 
 

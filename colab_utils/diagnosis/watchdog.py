@@ -16,9 +16,9 @@ from math import inf
 from time import perf_counter, sleep, thread_time
 from typing import Any, Literal, get_args
 
-from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, passes, read_ending
+from colab_utils.diagnosis.stacks import Activity, passes, read_ending
 from colab_utils.diagnosis.summary import LoopRecord, Summary
-from colab_utils.diagnosis.timing import count_images, count_workers
+from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
@@ -134,7 +134,7 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
 
 def _print_rest(watched: weakref.ref[WatchedLoader]) -> None:
     if (there := watched()) is not None:
-        there._print_summary(only_news=False)
+        there._record.print_summary(only_news=False)
 
 
 class WatchedLoader:
@@ -149,10 +149,9 @@ class WatchedLoader:
         self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 60
     ) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
-        self.stalls: list[Stall] = []
-        self.skipped: list[tuple[Any, ...]] = []
-        self._monitor = WorkerMonitor(getattr(loader, "dataset", None))
         self._record = LoopRecord(loader, pss_s)
+        self.stalls: list[Stall] = self._record.facts.stalls
+        self.skipped: list[tuple[Any, ...]] = []
 
     def summary(self) -> Summary:
         """Where the time of all passes so far went, and why.
@@ -160,8 +159,7 @@ class WatchedLoader:
         Raises:
             ColabUtilsError: no batch has come yet.
         """
-        found = self._record.summarise(self._monitor.read_times(), self.stalls)
-        if found is None:
+        if (found := self._record.summarise()) is None:
             raise ColabUtilsError("expected a batch to look at, found none: loop over the watched loader first")
         return found
 
@@ -189,21 +187,14 @@ class WatchedLoader:
         return type(self.__dict__["_loader"]) if "_loader" in self.__dict__ else WatchedLoader
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self, self._loader, self._monitor, self._record).run()
-
-    def _end_pass(self) -> None:
-        if self._prints and not sys.is_finalizing():
-            self._print_summary(only_news=True)
-
-    def _print_summary(self, *, only_news: bool) -> None:
-        self._record.print_summary(self._record.summarise(self._monitor.read_times(), self.stalls), only_news=only_news)
+        return _Pass(self, self._loader, self._record).run()
 
 
 class _Pass:
     """One pass over a loader: the caller waits for the batches, a thread watches it waiting."""
 
-    def __init__(self, watched: WatchedLoader, loader: Any, monitor: WorkerMonitor, record: LoopRecord) -> None:
-        self._watched, self._loader, self.monitor, self._record = watched, loader, monitor, record
+    def __init__(self, watched: WatchedLoader, loader: Any, record: LoopRecord) -> None:
+        self._watched, self._loader, self.monitor, self._record = watched, loader, record.monitor, record
         self.thread = 0
         self.asked_s: float | None = None  # since when it waits
         passes.add(self)
@@ -222,7 +213,7 @@ class _Pass:
         main = threading.current_thread() is threading.main_thread()
         self._can_interrupt = main and self._watched.on_stall == "raise"
         before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
-        record, alone, number = self._record, not count_workers(self._loader), 0
+        record, alone, number = self._record, not self._record.facts.workers, 0
         try:
             with record.measure_pass() as clock:
                 while True:
@@ -233,7 +224,8 @@ class _Pass:
                     except (Exception, _StallInterrupt) as error:
                         batch = self._start_again(error, asked_s)
                     if began_cpu_s:
-                        record.add_wait(perf_counter() - asked_s, thread_time() - began_cpu_s)
+                        record.facts.waited_s += perf_counter() - asked_s
+                        record.facts.waited_cpu_s += thread_time() - began_cpu_s
                     if batch is _END:
                         break
                     clock.receive(count_images(batch))
@@ -244,7 +236,8 @@ class _Pass:
             thread.join()
             if before is not None:
                 signal.signal(_INTERRUPT, before)
-            self._watched._end_pass()
+            if self._watched._prints and not sys.is_finalizing():
+                record.print_summary(only_news=True)
 
     def _fetch(self, asked_s: float) -> Any:
         """The next batch."""

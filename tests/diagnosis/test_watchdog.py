@@ -418,7 +418,7 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
         path.write_text("7" + " " * 99_999)
     watched = watch(_KINDS["torch"](dataset, batch_size=2), timeout_s=20)
     list(watched)
-    times = watched._monitor.read_times()
+    times = watched._record.monitor.read_times()
     assert times.samples == 8
     assert times.bytes_read == pytest.approx(800_000, rel=0.05)
     assert times.wall_s > 0
