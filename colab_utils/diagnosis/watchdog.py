@@ -291,6 +291,7 @@ class _Pass:
         if skips and blamed.indices:
             self._watched.skipped.append(blamed.indices)
         self._loader.restart(skip=blamed.number if skips else None)
+        self.monitor.forget_ended()  # else they are blamed while the new ones start
 
     def _watch(self) -> None:
         last, due_s, told = None, 0.0, set[str]()
