@@ -189,11 +189,11 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     fixes, waits = [], step is None or ceiling >= _FINE_HEADSPACE * rate
     if waits and isinstance(loader, Loader | DataLoader):
         indices = found.indices[: _VERIFIED if verify else _SAMPLED]
-        situation = Situation(loader, step, now, cached, found.of_sample, indices, seconds, verify, began_s)
+        situation = Situation(loader, step, now, cached, found.stages, indices, seconds, verify, began_s)
         fixes = find_fixes(situation)
-    stages = [*found.of_sample.values(), *found.of_batch]
-    if isinstance(loader, Loader) and found.of_sample and waits:
-        stages.append(_estimate_handoff(now, found.of_sample, count_workers(loader)))
+    stages = [*found.stages.values()]
+    if isinstance(loader, Loader) and stages and waits:
+        stages.append(_estimate_handoff(now, stages, count_workers(loader)))
     summary = watched.summary()
     causes = refine_causes(summary.causes, stages, slower=slower, waits=waits)
     stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
@@ -239,10 +239,11 @@ def describe_verdict(
     return f"Training waits {now.wait_share:.0%} of its time: {rates}.{contention}{part}{cure}"
 
 
-def _estimate_handoff(now: BatchTimes, stages: dict[str, Stage], workers: int) -> Stage:
+def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) -> Stage:
     """What is left of a worker's time for one image: collate, the way between processes, and waiting for a core."""
-    wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages.values())
-    cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages.values())
+    stages = [stage for stage in stages if stage.name != "transfer"]
+    wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages)
+    cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages)
     return make_stage("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
 
 

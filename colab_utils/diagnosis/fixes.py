@@ -87,7 +87,7 @@ class Situation:
     cached: BatchTimes
     """Your step on batches that lie ready."""
     stages: dict[str, Stage]
-    """Of an image's way to a sample."""
+    """Of loading, by name."""
     indices: Sequence[int]
     """Of the images that these were timed on."""
     seconds: float
@@ -273,7 +273,8 @@ def _plan_shards(now: Situation, folder: Path, id: str, note: str = "") -> _Plan
 
 
 def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
-    plan, cpu_ms = make_plan(), sum(stage.cpu_ms for stage in now.stages.values())
+    of_sample = [stage for stage in now.stages.values() if stage.name in ("read", "decode", "masks")]
+    plan, cpu_ms = make_plan(), sum(stage.cpu_ms for stage in of_sample)
     workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
     return plan._replace(name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
 

@@ -34,13 +34,11 @@ _TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of t
 class LoadingStages(NamedTuple):
     """What `time_stages` found; all of it is empty where a loader does not let itself be taken apart."""
 
-    of_sample: dict[str, Stage] = {}  # noqa: RUF012
-    """Of an image's way to a sample, by name."""
-    of_batch: list[Stage] = []  # noqa: RUF012
-    """Of a whole batch."""
-    indices: list[int] = []  # noqa: RUF012
+    stages: dict[str, Stage]
+    """By name: of an image's way to a sample, then of a whole batch."""
+    indices: list[int]
     """Of the images that were timed."""
-    unseen: str = ""
+    unseen: str
     """Why samples could not be timed."""
 
 
@@ -68,11 +66,9 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
             with closing(fetch_batches(worker)) as batches:
                 stages = next(batches)
         except ColabUtilsError as error:  # whatever somebody's own dataset does
-            unseen = str(error).partition("found ")[2]
+            indices, unseen = [], str(error).partition("found ")[2]
     of_batch = time_batch_stages(loader, batch, images=images, seconds=0.4 * seconds)
-    if collated := stages.pop("collate", None):
-        of_batch.insert(0, collated)
-    return LoadingStages(stages, of_batch, indices if stages else [], unseen)
+    return LoadingStages(stages | {stage.name: stage for stage in of_batch}, indices, unseen)
 
 
 def _time_in_worker(

@@ -161,7 +161,35 @@ class LoopRecord:
         self.facts.times = self.monitor.read_times()
         if self.resources.readings:
             self.facts.resources = summarise_readings(self.resources.readings)
-        return summarise_loop(self.clock, self.facts)
+        clock, facts = self.clock, self.facts
+        clock.read()
+        waits, steps, between = clock.waits_s, clock.steps_s, clock.between_s
+        if not len(waits):
+            return None
+        is_first = np.isin(np.arange(len(waits)), clock.firsts)
+        later = waits[~is_first] if (~is_first).any() else np.zeros(1)
+        whole = float(waits.sum() + steps.sum() + between.sum()) + clock.ends_s
+        parts = tuple(
+            Part(name, float(values.sum()) / max(whole, 1e-9), *(1000 * np.percentile(values, (50, 95))).tolist())
+            for name, values in (("wait", later), ("step", steps), ("between steps", between))
+        )
+        start_s, each_s = float(waits[is_first].sum()), np.where(is_first, 0, waits) + steps + between
+        order = np.argsort(-each_s)[:_WORST].tolist()
+        worst = tuple(SlowBatch(n, waits[n], steps[n], between[n], facts.seen.get(n, ())) for n in order)
+        causes = find_causes(waits, between, is_first, whole - clock.ends_s, facts)
+        unseen = []
+        if not between.any():
+            unseen.append("No optimizer of torch stepped: the step is all that the loop does with a batch.")
+        if facts.workers and not facts.times.samples:
+            unseen.append("Samples in the workers were not seen: they are no items of a forked worker's dataset.")
+        came_s = np.cumsum(waits + steps + between) - steps - between
+        spans_s = [(s, s + step) for s, step in zip(came_s.tolist(), steps.tolist(), strict=True) if s < _SHOWN_S]
+        return Summary(
+            _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
+            len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
+            max(0.0, facts.cpu_s - facts.main_cpu_s) / max(facts.passes_s, 1e-9), facts.resources,
+            tuple(map(str, facts.stalls)), tuple(unseen), _find_rank(),
+        )  # fmt: skip
 
     def print_summary(self, *, only_news: bool) -> None:
         """Print a summary if the loop has come further since the last one; ``only_news`` if it has other causes."""
@@ -171,38 +199,6 @@ class LoopRecord:
         if not only_news or not last or [cause.id for cause in summary.causes] != [cause.id for cause in last.causes]:
             self._printed = summary
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")  # at once: other processes write, too
-
-
-def summarise_loop(clock: LoopClock, facts: Facts) -> Summary | None:
-    """What a clock and the facts beside it say; None before the first batch is over."""
-    clock.read()
-    waits, steps, between = (np.array(values) for values in (clock.waits_s, clock.steps_s, clock.between_s))
-    if not len(waits):
-        return None
-    is_first = np.isin(np.arange(len(waits)), clock.firsts)
-    later = waits[~is_first] if (~is_first).any() else np.zeros(1)
-    whole = float(waits.sum() + steps.sum() + between.sum()) + clock.ends_s
-    parts = tuple(
-        Part(name, float(values.sum()) / max(whole, 1e-9), *(1000 * np.percentile(values, (50, 95))).tolist())
-        for name, values in (("wait", later), ("step", steps), ("between steps", between))
-    )
-    start_s, each_s = float(waits[is_first].sum()), np.where(is_first, 0, waits) + steps + between
-    order = np.argsort(-each_s)[:_WORST].tolist()
-    worst = tuple(SlowBatch(n, waits[n], steps[n], between[n], facts.seen.get(n, ())) for n in order)
-    causes = find_causes(waits, between, is_first, whole - clock.ends_s, facts)
-    unseen = []
-    if not between.any():
-        unseen.append("No optimizer of torch stepped: the step is all that the loop does with a batch.")
-    if facts.workers and not facts.times.samples:
-        unseen.append("Samples in the workers were not seen: they are no items of a forked worker's dataset.")
-    came_s = np.cumsum(waits + steps + between) - steps - between
-    spans_s = [(s, s + step) for s, step in zip(came_s.tolist(), steps.tolist(), strict=True) if s < _SHOWN_S]
-    return Summary(
-        _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
-        len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
-        max(0.0, facts.cpu_s - facts.main_cpu_s) / max(facts.passes_s, 1e-9), facts.resources,
-        tuple(map(str, facts.stalls)), tuple(unseen), _find_rank(),
-    )  # fmt: skip
 
 
 def _find_rank() -> int | None:

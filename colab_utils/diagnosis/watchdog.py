@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
@@ -91,9 +90,9 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
     """Watch a loader: its batches come unchanged, you see where the time goes, and why a batch does not come.
 
     When your loop ends, or is left, a summary is printed: waits, steps and what lies between them, the causes, and what
-    to do. A later pass prints one where its causes are others, and the end of the program a last one; ``summary()``
-    gives it at any time. A step ends where an optimizer of torch steps. A batch that takes too long is explained within
-    a second.
+    to do. A later pass prints one where its causes are others, and the end of the program, or of the watched loader, a
+    last one; ``summary()`` gives it at any time. A step ends where an optimizer of torch steps. A batch that takes too
+    long is explained within a second.
 
     The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
     which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
@@ -128,13 +127,8 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         found = f"found {type(loader).__name__} without: use on_stall='report' or 'raise'"
         raise ColabUtilsError(f"expected worker processes of make_loader for on_stall={on_stall!r}, {found}")
     watched = WatchedLoader(loader, timeout_s, on_stall, prints=True)
-    atexit.register(_print_rest, weakref.ref(watched))
+    weakref.finalize(watched, watched._record.print_summary, only_news=False)
     return watched
-
-
-def _print_rest(watched: weakref.ref[WatchedLoader]) -> None:
-    if (there := watched()) is not None:
-        there._record.print_summary(only_news=False)
 
 
 class WatchedLoader:

@@ -66,7 +66,7 @@ def _look_at(loader, step=None, *, seconds=0.6, verify=False):
     now = time_batches(loader, step, batches=20, max_s=0.2)
     images = round(now.images / len(now.wait_s))
     cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.01, 0.05, 0.05)
-    stages, _, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
+    stages, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
     return Situation(loader, step, now, cached, stages, indices[:8], seconds, verify, perf_counter())
 
 
