@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.causes import Cause, refine_causes
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
 from colab_utils.diagnosis.resources import Resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
+from colab_utils.diagnosis.summary import Cause, refine_causes
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, make_stage, put_back, time_batches
 from colab_utils.diagnosis.watchdog import WatchedLoader
 from colab_utils.errors import ColabUtilsError, describe_error

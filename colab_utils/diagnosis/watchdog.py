@@ -144,7 +144,7 @@ class WatchedLoader:
     ) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
         self._record = LoopRecord(loader, pss_s)
-        self.stalls: list[Stall] = self._record.facts.stalls
+        self.stalls: list[Stall] = self._record.stalls
         self.skipped: list[tuple[Any, ...]] = []
 
     def summary(self) -> Summary:
@@ -207,7 +207,7 @@ class _Pass:
         main = threading.current_thread() is threading.main_thread()
         self._can_interrupt = main and self._watched.on_stall == "raise"
         before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
-        record, alone, number = self._record, not self._record.facts.workers, 0
+        record, alone, number = self._record, not self._record.workers, 0
         try:
             with record.measure_pass() as clock:
                 while True:
@@ -218,8 +218,8 @@ class _Pass:
                     except (Exception, _StallInterrupt) as error:
                         batch = self._start_again(error, asked_s)
                     if began_cpu_s:
-                        record.facts.waited_s += perf_counter() - asked_s
-                        record.facts.waited_cpu_s += thread_time() - began_cpu_s
+                        record.waited_s += perf_counter() - asked_s
+                        record.waited_cpu_s += thread_time() - began_cpu_s
                     if batch is _END:
                         break
                     clock.receive(count_images(batch))
