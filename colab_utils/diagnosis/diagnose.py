@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -164,15 +165,14 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
-    began_s, kept, count = perf_counter(), dict[int, Any](), 0
+    began_s, kept, numbers = perf_counter(), dict[int, Any](), count(1)
 
     def count_and_step(*batch: Any) -> None:
-        nonlocal count
-        count += 1
+        number = next(numbers)
         try:
             _ = step is None or step(*batch)
         except Exception as error:
-            found = f"expected a step that takes batch {count}, found {describe_error(error)}"
+            found = f"expected a step that takes batch {number}, found {describe_error(error)}"
             raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
 
     watched = WatchedLoader(loader, _TIMEOUT_S, "raise", pss_s=2)

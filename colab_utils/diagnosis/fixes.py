@@ -82,7 +82,7 @@ class Situation:
 
     loader: Any
     step: Callable[..., Any] | None
-    now: BatchTimes
+    loop: BatchTimes
     """Your loader with your step."""
     cached: BatchTimes
     """Your step on batches that lie ready."""
@@ -100,7 +100,7 @@ class Situation:
     @property
     def batch_size(self) -> int:
         """Images in a batch."""
-        return round(self.now.images / len(self.now.wait_s))
+        return round(self.loop.images / len(self.loop.wait_s))
 
     @property
     def prefetch(self) -> int:
@@ -185,7 +185,7 @@ def find_fixes(now: Situation) -> list[Fix]:
         The best first; of those within 5 %, the one that costs you least.
     """
     workers = count_workers(now.loader)
-    count = now.choose_workers(now.now.find_load_ms(workers), now.now.cpu_ms_per_image)
+    count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         plans = _plan_data(now, Path(folder))
         plans["workers"] = partial(_Plan, f"Use workers={count}, not {workers}", {"workers": count})
@@ -216,7 +216,7 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
                 plan = make_plan()
             rate = _time(now, plan, now.make_placeholder(), share=_TRIAL_SHARE, least=_TRIAL_BATCHES)
             measured = _time(now, plan, now.step, share=_VERIFY_SHARE) if now.verify else None
-            gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.now.images_per_second else "wins nothing"
+            gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.loop.images_per_second else "wins nothing"
             return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}.")
         except Exception as error:  # what was found out so far is worth more
             why = describe_error(error)

@@ -92,8 +92,8 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
     own = {"packed_masks"} if plain else set()
     assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers"} | own
     for id in {"shards", "resize", "data_and_workers", "local_files", *own}:
-        assert found[id].measured_images_per_second > 1.2 * now.now.images_per_second, id
-        assert found[id].forecast_images_per_second > 1.2 * now.now.images_per_second, id
+        assert found[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
+        assert found[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
     assert "6% of the pixels" in found["resize"].sentence
     assert found["data_and_workers"].name.startswith("resize once offline, and ")
     assert found["local_files"].sentence.startswith("Copy the files: about ")
@@ -105,7 +105,7 @@ def test_shards_on_a_slow_drive(tiny_shards):
     now = _look_at(loader, verify=True)
     found = _find(now)
     assert set(found) == {"shards", "data_and_workers", "workers"}  # masks are packed already
-    assert found["shards"].measured_images_per_second > now.now.images_per_second
+    assert found["shards"].measured_images_per_second > now.loop.images_per_second
 
 
 @pytest.mark.clock
@@ -115,7 +115,7 @@ def test_settings_are_forecast_and_measured(quiet_machine):
     assert list(found) == ["workers", "prefetch"]
     for fix in found.values():
         assert fix.forecast_images_per_second == pytest.approx(fix.measured_images_per_second, rel=0.3), fix
-    assert found["workers"].measured_images_per_second > 1.2 * now.now.images_per_second
+    assert found["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
 
 
 def test_your_own_step_is_never_run_in_a_trial():
