@@ -12,6 +12,7 @@ import operator
 import os
 import platform
 import re
+import signal
 import sys
 import threading
 import weakref
@@ -120,7 +121,8 @@ class WorkerMonitor:
         """In a worker: be seen from now on."""
         row, kind = self._notes[os.getpid() % _ROWS], type(self.dataset)
         row["at"] = -1
-        faulthandler.register(_SIGNAL, file=self._file)
+        signal.signal(_SIGNAL, signal.SIG_IGN)  # chained, which keeps errno: else a call at that moment fails with 0
+        faulthandler.register(_SIGNAL, file=self._file, chain=True)
         row["pid"] = os.getpid()
         for name in _METHODS:
             if hasattr(kind, name):

@@ -288,7 +288,7 @@ def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path, kind):
     for _ in range(2):
         next(batches)
     assert watched.skipped
-    assert all(not stacks.read_ending(pid) for pid in watched._monitor.list_samples())
+    assert all(not stacks.read_ending(pid) for pid in watched._record.monitor.list_samples())
     batches.close()
 
 
