@@ -95,9 +95,9 @@ def make_loader(
             contract.
         batch_size: images in a batch; the last batch of an epoch may hold fewer.
         device: where the batches are delivered.
-        workers: how many. 0 loads in this process, when a batch is asked for. "auto" tries what
-            this machine can do (``tune_workers``: at most five short trials), never more than its cores; for under 64
-            batches an epoch, or shards that still arrive, it is one process a core, at most 4.
+        workers: how many. 0 loads in this process, when a batch is asked for. "auto" tries what this machine can do
+            (``tune_workers``: at most four short trials), never more than its cores; for under 64 batches an epoch,
+            or shards that still arrive, it is one process a core, at most 4.
         backend: "processes"; or "loader_process" for one loader process with threads, where your own dataset or
             transforms, which may draw random numbers, run one sample at a time. "auto" is what was tuned, or processes.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives

@@ -1,4 +1,4 @@
-"""How many workers, of which kind: by at most five short trials of the real loader, while a step takes its core."""
+"""How many workers, of which kind: by at most four short trials of the real loader, while a step takes its core."""
 
 from __future__ import annotations
 
