@@ -32,7 +32,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.masks import send
 from colab_utils.runtime import fork_pool, show_progress
-from colab_utils.training.augment import Size, fit_shape, resize_all
+from colab_utils.training.losses import Size, fit_shape, resize_all
 from colab_utils.training.model import choose_precision, keep_boxes_exact
 
 __all__ = ["AveragePrecision", "EvaluationProcessError", "collect_truth", "describe_detections", "detect", "evaluate"]

@@ -1,4 +1,5 @@
-"""The forward pass in training: the losses of torchvision's Mask R-CNN on a packed batch.
+"""The forward pass in training: the size of each image in the model's input, and the losses of torchvision's Mask
+R-CNN on a packed batch.
 
 All images of a batch are matched, sampled and pooled together, and mask targets are sampled from packed masks: no dense
 mask is made, and the device is waited for once.
@@ -6,11 +7,12 @@ mask is made, and the device is waited for once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -26,18 +28,25 @@ from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
+from colab_utils.shards.images import fit_size
 from colab_utils.training import regions
-from colab_utils.training.augment import Size, choose_sizes, fit_shape
 from colab_utils.training.regions import Canvas, Objects, Samples
 
-__all__ = ["compute_losses", "make_input"]
+__all__ = [
+    "Augment", "Size", "choose_sizes", "compute_losses", "fit_shape", "list_scales", "make_input", "resize_all",
+]  # fmt: skip
 
+Augment = Literal["none", "flip", "multiscale"]
+"""Augmentation by name: nothing; random flips left to right; flips, and each image resized to one of several sizes."""
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+_SMALLEST, _SCALES = 0.6, 11  # 480 to 800 pixels in steps of 32, as in torchvision's references
 _REGIONS = 32  # the mask head takes a multiple of so many on a GPU: each new shape costs cuDNN a new plan
 
 
-def compute_losses(
-    model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool] | None = None, shapes: Sequence[Size] = ()
-) -> dict[str, Tensor]:
+def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool] | None = None) -> dict[str, Tensor]:
     """The losses that ``model(images, targets)`` gives in training mode, from a packed batch on the model's device.
 
     The model's own layers run, with its own settings. What torchvision does image by image between them is done for
@@ -52,7 +61,6 @@ def compute_losses(
         model: in training mode, as ``build_mask_rcnn`` or torchvision makes it.
         batch: B images, with or without objects.
         flips: bool [B]: the images to mirror left to right; none by default.
-        shapes: the batch is padded to the first of these that holds it, where there is one; see `fit_shape`.
 
     Returns:
         ``loss_classifier``, ``loss_box_reg``, ``loss_mask``, ``loss_objectness`` and ``loss_rpn_box_reg``: float32
@@ -77,7 +85,7 @@ def compute_losses(
     _check_input(model, batch)
     flips = [False] * len(batch) if flips is None else flips
     sizes = choose_sizes(model.transform, batch.sizes.tolist())
-    images, objects = make_input(model.transform, batch, sizes, flips=flips, shapes=shapes)
+    images, objects = make_input(model.transform, batch, sizes, flips=flips)
     features = model.backbone(images)
     if isinstance(features, Tensor):
         features = {"0": features}
@@ -117,9 +125,8 @@ def _check_input(model: Any, batch: Any) -> None:
 
 
 def make_input(
-    transform: GeneralizedRCNNTransform, batch: PackedBatch, sizes: Sequence[Size], *, flips: Sequence[bool],
-    shapes: Sequence[Size] = (),
-) -> tuple[Tensor, Objects]:  # fmt: skip
+    transform: GeneralizedRCNNTransform, batch: PackedBatch, sizes: Sequence[Size], *, flips: Sequence[bool]
+) -> tuple[Tensor, Objects]:
     """A packed batch as the model's backbone takes it, on the batch's device, with the settings of its transform.
 
     Args:
@@ -127,7 +134,6 @@ def make_input(
         batch: B images.
         sizes: height and width that each image is resized to, see `choose_sizes`.
         flips: bool [B]: the images to mirror left to right.
-        shapes: to pad to, as in `fit_shape`.
 
     Returns:
         The images, float32 [B, 3, H, W], mirrored, normalised, resized (bilinear) and padded with zeros as torchvision
@@ -135,7 +141,7 @@ def make_input(
     """
     device = batch.pixels.device
     mean, std = send(np.array([transform.image_mean, transform.image_std], np.float32), device)[..., None, None]
-    shape = fit_shape(sizes, step=transform.size_divisible, shapes=shapes)
+    shape = fit_shape(sizes, step=transform.size_divisible)
     images = mean.expand(len(batch), 3, *shape).contiguous()  # the mean becomes zero
     pixels, first = batch.pixels.float().div_(255), 0
     for number, ((height, width), size, flip) in enumerate(zip(batch.sizes.tolist(), sizes, flips, strict=True)):
@@ -274,3 +280,68 @@ def _compute_mask_loss(
     label = labels.flatten()[rows[: len(positive)]]
     chosen = logits.gather(1, label[:, None, None, None].expand(-1, 1, *logits.shape[2:]))[:, 0]
     return functional.binary_cross_entropy_with_logits(chosen.float(), targets)
+
+
+def list_scales(min_size: int) -> tuple[int, ...]:
+    """The shorter sides of multi-scale training, pixels: 0.6 to 1 of ``min_size``, the usual one last.
+
+    Source: ``DetectionPresetTrain`` of torchvision's references, which takes 480 to 800 in steps of 32.
+
+    Example:
+        >>> list_scales(800)
+        (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
+    """
+    return tuple(int(side) for side in np.linspace(_SMALLEST * min_size, min_size, _SCALES).round())
+
+
+def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
+    """The size that a model's transform gives each image in training; random where it has several ``min_size``.
+
+    Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with its ``_skip_resize`` and ``fixed_size``; the random
+    numbers are the same ones, of torch on the CPU.
+
+    Args:
+        transform: of the model.
+        sizes: height and width of each image, as stored.
+
+    Example:
+        >>> choose_sizes(GeneralizedRCNNTransform(800, 1333, [0], [1]), [(480, 640)])
+        [(800, 1066)]
+    """
+    if transform._skip_resize:
+        return [(height, width) for height, width in sizes]
+    sides = [*transform.min_size]
+    return [_resize(transform, size, transform.torch_choice(sides) if sides[1:] else sides[0]) for size in sizes]
+
+
+def resize_all(
+    sizes: NDArray[np.integer], transform: GeneralizedRCNNTransform, *, training: bool = True
+) -> NDArray[np.int64]:
+    """The largest size that a model's transform gives each image, int [I, 2] in pixels, as ``sizes``.
+
+    Example:
+        >>> resize_all(np.array([[480, 640]]), GeneralizedRCNNTransform((480, 800), 1333, [0], [1])).tolist()
+        [[800, 1066]]
+    """
+    if training and transform._skip_resize:
+        return sizes.astype(np.int64)
+    side = max(transform.min_size) if training else transform.min_size[-1]
+    return np.array([_resize(transform, size, side) for size in sizes.tolist()], np.int64).reshape(-1, 2)
+
+
+def _resize(transform: GeneralizedRCNNTransform, size: Sequence[int], side: float) -> Size:
+    if transform.fixed_size is not None:  # width and height
+        return int(transform.fixed_size[1]), int(transform.fixed_size[0])
+    return fit_size(*size, min_size=float(side), max_size=transform.max_size)
+
+
+def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
+    """The shape that a batch of images of these sizes is padded to, as torchvision does it: the largest sides, each
+    rounded up to a multiple of ``step``.
+
+    Example:
+        >>> fit_shape([(800, 1066), (750, 1000)], step=32)
+        (800, 1088)
+    """
+    height, width = (-(-max(sides) // step) * step for sides in zip(*sizes, strict=True))
+    return height, width

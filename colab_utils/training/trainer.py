@@ -20,25 +20,18 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import format_bytes, show_progress
-from colab_utils.training.checkpoint import (
-    CheckpointFolder,
-    CheckpointWriter,
-    copy_to_cpu,
-    explain_state,
-    load_weights,
-)  # fmt: skip
+from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, copy_to_cpu
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
-from colab_utils.training.memory import MemoryPlan
-from colab_utils.training.step import TrainingStep, compute_rate
+from colab_utils.training.step import MemoryPlan, TrainingStep, compute_rate
 
 __all__ = ["EMA", "LogLine", "TrainReport", "Trainer", "TrainingPlan"]
 
+_LOG_STEPS = 10  # between two lines of the log
 _AGREE_STEPS = 10  # after which several processes ask each other whether to stop
 
 
@@ -63,7 +56,7 @@ class Trainer:
         self._position = loader.state_dict()
         self._is_evaluating = False
 
-    def run(self, *, log: Callable[[TrainingPlan | LogLine], object] | None, log_steps: int) -> TrainReport:
+    def run(self, log: Callable[[TrainingPlan | LogLine], object] | None) -> TrainReport:
         """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it, show a progress bar.
 
         Raises:
@@ -79,7 +72,7 @@ class Trainer:
                 self._train(batch)
                 bar.update()
                 epoch_ended = self.loader.left == len(self.loader)
-                if self.done % log_steps == 0 or self.done in (self.plan.first_step + 1, self.plan.steps):
+                if self.done % _LOG_STEPS == 0 or self.done in (self.plan.first_step + 1, self.plan.steps):
                     self._log(log)
                 if self.writer.is_due(self.done, epoch_ended=epoch_ended):
                     self.save()
@@ -204,30 +197,14 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
-        with explain_state(state["path"]):
-            if self.ema:
-                load_weights(self.ema.model, state.get("ema") or state["model"])
-            self.losses = state["losses"].tolist()
-            if len(self.losses) != state["step"] or not all(map(math.isfinite, self.losses)):
-                raise ValueError("losses of other steps")
+        if self.ema:
+            self.ema.model.load_state_dict(state["ema"] or state["model"])
+        self.losses = state["losses"].tolist()
         self.done = self._saved_step = self._logged_step = state["step"]
         self._position = self.loader.state_dict()
-        if self.validation and self.ranks.is_first:
-            self._read_best(self.validation.fingerprint)
-
-    def _read_best(self, fingerprint: str) -> None:
-        """The best checkpoint of these validation images; the run goes on without one that cannot be read."""
-        try:
-            best = self.folder.read("best", repair=True)
-            with explain_state(str(best and best["path"])):
-                if best and best["validation"] == fingerprint:
-                    self.best = BestCheckpoint(best["step"], float(best["bbox"]), float(best["segm"]), best["path"])
-        except DriveLostError:
-            raise
-        except ColabUtilsError as error:
-            self.folder.set_aside("best")
-            text = f"{error} The run goes on without its best checkpoint, which was renamed to .torn-1."
-            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
+        if best and self.validation and best["validation"] == self.validation.fingerprint:
+            self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
 
     def _describe_model(self) -> dict[str, Any]:
         names, ids = self.dataset.class_names, self.dataset.category_ids
