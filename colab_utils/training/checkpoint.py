@@ -134,7 +134,7 @@ class CheckpointFolder:
                     path = self.run / path.name
                     self._write(path, which, content, patiently=True)
                 return {**state, "path": str(path)}
-            text = f"{path} is torn: the one before it is taken"
+            text = f"{path} is torn (cut short or damaged): the one before it is taken"
             if repair:
                 os.replace(path, aside := _find_free_name(f"{path}.torn-"))
                 text += f", and this one was renamed to {aside.name}"

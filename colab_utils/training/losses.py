@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchvision.models.detection import MaskRCNN
-from torchvision.models.detection._utils import BoxCoder
+from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
@@ -97,13 +97,15 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
     image_of = torch.arange(len(batch), device=images.device)[:, None].expand_as(matched)
     pooled = heads.box_head(regions.pool_regions(heads.box_roi_pool, canvas, boxes.flatten(0, 1), image_of.flatten()))
     labels = regions.gather_rows(objects.labels, matched) * samples.positive
-    scores, said = (part.view(*labels.shape, -1) for part in heads.box_predictor(pooled))
+    scores, said = heads.box_predictor(pooled)
+    classified = functional.cross_entropy(scores, labels.flatten(), reduction="none") * samples.exists.flatten()
+    of_class = said.view(*labels.shape, -1, 4).gather(2, labels[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
+    wanted, total = regions.gather_rows(objects.boxes, matched), samples.exists.sum()
     if heads.mask_roi_pool.featmap_names != heads.box_roi_pool.featmap_names:
         canvas = _make_canvas(heads.mask_roi_pool, features, shape)
     return {
-        **_compute_region_losses(
-            heads, scores, said, boxes, regions.gather_rows(objects.boxes, matched), labels, samples
-        ),
+        "loss_classifier": classified.sum() / total,
+        "loss_box_reg": _compare_boxes(heads.box_coder, of_class, wanted, boxes, samples) / total,
         "loss_mask": _compute_mask_loss(heads, canvas, boxes, matched, labels, batch, sizes, flips),
         **proposal_losses,
     }
@@ -187,11 +189,7 @@ def _compute_proposal_losses(
     scores, levels = scores[..., 0], [part[0].numel() for part in told[0]]
     proposals = regions.find_proposals(rpn, scores, said, anchors, levels=levels, limits=limits, side=max(shape))
     matches = regions.match_objects(rpn.proposal_matcher, objects, anchors[None])
-    sampler = rpn.fg_bg_sampler
-    samples = regions.sample_regions(
-        matches >= 0, matches == rpn.proposal_matcher.BELOW_LOW_THRESHOLD, count=sampler.batch_size_per_image,
-        share=sampler.positive_fraction,
-    )  # fmt: skip
+    samples = regions.sample_regions(matches, rpn.fg_bg_sampler)
     total = samples.exists.sum()
     wanted = regions.gather_rows(objects.boxes, regions.gather_rows(matches, samples.places).clamp(min=0))
     difference = _compare_boxes(
@@ -219,12 +217,9 @@ def _pick_regions(
     """
     boxes = torch.cat([proposals[0], objects.boxes], 1)
     exists = torch.cat([proposals[1], objects.exists], 1)
-    matcher, sampler = heads.proposal_matcher, heads.fg_bg_sampler
-    matches = regions.match_objects(matcher, objects, boxes)
-    samples = regions.sample_regions(
-        (matches >= 0) & exists, (matches == matcher.BELOW_LOW_THRESHOLD) & exists,
-        count=sampler.batch_size_per_image, share=sampler.positive_fraction,
-    )  # fmt: skip
+    matches = regions.match_objects(heads.proposal_matcher, objects, boxes)
+    matches = matches.masked_fill(~exists, Matcher.BETWEEN_THRESHOLDS)  # neither positive nor negative
+    samples = regions.sample_regions(matches, heads.fg_bg_sampler)
     return (
         regions.gather_rows(boxes, samples.places),
         regions.gather_rows(matches, samples.places).clamp(min=0),
@@ -234,20 +229,6 @@ def _pick_regions(
 
 def _make_canvas(pooler: MultiScaleRoIAlign, features: Mapping[str, Tensor], shape: Size) -> Canvas:
     return regions.join_levels([part for name, part in features.items() if name in pooler.featmap_names], shape)
-
-
-def _compute_region_losses(
-    heads: RoIHeads, scores: Tensor, said: Tensor, boxes: Tensor, objects: Tensor, labels: Tensor, samples: Samples
-) -> dict[str, Tensor]:
-    """The losses of class and box, as ``fastrcnn_loss`` computes them."""
-    total = samples.exists.sum()
-    classified = functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none")
-    of_class = said.view(*labels.shape, -1, 4).gather(2, labels[..., None, None].expand(-1, -1, 1, 4))[:, :, 0]
-    difference = _compare_boxes(heads.box_coder, of_class, objects, boxes, samples)
-    return {
-        "loss_classifier": (classified * samples.exists.flatten()).sum() / total,
-        "loss_box_reg": difference / total,
-    }
 
 
 def _compute_mask_loss(

@@ -172,8 +172,7 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
     if state is None:
         cure = "Train with validation shards first" if which == "best" else "Train first"
         raise ColabUtilsError(f"expected a checkpoint in {run}, found none. {cure}.")
-    model = _read_model(state)
-    return model.eval()
+    return _read_model(state).eval()
 
 
 def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
@@ -233,18 +232,13 @@ def _put_heads(
     return MaskRCNN(
         BackboneWithFPN(body, names, [*levels.values()], channels, extra_blocks=LastLevelMaxPool()),
         rpn_anchor_generator=AnchorGenerator([(size,) for size in anchors], [(0.5, 1.0, 2.0)] * len(anchors)),
-        rpn_pre_nms_top_n_train=250 * scale,
-        rpn_post_nms_top_n_train=125 * scale,
-        rpn_pre_nms_top_n_test=150 * scale,
-        rpn_post_nms_top_n_test=75 * scale,
-        rpn_batch_size_per_image=64 * scale,
-        box_batch_size_per_image=32 * scale,
-        box_head=TwoMLPHead(channels * 7 * 7, hidden),
-        box_predictor=FastRCNNPredictor(hidden, num_classes),
+        rpn_pre_nms_top_n_train=250 * scale, rpn_post_nms_top_n_train=125 * scale,
+        rpn_pre_nms_top_n_test=150 * scale, rpn_post_nms_top_n_test=75 * scale,
+        rpn_batch_size_per_image=64 * scale, box_batch_size_per_image=32 * scale,
+        box_head=TwoMLPHead(channels * 7 * 7, hidden), box_predictor=FastRCNNPredictor(hidden, num_classes),
         mask_head=MaskRCNNHeads(channels, (channels,) * 2 * scale, 1),
-        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
-        **sizes,
-    )
+        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes), **sizes,
+    )  # fmt: skip
 
 
 BUILDERS: dict[str, Callable[..., MaskRCNN]] = {

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchvision.models.detection._utils import BoxCoder, Matcher
+from torchvision.models.detection._utils import BalancedPositiveNegativeSampler, BoxCoder, Matcher
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.rpn import RegionProposalNetwork
@@ -113,30 +113,28 @@ def _compute_overlaps(objects: Objects, boxes: Tensor) -> Tensor:
     return shared.div_(either).masked_fill_(~objects.exists.unsqueeze(2), -1.0)
 
 
-def sample_regions(positive: Tensor, negative: Tensor, *, count: int, share: float) -> Samples:
-    """Pick ``count`` boxes of each image by chance, at most this ``share`` of them positive, as torchvision does.
+def sample_regions(matches: Tensor, sampler: BalancedPositiveNegativeSampler) -> Samples:
+    """Pick as many boxes of each image by chance, and at most as many positive ones, as torchvision's ``sampler`` does.
 
     Every positive box is as likely as any other, and so is every negative one: those with the highest random keys are
-    taken. Source: ``BalancedPositiveNegativeSampler`` in torchvision, which draws with ``nonzero`` and ``randperm``.
+    taken. torchvision draws with ``nonzero`` and ``randperm``.
 
     Args:
-        positive: bool [B, N].
-        negative: bool [B, N].
-        count: how many to pick.
-        share: 0 to 1.
+        matches: int64 [B, N], as `match_objects` gives them.
+        sampler: of the model.
 
     Example:
-        >>> found = sample_regions(torch.tensor([[True, True, False]]), torch.tensor([[False, False, True]]),
-        ...                        count=2, share=0.5)
+        >>> found = sample_regions(torch.tensor([[0, 1, -1]]), BalancedPositiveNegativeSampler(2, 0.5))
         >>> found.positive.tolist(), found.places[0, 1].item()
         ([[True, False]], 2)
     """
-    keys, number = torch.rand(positive.shape, device=positive.device), positive.shape[1]
-    most = min(int(count * share), number)
+    positive, negative = matches >= 0, matches == Matcher.BELOW_LOW_THRESHOLD
+    keys, number = torch.rand(matches.shape, device=matches.device), matches.shape[1]
+    most = min(int(sampler.batch_size_per_image * sampler.positive_fraction), number)
     lowest = keys.masked_fill(~positive, -1.0).topk(most, 1).values[:, -1:] if most else keys.new_full((1, 1), 2.0)
     chosen = positive & (keys >= lowest)
     ranks = torch.where(chosen, keys + 2, keys.masked_fill(~negative, -1.0))
-    top = ranks.topk(min(count, number), 1)
+    top = ranks.topk(min(sampler.batch_size_per_image, number), 1)
     return Samples(top.indices, top.values >= 2, top.values >= 0)
 
 

@@ -128,12 +128,9 @@ class TrainingStep:
                     "processes: smaller batches."
                 )
             self.parts *= 2
-            warnings.warn(
-                f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
-                f"{self.parts} parts whose gradients are added up. The effective batch size stays the same.",
-                ColabUtilsWarning,
-                stacklevel=2,
-            )
+            text = f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
+            text += f"{self.parts} parts whose gradients are added up. The effective batch size stays the same."
+            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         if self.ranks.count > 1:
             distributed.all_reduce(loss)
         self.is_applying = True

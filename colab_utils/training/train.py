@@ -172,9 +172,8 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch_device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if torch_device.type == "cuda":
-        torch_device = torch.device(
-            "cuda", int(os.environ.get("LOCAL_RANK", 0)) if torch_device.index is None else torch_device.index
-        )
+        index = torch_device.index
+        torch_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if index is None else index)
         torch.cuda.set_device(torch_device)
     return torch_device
 
@@ -197,9 +196,8 @@ def _open_images(
     validation = ShardDataset(val_shards, contiguous_labels=True) if val_shards else None
     if validation and validation.category_ids != dataset.category_ids:
         raise ColabUtilsError(
-            f"expected the same category ids in {val_shards} as in {shards}, found others "
-            f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
-            "Make both from annotations with the same categories."
+            f"expected the same category ids in {val_shards} as in {shards}, found others. Make both from annotations "
+            "with the same categories."
         )
     rows = np.flatnonzero(dataset.has_objects).tolist()
     if not rows:
@@ -266,12 +264,11 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
                 "moved to a folder of their own."
             )
     if before["device"] == "cpu" and plan.device.startswith("cuda"):
-        warnings.warn(
-            f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For a "
-            f"GPU's defaults ({models.GPU_MODEL} at 800 px) pass another run folder (RUN_NAME), or resume='never'.",
-            ColabUtilsWarning,
-            stacklevel=3,
+        text = f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For "
+        text += (
+            f"a GPU's defaults ({models.GPU_MODEL} at 800 px) pass another run folder (RUN_NAME), or resume='never'."
         )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
 def _build_step(
@@ -326,10 +323,7 @@ def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int
         later = max(0, epochs - loader.epoch - 1) * -(-plan.images // plan.batch_size)
         steps = plan.first_step + (loader.left + later if loader.epoch < epochs else 0)
     if state and state["step"] >= steps:
-        warnings.warn(
-            f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. Pass "
-            "more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew.",
-            ColabUtilsWarning,
-            stacklevel=3,
-        )
+        text = f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. Pass "
+        text += "more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew."
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
     return replace(plan, steps=steps, changed=changed)

@@ -54,7 +54,7 @@ class Trainer:
         # losses still on the device, where asking for each would stall it, and the images they are of
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
-        self._is_evaluating = False
+        self._is_interrupted = self._is_evaluating = False
 
     def run(self, log: Callable[[TrainingPlan | LogLine], object] | None) -> TrainReport:
         """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it, show a progress bar.
@@ -66,7 +66,7 @@ class Trainer:
             log(self.plan)
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
-        with closing(self.writer), self._defer_interrupt() as interrupts, self._save_on_error(), steps as bar:
+        with closing(self.writer), self._save_what_was_done(), steps as bar:
             self.clock = LoopClock()
             for batch in self._load_batches():
                 self._train(batch)
@@ -76,12 +76,12 @@ class Trainer:
                     self._log(log)
                 if self.writer.is_due(self.done, epoch_ended=epoch_ended):
                     self.save()
-                self._stop_if_asked(interrupts)
+                self._stop_if_asked()
                 if epoch_ended and self.done < self.plan.steps:
                     self.clock.stop()
                     self._evaluate()
-            self.save(wait=True, patiently=True)
-            self._stop_if_asked(interrupts)
+            self.save(is_last=True)
+            self._stop_if_asked()
             self._evaluate()
         images, wait_s, wall_s = self._read_clock()
         losses = tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1))
@@ -173,10 +173,10 @@ class Trainer:
         self.ap, self.best = self.ranks.send((self.ap, self.best))
         self._ap_step = self.done
 
-    def save(self, *, wait: bool = False, patiently: bool = False) -> None:
+    def save(self, *, is_last: bool = False) -> None:
         """Write the state as a checkpoint in a thread, if any step was done since the last one.
 
-        ``wait`` until it is written; ``patiently``, see `CheckpointFolder.save`.
+        The last one of a run is waited for, and written patiently, see `CheckpointFolder.save`.
         """
         if self.done != self._saved_step:
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
@@ -190,9 +190,9 @@ class Trainer:
                     "loader": self._position,
                     "losses": torch.tensor(self.losses, dtype=torch.float64),
                 }
-                self.writer.submit(state, step=self.done, patiently=patiently)
+                self.writer.submit(state, step=self.done, patiently=is_last)
             self._saved_step = self.done
-        if wait:
+        if is_last:
             self.writer.finish()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -226,42 +226,37 @@ class Trainer:
                 )
 
     @contextmanager
-    def _save_on_error(self) -> Iterator[None]:
+    def _save_what_was_done(self) -> Iterator[None]:
+        """Finish the step in progress at the first Ctrl-C, and save the state at any error.
+
+        A second Ctrl-C, or one during an evaluation, interrupts at once. Of several processes none does: ``torchrun``
+        sends several for one.
+        """
+
+        def note(number: int, _: object) -> None:
+            if self.ranks.count == 1 and (self._is_interrupted or self._is_evaluating):
+                raise KeyboardInterrupt
+            self._is_interrupted = True
+
+        previous, is_main = signal.getsignal(signal.SIGINT), threading.current_thread() is threading.main_thread()
+        # signals reach the main thread only; a shell's background job ignores Ctrl-C, and so does its training
+        if is_main and previous not in (signal.SIG_IGN, None):
+            signal.signal(signal.SIGINT, note)
         try:
             yield
         except BaseException:
             if not self.step.is_applying:  # whatever it is: the state is that of the step before
-                self.save(wait=True, patiently=True)
+                self.save(is_last=True)
             raise
-
-    @contextmanager
-    def _defer_interrupt(self) -> Iterator[list[int]]:
-        """Put the first Ctrl-C into a list, so that the step in progress is finished; a second one, or one during an
-        evaluation, interrupts at once. Of several processes it never does: ``torchrun`` sends several for one.
-        """
-        interrupts: list[int] = []
-
-        def count(number: int, _: object) -> None:
-            if self.ranks.count == 1 and (interrupts or self._is_evaluating):
-                raise KeyboardInterrupt
-            interrupts.append(number)
-
-        previous = signal.getsignal(signal.SIGINT)
-        # Signals reach the main thread only; a shell's background job ignores Ctrl-C, and so does its training.
-        if threading.current_thread() is not threading.main_thread() or previous in (signal.SIG_IGN, None):
-            yield interrupts
-            return
-        signal.signal(signal.SIGINT, count)
-        try:
-            yield interrupts
         finally:
-            signal.signal(signal.SIGINT, previous)
+            if signal.getsignal(signal.SIGINT) is note:
+                signal.signal(signal.SIGINT, previous)
 
-    def _stop_if_asked(self, interrupts: list[int]) -> None:
+    def _stop_if_asked(self) -> None:
         """Stop if this process was interrupted, or any other: all of them after the same step."""
         if self.ranks.count > 1 and self.done % _AGREE_STEPS and self.done < self.plan.steps:
             return  # to ask the others takes time
-        if any(self.ranks.gather(bool(interrupts))):
+        if any(self.ranks.gather(self._is_interrupted)):
             raise KeyboardInterrupt
 
 

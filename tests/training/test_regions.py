@@ -80,7 +80,7 @@ def test_memory_does_not_grow_with_objects_times_anchors():
 def test_as_many_are_sampled_as_by_torchvision(positives, negatives):
     labels = torch.tensor([1] * positives + [0] * negatives + [-1] * 9)[torch.randperm(positives + negatives + 9)]
     expected = BalancedPositiveNegativeSampler(32, 0.25)([labels])
-    found = sample_regions((labels == 1)[None], (labels == 0)[None], count=32, share=0.25)
+    found = sample_regions(labels[None] - 1, BalancedPositiveNegativeSampler(32, 0.25))
     assert found.positive.sum() == expected[0][0].sum()
     assert found.exists.sum() == expected[0][0].sum() + expected[1][0].sum()
     chosen = found.places[0][found.exists[0]]
@@ -91,8 +91,8 @@ def test_as_many_are_sampled_as_by_torchvision(positives, negatives):
 def test_every_box_is_as_likely_as_any_other():
     """The count of each over 4,000 draws lies within five standard deviations of what chance gives."""
     torch.manual_seed(0)
-    positive = torch.arange(40).expand(4000, -1) < 16
-    found = sample_regions(positive, ~positive, count=16, share=0.25)
+    matches = torch.where(torch.arange(40) < 16, 0, Matcher.BELOW_LOW_THRESHOLD).expand(4000, -1)
+    found = sample_regions(matches, BalancedPositiveNegativeSampler(16, 0.25))
     drawn = torch.bincount(found.places[found.exists], minlength=40).float()
     for part, share in ((drawn[:16], 4 / 16), (drawn[16:], 12 / 24)):
         assert ((part - 4000 * share).abs() < 5 * (4000 * share * (1 - share)) ** 0.5).all()
