@@ -287,14 +287,8 @@ class EMA:
         """Take in the model's weights; ``steps`` were done before this one."""
         decay = min(self._decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_([*self.model.parameters()], [*model.parameters()], 1 - decay)
-        if statistics := _list_statistics(model):
-            torch._foreach_copy_(_list_statistics(self.model), statistics)
-
-
-def _list_statistics(model: nn.Module) -> list[Tensor]:
-    """What training changes beside the weights: the buffers of batch norms that are trained."""
-    norms = (module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
-    return [buffer for norm in norms for buffer in norm.buffers()]
+        if buffers := [*model.buffers()]:  # statistics of norms
+            torch._foreach_copy_([*self.model.buffers()], buffers)
 
 
 @dataclass(frozen=True)
