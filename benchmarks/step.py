@@ -32,9 +32,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.show.table import make_table
-from colab_utils.training import losses, regions
+from colab_utils.training import losses
+from colab_utils.training.losses import Samples
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms
-from colab_utils.training.regions import Samples
 from colab_utils.training.step import TrainingStep
 
 __all__ = [
@@ -153,7 +153,7 @@ def record_choices() -> Iterator[list[Any]]:
 
     with ExitStack() as stack:
         for name in ("find_proposals", "sample_regions"):
-            stack.enter_context(patch.object(regions, name, note(getattr(regions, name))))
+            stack.enter_context(patch.object(losses, name, note(getattr(losses, name))))
         yield found
 
 

@@ -16,7 +16,6 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.training import losses as losses_module
-from colab_utils.training import regions
 from colab_utils.training.losses import choose_sizes, compute_losses, list_scales, make_input, resize_all
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.training.step import TrainingStep
@@ -230,9 +229,9 @@ def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
 def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_samples, monkeypatch):
     packed, _, _ = make_batch(real_samples, FLIPS)
     model = build(real_samples)
-    real = regions.sample_regions
+    real = losses_module.sample_regions
     monkeypatch.setattr(
-        regions, "sample_regions", lambda matches, sampler: real(matches.where(matches < 0, -2), sampler)
+        losses_module, "sample_regions", lambda matches, sampler: real(matches.where(matches < 0, -2), sampler)
     )
     assert compute_losses(model, packed)["loss_mask"].item() == 0
 

@@ -8,9 +8,8 @@ from torchvision.models.detection._utils import BalancedPositiveNegativeSampler,
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import MultiScaleRoIAlign, box_iou
 
-from colab_utils.training import regions
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.regions import (
+from colab_utils.training import losses
+from colab_utils.training.losses import (
     Objects,
     decode_boxes,
     encode_boxes,
@@ -21,6 +20,7 @@ from colab_utils.training.regions import (
     pool_regions,
     sample_regions,
 )
+from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
 from tests.training.test_losses import LargestTensor
 
 
@@ -42,7 +42,7 @@ def pad_objects(*boxes):
 @pytest.mark.parametrize("low_quality", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 def test_matches_are_those_of_torchvision(monkeypatch, pairs, low_quality, shared):
-    monkeypatch.setitem(regions._PAIRS, "cpu", pairs)
+    monkeypatch.setitem(losses._PAIRS, "cpu", pairs)
     ours = [draw_boxes(40, 2), draw_boxes(1, 3), draw_boxes(7, 4)]
     boxes = draw_boxes(300, 1)[None] if shared else torch.stack([draw_boxes(300, seed) for seed in (1, 5, 6)])
     ours[0][0] = boxes[0, 17]  # one that fits, and one that nothing overlaps
@@ -110,7 +110,7 @@ def test_boxes_are_coded_as_by_torchvision(weights):
 
 @pytest.mark.parametrize("most", [1, 1 << 12])  # boxes of a call of nms: an image at a time, and all together
 def test_proposals_are_those_of_torchvision(monkeypatch, most):
-    monkeypatch.setitem(regions._NMS_BOXES, "cpu", most)
+    monkeypatch.setitem(losses._NMS_BOXES, "cpu", most)
     torch.manual_seed(0)
     rpn, sizes = (
         build_mask_rcnn(LIGHT_MODEL, num_classes=2, weights=None, min_size=64).rpn.train(),
