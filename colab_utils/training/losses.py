@@ -50,6 +50,39 @@ _NMS_BOXES = {"cuda": 1 << 15, "cpu": 1 << 12}  # of one call: a GPU compares al
 _KEPT_SHAPES = 16  # of anchors: 4 MB each
 
 
+class Objects(NamedTuple):
+    """The objects of B images, G places for each."""
+
+    boxes: Tensor
+    """float32 [B, G, 4]: x0, y0, x1, y1 in pixels of the resized image."""
+    labels: Tensor
+    """int64 [B, G]."""
+    exists: Tensor
+    """bool [B, G]."""
+
+
+class Samples(NamedTuple):
+    """The boxes of B images that a loss looks at, S places for each; positive ones come first."""
+
+    places: Tensor
+    """int64 [B, S]: where each box lies among those that it was picked from."""
+    positive: Tensor
+    """bool [B, S]."""
+    exists: Tensor
+    """bool [B, S]: whether the place holds a box."""
+
+
+class Canvas(NamedTuple):
+    """The levels of a feature pyramid side by side in one tensor, so that regions of all levels are pooled at once."""
+
+    features: Tensor
+    """float32 [B, C, H, W]."""
+    levels: Tensor
+    """float32 [L, 5]: of each level its scale, and where it starts: x, y, x, y."""
+    finest: float
+    """How many times the first level is halved: 2 for a scale of a quarter."""
+
+
 def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool] | None = None) -> dict[str, Tensor]:
     """The losses that ``model(images, targets)`` gives in training mode, from a packed batch on the model's device.
 
@@ -115,39 +148,6 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
     }
 
 
-class Objects(NamedTuple):
-    """The objects of B images, G places for each."""
-
-    boxes: Tensor
-    """float32 [B, G, 4]: x0, y0, x1, y1 in pixels of the resized image."""
-    labels: Tensor
-    """int64 [B, G]."""
-    exists: Tensor
-    """bool [B, G]."""
-
-
-class Samples(NamedTuple):
-    """The boxes of B images that a loss looks at, S places for each; positive ones come first."""
-
-    places: Tensor
-    """int64 [B, S]: where each box lies among those that it was picked from."""
-    positive: Tensor
-    """bool [B, S]."""
-    exists: Tensor
-    """bool [B, S]: whether the place holds a box."""
-
-
-class Canvas(NamedTuple):
-    """The levels of a feature pyramid side by side in one tensor, so that regions of all levels are pooled at once."""
-
-    features: Tensor
-    """float32 [B, C, H, W]."""
-    levels: Tensor
-    """float32 [L, 5]: of each level its scale, and where it starts: x, y, x, y."""
-    finest: float
-    """How many times the first level is halved: 2 for a scale of a quarter."""
-
-
 def _check_input(model: Any, batch: Any) -> None:
     name = type(model).__name__
     problem = ""
@@ -161,6 +161,71 @@ def _check_input(model: Any, batch: Any) -> None:
         problem = f"a packed batch, found {type(batch).__name__}: make the loader with deliver='packed'"
     if problem:
         raise ColabUtilsError(f"expected {problem}")
+
+
+def list_scales(min_size: int) -> tuple[int, ...]:
+    """The shorter sides of multi-scale training, pixels: 0.6 to 1 of ``min_size``, the usual one last.
+
+    Source: ``DetectionPresetTrain`` of torchvision's references, which takes 480 to 800 in steps of 32.
+
+    Example:
+        >>> list_scales(800)
+        (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
+    """
+    return tuple(int(side) for side in np.linspace(_SMALLEST * min_size, min_size, _SCALES).round())
+
+
+def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
+    """The size that a model's transform gives each image in training; random where it has several ``min_size``.
+
+    Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with its ``_skip_resize`` and ``fixed_size``; the random
+    numbers are the same ones, of torch on the CPU.
+
+    Args:
+        transform: of the model.
+        sizes: height and width of each image, as stored.
+
+    Example:
+        >>> choose_sizes(GeneralizedRCNNTransform(800, 1333, [0], [1]), [(480, 640)])
+        [(800, 1066)]
+    """
+    if transform._skip_resize:
+        return [(height, width) for height, width in sizes]
+    sides = [*transform.min_size]
+    return [_resize(transform, size, transform.torch_choice(sides) if sides[1:] else sides[0]) for size in sizes]
+
+
+def resize_all(
+    sizes: NDArray[np.integer], transform: GeneralizedRCNNTransform, *, training: bool = True
+) -> NDArray[np.int64]:
+    """The largest size that a model's transform gives each image, int [I, 2] in pixels, as ``sizes``.
+
+    Example:
+        >>> resize_all(np.array([[480, 640]]), GeneralizedRCNNTransform((480, 800), 1333, [0], [1])).tolist()
+        [[800, 1066]]
+    """
+    if training and transform._skip_resize:
+        return sizes.astype(np.int64)
+    side = max(transform.min_size) if training else transform.min_size[-1]
+    return np.array([_resize(transform, size, side) for size in sizes.tolist()], np.int64).reshape(-1, 2)
+
+
+def _resize(transform: GeneralizedRCNNTransform, size: Sequence[int], side: float) -> Size:
+    if transform.fixed_size is not None:  # width and height
+        return int(transform.fixed_size[1]), int(transform.fixed_size[0])
+    return fit_size(*size, min_size=float(side), max_size=transform.max_size)
+
+
+def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
+    """The shape that a batch of images of these sizes is padded to, as torchvision does it: the largest sides, each
+    rounded up to a multiple of ``step``.
+
+    Example:
+        >>> fit_shape([(800, 1066), (750, 1000)], step=32)
+        (800, 1088)
+    """
+    height, width = (-(-max(sides) // step) * step for sides in zip(*sizes, strict=True))
+    return height, width
 
 
 def make_input(
@@ -236,129 +301,6 @@ def _compute_proposal_losses(
     return {"loss_objectness": found / total, "loss_rpn_box_reg": difference / total}, proposals
 
 
-def _compare_boxes(coder: BoxCoder, said: Tensor, objects: Tensor, boxes: Tensor, samples: Samples) -> Tensor:
-    """How far what a model said of positive boxes is from what it should say; the others do not count."""
-    others = ~samples.positive[..., None]
-    wanted = encode_boxes(coder, objects, boxes).masked_fill(others, 0.0)
-    return functional.smooth_l1_loss(said.masked_fill(others, 0.0), wanted, beta=1 / 9, reduction="sum")
-
-
-def _pick_regions(
-    heads: RoIHeads, proposals: tuple[Tensor, Tensor], objects: Objects
-) -> tuple[Tensor, Tensor, Samples]:
-    """The regions that the heads are trained on: [B, S, 4], the object that each is compared with, and which count.
-
-    The objects themselves are proposals, too.
-    """
-    boxes = torch.cat([proposals[0], objects.boxes], 1)
-    exists = torch.cat([proposals[1], objects.exists], 1)
-    matches = match_objects(heads.proposal_matcher, objects, boxes)
-    matches = matches.masked_fill(~exists, Matcher.BETWEEN_THRESHOLDS)  # neither positive nor negative
-    samples = sample_regions(matches, heads.fg_bg_sampler)
-    return gather_rows(boxes, samples.places), gather_rows(matches, samples.places).clamp(min=0), samples
-
-
-def _make_canvas(pooler: MultiScaleRoIAlign, features: Mapping[str, Tensor], shape: Size) -> Canvas:
-    return join_levels([part for name, part in features.items() if name in pooler.featmap_names], shape)
-
-
-def _compute_mask_loss(
-    heads: RoIHeads, canvas: Canvas, boxes: Tensor, matched: Tensor, labels: Tensor, batch: PackedBatch,
-    sizes: Sequence[Size], flips: Sequence[bool],
-) -> Tensor:  # fmt: skip
-    """The loss of the masks of all positive regions.
-
-    ``matched`` has the object of its image that each region is compared with; ``labels`` are 0 for the background.
-    """
-    # the device is read once for all images: each reading waits for it
-    table = torch.cat([boxes.float(), labels[..., None], matched[..., None]], 2).flatten(0, 1).cpu().numpy()
-    positive = np.flatnonzero(table[:, 4] > 0)
-    image_of = positive // labels.shape[1]
-    count = len(positive)
-    # cuDNN meets few shapes
-    filled = np.zeros(count if boxes.device.type == "cpu" else -(-count // _REGIONS) * _REGIONS, np.int64)
-    filled[:count] = positive
-    rows = send(filled, boxes.device)
-    pooled = pool_regions(heads.mask_roi_pool, canvas, boxes.flatten(0, 1)[rows], rows // labels.shape[1])
-    logits = heads.mask_predictor(heads.mask_head(pooled))[:count]
-    if not len(logits):
-        return logits.sum() * 0
-    first_object = np.cumsum(batch.counts.numpy()) - batch.counts.numpy()  # of each image
-    objects = table[positive, 5].astype(np.int64) + first_object[image_of]
-    targets = sample_masks(
-        batch.masks, torch.from_numpy(objects), torch.from_numpy(table[positive, :4]), sizes=batch.sizes,
-        counts=batch.counts, flips=flips, to_sizes=sizes, size=logits.shape[-1],
-    )  # fmt: skip
-    label = labels.flatten()[rows[:count]]
-    chosen = logits.gather(1, label[:, None, None, None].expand(-1, 1, *logits.shape[2:]))[:, 0]
-    return functional.binary_cross_entropy_with_logits(chosen.float(), targets)
-
-
-def list_scales(min_size: int) -> tuple[int, ...]:
-    """The shorter sides of multi-scale training, pixels: 0.6 to 1 of ``min_size``, the usual one last.
-
-    Source: ``DetectionPresetTrain`` of torchvision's references, which takes 480 to 800 in steps of 32.
-
-    Example:
-        >>> list_scales(800)
-        (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
-    """
-    return tuple(int(side) for side in np.linspace(_SMALLEST * min_size, min_size, _SCALES).round())
-
-
-def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
-    """The size that a model's transform gives each image in training; random where it has several ``min_size``.
-
-    Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with its ``_skip_resize`` and ``fixed_size``; the random
-    numbers are the same ones, of torch on the CPU.
-
-    Args:
-        transform: of the model.
-        sizes: height and width of each image, as stored.
-
-    Example:
-        >>> choose_sizes(GeneralizedRCNNTransform(800, 1333, [0], [1]), [(480, 640)])
-        [(800, 1066)]
-    """
-    if transform._skip_resize:
-        return [(height, width) for height, width in sizes]
-    sides = [*transform.min_size]
-    return [_resize(transform, size, transform.torch_choice(sides) if sides[1:] else sides[0]) for size in sizes]
-
-
-def resize_all(
-    sizes: NDArray[np.integer], transform: GeneralizedRCNNTransform, *, training: bool = True
-) -> NDArray[np.int64]:
-    """The largest size that a model's transform gives each image, int [I, 2] in pixels, as ``sizes``.
-
-    Example:
-        >>> resize_all(np.array([[480, 640]]), GeneralizedRCNNTransform((480, 800), 1333, [0], [1])).tolist()
-        [[800, 1066]]
-    """
-    if training and transform._skip_resize:
-        return sizes.astype(np.int64)
-    side = max(transform.min_size) if training else transform.min_size[-1]
-    return np.array([_resize(transform, size, side) for size in sizes.tolist()], np.int64).reshape(-1, 2)
-
-
-def _resize(transform: GeneralizedRCNNTransform, size: Sequence[int], side: float) -> Size:
-    if transform.fixed_size is not None:  # width and height
-        return int(transform.fixed_size[1]), int(transform.fixed_size[0])
-    return fit_size(*size, min_size=float(side), max_size=transform.max_size)
-
-
-def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
-    """The shape that a batch of images of these sizes is padded to, as torchvision does it: the largest sides, each
-    rounded up to a multiple of ``step``.
-
-    Example:
-        >>> fit_shape([(800, 1066), (750, 1000)], step=32)
-        (800, 1088)
-    """
-    height, width = (-(-max(sides) // step) * step for sides in zip(*sizes, strict=True))
-    return height, width
-
-
 @lru_cache(maxsize=_KEPT_SHAPES)
 def make_anchors(
     generator: AnchorGenerator, shape: tuple[int, int], grids: tuple[tuple[int, int], ...], device: torch.device
@@ -367,6 +309,49 @@ def make_anchors(
     images = ImageList(torch.empty((), device=device).expand(1, 1, *shape), [shape])
     anchors: Tensor = generator(images, [torch.empty((), device=device).expand(1, 1, *grid) for grid in grids])[0]
     return anchors
+
+
+@torch.no_grad()
+def find_proposals(
+    rpn: RegionProposalNetwork, scores: Tensor, said: Tensor, anchors: Tensor, *, levels: Sequence[int],
+    limits: Tensor, side: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The proposals of each image, as ``RegionProposalNetwork.filter_proposals`` finds them.
+
+    Args:
+        rpn: of the model, with its limits.
+        scores: float32 [B, A], before the sigmoid.
+        said: float32 [B, A, 4]: what the network says of each anchor.
+        anchors: float32 [A, 4].
+        levels: how many of the anchors belong to each level.
+        limits: float32 [B, 4]: width, height, width, height of each image in pixels.
+        side: the longer side of the padded images.
+
+    Returns:
+        float32 [B, P, 4] in pixels, the best first, and bool [B, P]: whether the place holds a proposal.
+    """
+    picked, level_of, first, images = [], [], 0, len(scores)
+    for number, part in enumerate(scores.split(list(levels), 1)):
+        index = part.topk(min(rpn.pre_nms_top_n(), part.shape[1]), 1).indices + first
+        picked.append(index)
+        level_of.append(index.new_full((index.shape[1],), number))
+        first += part.shape[1]
+    index = torch.cat(picked, 1)
+    boxes = decode_boxes(rpn.box_coder, gather_rows(said, index), anchors[index])
+    boxes = boxes.clamp_(min=0).minimum(limits.unsqueeze(1))
+    score = scores.gather(1, index).sigmoid()
+    start, end = boxes.split(2, -1)
+    large = (end - start >= rpn.min_size).all(2) & (score >= rpn.score_thresh)
+    # boxes of different levels and images are moved apart, so that none suppresses another
+    across = torch.cat(level_of).expand(images, -1)
+    down = torch.arange(images, device=index.device)[:, None].expand_as(across)
+    apart = boxes + (torch.stack([across, down], 2) * (side + 1)).repeat(1, 1, 2)
+    alive, count = torch.zeros_like(score, dtype=torch.bool), max(1, _NMS_BOXES[boxes.device.type] // index.shape[1])
+    flat = (part.flatten(0, 1).split(count * index.shape[1]) for part in (apart, score, alive))
+    for together, ranks, lives in zip(*flat, strict=True):
+        lives.index_fill_(0, nms(together, ranks, rpn.nms_thresh), True)
+    top = score.masked_fill(~(alive & large), -1.0).topk(min(rpn.post_nms_top_n(), index.shape[1]), 1)
+    return gather_rows(boxes, top.indices), top.values >= 0
 
 
 def match_objects(matcher: Matcher, objects: Objects, boxes: Tensor) -> Tensor:
@@ -447,6 +432,28 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index if values.ndim == 2 else index[..., None].expand(-1, -1, values.shape[2]))
 
 
+def _pick_regions(
+    heads: RoIHeads, proposals: tuple[Tensor, Tensor], objects: Objects
+) -> tuple[Tensor, Tensor, Samples]:
+    """The regions that the heads are trained on: [B, S, 4], the object that each is compared with, and which count.
+
+    The objects themselves are proposals, too.
+    """
+    boxes = torch.cat([proposals[0], objects.boxes], 1)
+    exists = torch.cat([proposals[1], objects.exists], 1)
+    matches = match_objects(heads.proposal_matcher, objects, boxes)
+    matches = matches.masked_fill(~exists, Matcher.BETWEEN_THRESHOLDS)  # neither positive nor negative
+    samples = sample_regions(matches, heads.fg_bg_sampler)
+    return gather_rows(boxes, samples.places), gather_rows(matches, samples.places).clamp(min=0), samples
+
+
+def _compare_boxes(coder: BoxCoder, said: Tensor, objects: Tensor, boxes: Tensor, samples: Samples) -> Tensor:
+    """How far what a model said of positive boxes is from what it should say; the others do not count."""
+    others = ~samples.positive[..., None]
+    wanted = encode_boxes(coder, objects, boxes).masked_fill(others, 0.0)
+    return functional.smooth_l1_loss(said.masked_fill(others, 0.0), wanted, beta=1 / 9, reduction="sum")
+
+
 def encode_boxes(coder: BoxCoder, objects: Tensor, boxes: Tensor) -> Tensor:
     """What a model should say of ``boxes`` whose objects are ``objects``: float32 [..., 4], as ``BoxCoder.encode``."""
     (start, end), (object_start, object_end) = boxes.split(2, -1), objects.split(2, -1)
@@ -469,47 +476,8 @@ def _weights(coder: BoxCoder, device: torch.device) -> Tensor:
     return send(np.array(coder.weights, np.float32), device)
 
 
-@torch.no_grad()
-def find_proposals(
-    rpn: RegionProposalNetwork, scores: Tensor, said: Tensor, anchors: Tensor, *, levels: Sequence[int],
-    limits: Tensor, side: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The proposals of each image, as ``RegionProposalNetwork.filter_proposals`` finds them.
-
-    Args:
-        rpn: of the model, with its limits.
-        scores: float32 [B, A], before the sigmoid.
-        said: float32 [B, A, 4]: what the network says of each anchor.
-        anchors: float32 [A, 4].
-        levels: how many of the anchors belong to each level.
-        limits: float32 [B, 4]: width, height, width, height of each image in pixels.
-        side: the longer side of the padded images.
-
-    Returns:
-        float32 [B, P, 4] in pixels, the best first, and bool [B, P]: whether the place holds a proposal.
-    """
-    picked, level_of, first, images = [], [], 0, len(scores)
-    for number, part in enumerate(scores.split(list(levels), 1)):
-        index = part.topk(min(rpn.pre_nms_top_n(), part.shape[1]), 1).indices + first
-        picked.append(index)
-        level_of.append(index.new_full((index.shape[1],), number))
-        first += part.shape[1]
-    index = torch.cat(picked, 1)
-    boxes = decode_boxes(rpn.box_coder, gather_rows(said, index), anchors[index])
-    boxes = boxes.clamp_(min=0).minimum(limits.unsqueeze(1))
-    score = scores.gather(1, index).sigmoid()
-    start, end = boxes.split(2, -1)
-    large = (end - start >= rpn.min_size).all(2) & (score >= rpn.score_thresh)
-    # boxes of different levels and images are moved apart, so that none suppresses another
-    across = torch.cat(level_of).expand(images, -1)
-    down = torch.arange(images, device=index.device)[:, None].expand_as(across)
-    apart = boxes + (torch.stack([across, down], 2) * (side + 1)).repeat(1, 1, 2)
-    alive, count = torch.zeros_like(score, dtype=torch.bool), max(1, _NMS_BOXES[boxes.device.type] // index.shape[1])
-    flat = (part.flatten(0, 1).split(count * index.shape[1]) for part in (apart, score, alive))
-    for together, ranks, lives in zip(*flat, strict=True):
-        lives.index_fill_(0, nms(together, ranks, rpn.nms_thresh), True)
-    top = score.masked_fill(~(alive & large), -1.0).topk(min(rpn.post_nms_top_n(), index.shape[1]), 1)
-    return gather_rows(boxes, top.indices), top.values >= 0
+def _make_canvas(pooler: MultiScaleRoIAlign, features: Mapping[str, Tensor], shape: Size) -> Canvas:
+    return join_levels([part for name, part in features.items() if name in pooler.featmap_names], shape)
 
 
 def join_levels(features: Sequence[Tensor], shape: tuple[int, int]) -> Canvas:
@@ -553,3 +521,35 @@ def pool_regions(pooler: MultiScaleRoIAlign, canvas: Canvas, boxes: Tensor, imag
     rois = torch.cat([images[:, None], torch.addcmul(place, boxes, scale)], 1)
     pooled: Tensor = roi_align(canvas.features, rois, pooler.output_size, 1.0, pooler.sampling_ratio)
     return pooled
+
+
+def _compute_mask_loss(
+    heads: RoIHeads, canvas: Canvas, boxes: Tensor, matched: Tensor, labels: Tensor, batch: PackedBatch,
+    sizes: Sequence[Size], flips: Sequence[bool],
+) -> Tensor:  # fmt: skip
+    """The loss of the masks of all positive regions.
+
+    ``matched`` has the object of its image that each region is compared with; ``labels`` are 0 for the background.
+    """
+    # the device is read once for all images: each reading waits for it
+    table = torch.cat([boxes.float(), labels[..., None], matched[..., None]], 2).flatten(0, 1).cpu().numpy()
+    positive = np.flatnonzero(table[:, 4] > 0)
+    image_of = positive // labels.shape[1]
+    count = len(positive)
+    # cuDNN meets few shapes
+    filled = np.zeros(count if boxes.device.type == "cpu" else -(-count // _REGIONS) * _REGIONS, np.int64)
+    filled[:count] = positive
+    rows = send(filled, boxes.device)
+    pooled = pool_regions(heads.mask_roi_pool, canvas, boxes.flatten(0, 1)[rows], rows // labels.shape[1])
+    logits = heads.mask_predictor(heads.mask_head(pooled))[:count]
+    if not len(logits):
+        return logits.sum() * 0
+    first_object = np.cumsum(batch.counts.numpy()) - batch.counts.numpy()  # of each image
+    objects = table[positive, 5].astype(np.int64) + first_object[image_of]
+    targets = sample_masks(
+        batch.masks, torch.from_numpy(objects), torch.from_numpy(table[positive, :4]), sizes=batch.sizes,
+        counts=batch.counts, flips=flips, to_sizes=sizes, size=logits.shape[-1],
+    )  # fmt: skip
+    label = labels.flatten()[rows[:count]]
+    chosen = logits.gather(1, label[:, None, None, None].expand(-1, 1, *logits.shape[2:]))[:, 0]
+    return functional.binary_cross_entropy_with_logits(chosen.float(), targets)
