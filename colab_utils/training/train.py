@@ -196,8 +196,9 @@ def _open_images(
     validation = ShardDataset(val_shards, contiguous_labels=True) if val_shards else None
     if validation and validation.category_ids != dataset.category_ids:
         raise ColabUtilsError(
-            f"expected the same category ids in {val_shards} as in {shards}, found others. Make both from annotations "
-            "with the same categories."
+            f"expected the same category ids in {val_shards} as in {shards}, found others "
+            f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
+            "Make both from annotations with the same categories."
         )
     rows = np.flatnonzero(dataset.has_objects).tolist()
     if not rows:
