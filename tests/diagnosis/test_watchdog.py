@@ -77,7 +77,6 @@ _KINDS = {
     "torch alone": partial(DataLoader, collate_fn=_collate),
     "processes": partial(make_loader, workers=2, backend="processes", shuffle=False),
     "loader_process": partial(make_loader, workers=2, backend="loader_process", shuffle=False),
-    "threads": partial(make_loader, workers=2, backend="threads", shuffle=False),
     "alone": partial(make_loader, workers=0, shuffle=False),
 }
 _OURS = ("processes", "loader_process")
