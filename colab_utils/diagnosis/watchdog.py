@@ -140,7 +140,7 @@ class WatchedLoader:
     """
 
     def __init__(
-        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 60
+        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 100
     ) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
         self._record = LoopRecord(loader, pss_s)
