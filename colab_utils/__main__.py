@@ -144,7 +144,7 @@ def _diagnose(
     images: str = "", annotations: str = "", shards: str = "", step_ms: float = 100, batch_size: int = 4,
     workers: int | Literal["auto"] = "auto", verify: bool = False, against: str = "", fail_below: float | None = None,
 ) -> Any:  # fmt: skip
-    from colab_utils.diagnosis.change import compare_runs, read_run
+    from colab_utils.diagnosis.diagnose import compare_runs, read_run
     from colab_utils.diagnosis.timing import EmulatedStep
 
     if fail_below is not None and not against:
@@ -301,7 +301,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("train", "--augment", {"choices": ("none", "flip", "multiscale")}, "how images are varied (flip)"),
     ("train", "--norms", {"choices": ("frozen", "trained")}, "batch norms of pretrained weights (frozen)"),
     ("train", "--ema", _NUMBER, "decay: average the weights, say 0.999, and evaluate those"),
-    ("train", "--compile", {"action": "store_true"}, "compile the network first, for minutes (not tried on a GPU yet)"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),
     ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
     ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one a minute, and at an epoch's end)"),
