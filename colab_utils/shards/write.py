@@ -438,7 +438,7 @@ def _count(images: int) -> None:
     """Tell the parent of images that are done; give up where it says so."""
     done, stop = _shared
     if stop is not None and stop.is_set():
-        raise ColabUtilsError("stopped")
+        raise ColabUtilsError("expected to write all shards, found that it was stopped: run it again, it continues")
     if done is not None:
         with done.get_lock():
             done.value += images

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from colab_utils.data.statistics import DatasetStatistics
+    from colab_utils.data.checks import DatasetStatistics
 
 __all__ = ["format_figure", "label_axes", "plot_bars", "plot_first_seconds", "plot_statistics"]
 

@@ -117,7 +117,8 @@ class CheckpointFolder:
         """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None without one.
 
         No file is changed, because another process may be training in the folder. That process passes ``repair``: a
-        file that is cut short or fails its checksums is renamed to ``.torn-1``, one that waited here is sent to Drive.
+        file that is cut short or fails its checksums is renamed to ``.torn-1`` and so on, one that waited here is sent
+        to Drive.
 
         Raises:
             ColabUtilsError: The file cannot be loaded, or the disk does not answer; no file is changed then.
@@ -132,15 +133,18 @@ class CheckpointFolder:
                 return {**state, "path": str(path)}
             text = f"{path} is torn ({damage}): the one before it is taken"
             if repair:
-                os.replace(path, aside := _find_free_name(f"{path}.torn-"))
-                text += f", and this one was renamed to {aside.name}"
+                text += f", and this one was renamed to {self._set_aside(path)}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
 
-    def set_aside(self, which: Which) -> None:
-        """Rename what cannot be read to ``.torn-1``: nothing that is written later replaces it."""
-        for path in self._list(which):
-            os.replace(path, _find_free_name(f"{path}.torn-"))
+    def set_aside(self, which: Which) -> list[str]:
+        """Rename what cannot be read to ``.torn-1`` and so on, which nothing replaces later; returns the new names."""
+        return [self._set_aside(path) for path in self._list(which)]
+
+    @staticmethod
+    def _set_aside(path: Path) -> str:
+        os.replace(path, aside := _find_free_name(f"{path}.torn-"))
+        return aside.name
 
     def _list(self, which: Which = "newest") -> list[Path]:
         """In the order of their steps."""
@@ -158,8 +162,8 @@ class CheckpointFolder:
             Retries().run(write) if patiently else write()
         except OSError as error:
             raise ColabUtilsError(
-                f"could not write checkpoint {path} ({error.strerror or error}); the newest complete one is "
-                f"{self.newest}. Free disk space or choose another run folder, then start again: training resumes."
+                f"expected to write the checkpoint {path}, found: {error.strerror or error}. The newest complete one "
+                f"is {self.newest}. Free disk space or choose another run folder, then start again: training resumes."
             ) from error
         with suppress(OSError):  # one file too many does no harm
             others = [other for other in _list_files(path.parent, which) if other != path]

@@ -225,8 +225,8 @@ class Trainer:
         except DriveLostError:
             raise
         except ColabUtilsError as error:
-            self.folder.set_aside("best")
-            text = f"{error} The run goes on without its best checkpoint, which was renamed to .torn-1."
+            names = ", ".join(self.folder.set_aside("best"))
+            text = f"{error} The run goes on without its best checkpoint, which was renamed to {names}."
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
 
     def _describe_model(self) -> dict[str, Any]:

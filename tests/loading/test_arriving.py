@@ -188,7 +188,7 @@ def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(drive, tmp_pa
     timer = threading.Timer(0.5, dataset.stop)
     timer.start()
     with pytest.raises(
-        ColabUtilsError, match=r"found the copy stopped; 0 of \d+ shards in .*ssd are safe, and the same"
+        ColabUtilsError, match=r"found that the copy was stopped; 0 of \d+ shards in .*ssd are safe, and the same"
     ):
         READERS[reader](dataset)
     timer.join()

@@ -548,7 +548,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, t
     real, steps = TrainingStep.__call__, []
 
     def fail(self, state, *, step, **options):
-        raise ColabUtilsError("could not write checkpoint (No space left on device)")
+        raise ColabUtilsError("expected to write the checkpoint x, found: No space left on device")
 
     def count(self, batch, **options):
         steps.append(1)
@@ -776,9 +776,11 @@ def test_a_run_goes_on_without_a_best_checkpoint_that_cannot_be_read(two_steps, 
     if content == "damaged":
         best.write_bytes(best.read_bytes()[:-9])
     kept = best.read_bytes()
-    with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt"):
+    (tmp_path / "best-00000002.pt.torn-1").write_bytes(b"an earlier one")
+    with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt.* renamed to best-00000002\.pt\.torn-2"):
         report = train(tiny_shards, tmp_path, steps=3, val_shards=tiny_shards, **TINY)
     assert report.steps == 3
     assert not (tmp_path / "was-here").exists()
-    assert (tmp_path / "best-00000002.pt.torn-1").read_bytes() == kept
+    assert (tmp_path / "best-00000002.pt.torn-1").read_bytes() == b"an earlier one"
+    assert (tmp_path / "best-00000002.pt.torn-2").read_bytes() == kept
     assert Path(report.best.path).name == "best-00000003.pt"
