@@ -29,8 +29,7 @@ from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import MaskEncoder, PackedMasks, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import PackedSample, Target
-from colab_utils.loading.transforms import Transforms, apply_transforms
+from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.shards.arrays import (
     ArraysBuilder,
     ShardArrays,
