@@ -135,6 +135,7 @@ def write_check(
         (f"{textwrap.shorten(name, 30)}, {when}", dataset, place)
         for i in range(len(before))
         if (name := escape_controls(before.file_name(i))) in changed
+        and before.image_ids[i] not in before.repeated_ids  # the new file has other ids there
         and (j := places.get(int(before.image_ids[i]))) is not None
         for when, dataset, place in (("before", before, i), ("after", after, j))
     ][:8]

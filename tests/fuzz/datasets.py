@@ -141,6 +141,25 @@ def json_hostile(case: Case) -> None:
     _judge(case, f"{json.dumps(coco)[:-1]}{added}}}".encode())
 
 
+def json_ids(case: Case) -> None:
+    """Ids that images share: one twice, two files of one id, an export behind another that counts anew."""
+    rng, coco = case.rng, _begin(case)
+    images, rows = coco["images"], coco["annotations"]
+    if rng.random() < 0.3:
+        images.insert(rng.randrange(len(images)), dict(rng.choice(images)))
+    match rng.randrange(3):
+        case 0:
+            rng.choice(images)["id"] = rng.choice(images)["id"]
+        case 1:
+            numbers, behind = {}, rng.randrange(1, len(images))
+            for place, image in enumerate(images):
+                numbers[image["id"]] = image["id"] = place % behind + 1
+            for row, one in enumerate(rows):
+                one["image_id"] = numbers.get(one["image_id"], 1)
+                one["id"] = row % max(1, len(rows) // 2) + 1
+    _judge(case, json.dumps(coco).encode())
+
+
 def image_kind(names: list[str], change: Callable[[Random, bytes], bytes]) -> Callable[[Case], None]:
     """A kind that changes one of these images, and sometimes the sizes that the JSON gives."""
 
