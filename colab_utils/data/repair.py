@@ -85,9 +85,10 @@ def repair_annotations(
         headers.append(findings[i].header._replace(notes=notes))
         kept |= {row: one for row, one in mended.items() if one}
     if all(one.get("iscrowd") for one in kept.values()):
+        why = ", ".join(f"{len(where):,} x {kind}" for kind, where in lost.items()) or "nothing but crowds"
         raise ColabUtilsError(
-            f"expected objects to keep, found none in {source} that {folder} has an image and masks for. Name the "
-            "right image folder, or export polygons."
+            f"expected objects to keep, found none in {source} that {folder} has an image and masks for ({why}). Name "
+            "the right image folder, or export polygons."
         )
     content = raw | {"images": entries, "annotations": [kept[row] for row in sorted(kept)]}
     with explain_write(output.parent):
