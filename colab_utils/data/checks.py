@@ -269,7 +269,11 @@ def _find_in_all(
     """What no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
-    yield from (("repeated image id", f"image {number}") for number in dataset.repeated_ids.tolist())
+    seen = set[int]()
+    for i, number in enumerate(dataset.image_ids.tolist()):
+        if number in seen:
+            yield "repeated image id", f"{escape(dataset.file_name(i))}: id {number}"
+        seen.add(number)
     for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
         yield from ((kind, f"annotation {number}") for number in ids.tolist())
     names = Counter(dataset.file_name(i) for i in range(len(dataset)))
