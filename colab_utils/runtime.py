@@ -30,9 +30,9 @@ from colab_utils.errors import ColabUtilsError
 
 __all__ = [
     "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
-    "find_free_space", "fork_pool", "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched",
-    "list_children", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_space", "show_progress",
-    "write_file",
+    "find_free_space", "fork_pool", "format_bytes", "format_seconds", "hash_bytes", "is_colab", "is_notebook",
+    "is_watched", "list_children", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_space",
+    "show_progress", "write_file",
 ]  # fmt: skip
 
 COLAB_ROOT = Path("/content")
@@ -287,16 +287,26 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        expected = xxhash.xxh3_64()
-        for part in parts:
-            expected.update(part)
         drop_cached(temporary)  # or it would be read from memory, which proves nothing
         with open(temporary, "rb", buffering=0) as file:
-            if hashlib.file_digest(file, xxhash.xxh3_64).digest() != expected.digest():
+            if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != hash_bytes(*parts):
                 raise OSError(errno.EIO, "what was written reads back differently")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def hash_bytes(*parts: Any) -> str:
+    """XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
+
+    Example:
+        >>> hash_bytes(b"")
+        '2d06800538d394c2'
+    """
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
 
 
 def drop_cached(path: Path) -> None:

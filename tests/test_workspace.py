@@ -25,8 +25,7 @@ from colab_utils.drive import DRIVE_PROFILES, get_profile, read_file, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint

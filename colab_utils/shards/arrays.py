@@ -213,7 +213,7 @@ def rebuild_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, 
     """
     builder = ArraysBuilder()
     with _explain_damage(path), open(path, "rb") as file:
-        if hash_file(path) != shard.xxh3_64:
+        if hash_file(path) != (shard.bytes, shard.xxh3_64):
             raise ValueError("another checksum than the index has")
         with tarfile.open(fileobj=file, mode="r:") as tar:
             members = tar.getmembers()

@@ -15,9 +15,11 @@ from pathlib import Path
 from time import time
 from typing import Any, TypeVar
 
-from colab_utils.drive import DriveFile, Retries, explain_write, guard_drive, read_file
+import xxhash
+
+from colab_utils.drive import DriveFile, Retries, explain_write, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import write_file
+from colab_utils.runtime import hash_bytes, write_file
 
 __all__ = [
     "ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "parse_fields", "parse_recipe", "read_index",
@@ -110,19 +112,13 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     """
     folder = Path(folder)
     path = folder / INDEX_NAME
-
-    def read() -> str:
-        with guard_drive(folder):
-            if not folder.is_dir():
-                raise ColabUtilsError(f"expected a folder of shards, found nothing at {folder}. Run preprocess first.")
-            if (size := path.stat().st_size) > _MOST_INDEX_BYTES:
-                most = f"at most {_MOST_INDEX_BYTES:,} bytes in {path}"
-                raise ColabUtilsError(f"expected {most}, found {size:,}: this is no index. Name another folder.")
-            return read_file(path).decode()
-
     try:
-        raw = json.loads(retries.run(read) if retries else read())
+        raw = json.loads(read_file(path, None, retries, most_bytes=_MOST_INDEX_BYTES))
     except FileNotFoundError:
+        if not folder.exists():
+            raise ColabUtilsError(
+                f"expected a folder of shards, found nothing at {folder}. Run preprocess first."
+            ) from None
         cure = "Run preprocess (or copy) into this folder, or name another one."
         if any(folder.glob("shard-*.arrays")):
             cure = "It was interrupted here: run the same command again, it continues where it stopped."
@@ -253,31 +249,14 @@ def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
     return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK_BYTES)
 
 
-def hash_bytes(*parts: Any) -> str:
-    """XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
-
-    Example:
-        >>> hash_bytes(b"")
-        '2d06800538d394c2'
-    """
-    import xxhash
-
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
-
-
-def hash_file(path: str | Path) -> str:
-    """XXH3-64 of a file, in hexadecimal."""
-    import xxhash
-
+def hash_file(path: str | Path) -> tuple[int, str]:
+    """The size of a file in bytes, and its XXH3-64 in hexadecimal."""
     state, offset = xxhash.xxh3_64(), 0
     with DriveFile(path) as file:
         while piece := file.pread(_PIECE_BYTES, offset):
             state.update(piece)
             offset += len(piece)
-    return state.hexdigest()
+    return offset, state.hexdigest()
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -30,10 +30,9 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import write
-from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import hold_folder, read_index, write_index
 from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
 
 SHARD_MB = 0.03  # a few images of the tiny dataset
