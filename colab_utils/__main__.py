@@ -168,9 +168,8 @@ def _preprocess(
 ) -> Any:  # fmt: skip
     from colab_utils.shards.write import find_recipe
 
-    begun = None if plan else find_recipe(shards)
-    if begun is not None:  # what is not asked for stays as it was begun
-        storage = begun["storage"] if storage == "auto" else storage
+    if storage == "auto" and (begun := find_recipe(shards)):
+        storage = begun["storage"]  # what is not asked for stays as it was begun
     if plan or storage == "auto":
         from colab_utils.shards.plan import plan_shards
         from colab_utils.show.table import make_table

@@ -159,7 +159,7 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
     """The head of an arrays file, by its content, and its shard as an index lists it.
 
     Raises:
-        KeyError, TypeError, ValueError: if the file is damaged.
+        KeyError, OverflowError, TypeError, ValueError: if the file is damaged.
     """
     if bytes.fromhex(hash_bytes(content[_START_BYTES:])) != content[8:_START_BYTES]:
         raise ValueError("another checksum")
@@ -181,7 +181,7 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
     """
     with _explain_damage(path), open(path, "rb") as file:
         start, head = _read_head(file)
-        tables = _read(file, head["tables_bytes"])
+        tables = file.read(head["tables_bytes"])
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
         *names, bits = (field.name for field in fields(ShardArrays))
@@ -284,18 +284,8 @@ def count_mask_bytes(crops: NDArray[np.int32]) -> NDArray[np.int64]:
 def _read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     """The bytes of the start and the head, and the head."""
     start = file.read(_START_BYTES)
-    text = _read(file, int.from_bytes(start[:8], "little"))
+    text = file.read(int.from_bytes(start[:8], "little"))
     return start + text, dict(json.loads(text))
-
-
-def _read(file: BinaryIO, size: int) -> bytearray:
-    """So many bytes: a damaged size never takes more memory than the file holds."""
-    place = file.tell()
-    content = bytearray(min(size, file.seek(0, os.SEEK_END) - place))
-    file.seek(place)
-    if file.readinto(content) != size:  # type: ignore[attr-defined]
-        raise ValueError("cut short")
-    return content
 
 
 @contextmanager

@@ -32,7 +32,6 @@ FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2
 INDEX_NAME, WRITER_NAME = "index.json", "writer.json"
 _MOST_INDEX_BYTES = 1 << 25  # of 80,000 shards
-BLOCK_BYTES = 512  # of a tar
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
@@ -246,7 +245,7 @@ def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
     """
     header = tarfile.TarInfo(name)
     header.size = len(data)
-    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK_BYTES)
+    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
 def hash_file(path: str | Path) -> tuple[int, str]:

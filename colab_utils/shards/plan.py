@@ -17,17 +17,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, find_free_memory, find_free_space, fork_pool, format_bytes, format_seconds
 from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.format import SkippedImage
-from colab_utils.shards.images import Storage, plan_size
-from colab_utils.shards.write import (
-    READ_STREAMS,
-    check_settings,
-    explain_bad,
-    explain_ended_worker,
-    find_recipe,
-    open_dataset,
-    read_image,
-    try_sample,
-)  # fmt: skip
+from colab_utils.shards.images import Storage, plan_size, read_image, try_sample
+from colab_utils.shards.write import READ_STREAMS, check_settings, explain_bad, explain_ended_worker, open_dataset
 
 __all__ = ["ShardPlan", "StorageOption", "plan_shards"]
 
@@ -93,7 +84,7 @@ def plan_shards(
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        shards: the folder to write to: its disk must have room, and shards that were begun there are continued.
+        shards: the folder to write to: its disk must have room.
         storage: "auto" picks; any other is taken.
         min_size: the shorter side that training needs, in pixels.
         max_size: the longer side that training needs, in pixels.
@@ -116,15 +107,12 @@ def plan_shards(
     recipe = {"min_size": min_size, "max_size": max_size}
     given = {} if step_ms is None else {"step_ms": step_ms}
     check_settings(**recipe, storage="keep" if storage == "auto" else storage, workers=processes, **given)
-    begun = find_recipe(shards) if shards is not None and storage == "auto" else None
     dataset = open_dataset(images, annotations)
     tried = _try_images(dataset, Path(images), recipe, processes)
     room = float("inf") if shards is None else find_free_space(Path(shards))
     costs = zip(_STORAGES, np.mean(tried, axis=0).tolist(), strict=True)
     options = [_describe(storage, cost, len(dataset), processes, room) for storage, cost in costs]
-    if begun is not None:
-        picked, reason = begun["storage"], "shards like that were begun in the folder"
-    elif storage != "auto":
+    if storage != "auto":
         picked, reason = storage, "you asked for it"
     else:
         need = None if step_ms is None else _BATCH_SIZE * 1000 / step_ms
