@@ -218,10 +218,7 @@ def rebuild_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, 
         with tarfile.open(fileobj=file, mode="r:") as tar:
             members = tar.getmembers()
         for pair in zip(members[::2], members[1::2], strict=True):
-            parts = []
-            for member in pair:
-                file.seek(member.offset_data)
-                parts.append(file.read(member.size))
+            parts = [os.pread(file.fileno(), member.size, member.offset_data) for member in pair]
             record = json.loads(parts[1])
             for one, rle in zip(record["annotations"], check_record(record), strict=True):
                 one["segmentation"] = rle

@@ -84,11 +84,7 @@ class VerifyReport:
 
 
 def copy_shards(
-    source: str | Path,
-    target: str | Path,
-    *,
-    profile: str | DriveProfile | None = None,
-    limit_gb: float | None = None,
+    source: str | Path, target: str | Path, *, profile: str | DriveProfile | None = None, limit_gb: float | None = None
 ) -> CopyReport:
     """Copy a folder of shards, file by file, and check each against its checksum while it is copied.
 
@@ -125,12 +121,7 @@ def copy_shards(
         remove_leftovers(target)
     started = perf_counter()
     job = Copying(source, target, speed, retries, overwrite=previous is not None)
-    try:
-        job.run(files)
-    except DriveLostError as error:
-        raise DriveLostError(
-            f"{error}; {len(job.finished)} of {len(files)} files are safe in {target}, the copy continues there"
-        ) from error
+    job.run(files)
     with explain_write(target):
         write_index(target, merged := _merge(index, previous, chosen, target))
     return CopyReport(

@@ -64,10 +64,7 @@ class ShardInfo:
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
         """(file name, bytes, checksum) of the tar and of its arrays."""
-        return (
-            (self.name, self.bytes, self.xxh3_64),
-            (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64),
-        )
+        return (self.name, self.bytes, self.xxh3_64), (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64)
 
 
 @dataclass(frozen=True)
@@ -138,13 +135,10 @@ def _parse_index(raw: Any, path: Path) -> ShardIndex:
         raise ColabUtilsError(
             f"expected an index of {FORMAT_NAME} in {path}, found something else. Name another folder."
         )
-    version = raw.get("format_version")
-    if version != FORMAT_VERSION:
-        older = isinstance(version, int) and version < FORMAT_VERSION
-        cure = "Run preprocess again, into another folder" if older else "Update colab_utils"
+    if (version := raw.get("format_version")) != FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, "
-            f"found version {version!s:.20}. {cure}."
+            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, found version {version!s:.20}. "
+            "Update colab_utils, or run preprocess again, into another folder."
         )
     try:
         if raw.pop("xxh3_64") != hash_bytes(_to_text(raw)):
@@ -215,13 +209,8 @@ def parse_recipe(raw: Any) -> dict[str, Any]:
 
 def write_index(folder: Path, index: ShardIndex) -> None:
     """Write ``index.json`` under a temporary name, then rename it."""
-    content = {
-        "format": FORMAT_NAME,
-        "format_version": FORMAT_VERSION,
-        "images": index.images,
-        "bytes": index.bytes,
-        **asdict(index),
-    }
+    totals = {"images": index.images, "bytes": index.bytes}
+    content = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **totals, **asdict(index)}
     content["xxh3_64"] = hash_bytes(_to_text(content))
     write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
 

@@ -16,6 +16,7 @@ from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.format import SkippedImage, split_member
 
 if TYPE_CHECKING:
@@ -55,16 +56,12 @@ class Sample(NamedTuple):
         parts = ((self.extension, self.data), ("json", dump_record(self.record)))
         return [split_member(f"{self.record['image_id']:012d}.{extension}", data) for extension, data in parts]
 
-    def count_bytes(self) -> int:
-        """Bytes that it takes in a tar."""
-        return sum(len(part) for member in self.split_members() for part in member)
-
-    def count_mask_bytes(self) -> int:
-        """Bytes that its masks take in the arrays, about."""
-        from pycocotools import mask as coco_mask
-
-        rles = [one["segmentation"] for one in self.record["annotations"] if not one["iscrowd"]]
-        return int(coco_mask.toBbox(rles)[:, 2:].prod(1).sum()) // 8 if rles else 0
+    def count_bytes(self) -> tuple[int, int]:
+        """Bytes that it takes in a tar, and in the arrays."""
+        builder = ArraysBuilder()
+        builder.add(self.record, (self.data, b""), (0, 0))
+        tar = sum(len(part) for member in self.split_members() for part in member)
+        return tar, sum(array.nbytes for array in vars(builder.build()).values())
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
@@ -94,12 +91,7 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple
 
 
 def store_image(
-    data: bytes,
-    size: tuple[int, int],
-    *,
-    min_size: int,
-    max_size: int,
-    storage: Storage = "shrink",
+    data: bytes, size: tuple[int, int], *, min_size: int, max_size: int, storage: Storage = "shrink"
 ) -> StoredImage:
     """Decode an image once to be sure that it is complete, then keep its bytes, shrink it, or store its pixels.
 

@@ -15,7 +15,6 @@ from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, find_free_memory, find_free_space, fork_pool, format_bytes, format_seconds
-from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.format import SkippedImage
 from colab_utils.shards.images import Storage, plan_size, read_image, try_sample
 from colab_utils.shards.write import READ_STREAMS, check_settings, explain_bad, explain_ended_worker, open_dataset
@@ -110,8 +109,11 @@ def plan_shards(
     dataset = open_dataset(images, annotations)
     tried = _try_images(dataset, Path(images), recipe, processes)
     room = float("inf") if shards is None else find_free_space(Path(shards))
-    costs = zip(_STORAGES, np.mean(tried, axis=0).tolist(), strict=True)
-    options = [_describe(storage, cost, len(dataset), processes, room) for storage, cost in costs]
+    options = []
+    for name, (mean_bytes, write_s, load_s) in zip(_STORAGES, np.mean(tried, axis=0).tolist(), strict=True):
+        size, rate = round(len(dataset) * mean_bytes), max(count_cores() - _BUSY_CORES, 0.1) / max(load_s, 1e-6)
+        fits = size <= (min(room, find_free_memory()) if name == "pixels" else room)
+        options.append(StorageOption(name, size, len(dataset) * write_s / processes, load_s * 1000, rate, fits))
     if storage != "auto":
         picked, reason = storage, "you asked for it"
     else:
@@ -147,24 +149,16 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[
         return SkippedImage(part.file_name(0), str(error))
     read_s = (perf_counter() - began_s) / READ_STREAMS  # files are read ahead, while others are worked on
     for storage in _STORAGES:
-        began_s, builder = perf_counter(), ArraysBuilder()
+        began_s = perf_counter()
         sample = try_sample(lambda: data, part, 0, {**recipe, "storage": storage})
         if isinstance(sample, SkippedImage):
             return sample
-        builder.add(sample.record, (sample.data, b""), (0, 0))
+        size = sum(sample.count_bytes())
         made_s, made_cpu_s = perf_counter(), process_time()
         decode_pixels(sample.data).copy()  # the loader decodes into memory that is used again
         load_cpu_s = process_time() - made_cpu_s
-        size = sample.count_bytes() + sum(array.nbytes for array in vars(builder.build()).values())
         costs.append((size, max(made_s - began_s, read_s), load_cpu_s))
     return costs
-
-
-def _describe(storage: Storage, cost: _Cost, count: int, processes: int, room: float) -> StorageOption:
-    mean_bytes, write_s, load_cpu_s = cost
-    size, rate = round(count * mean_bytes), max(count_cores() - _BUSY_CORES, 0.1) / max(load_cpu_s, 1e-6)
-    fits = size <= (min(room, find_free_memory()) if storage == "pixels" else room)
-    return StorageOption(storage, size, count * write_s / processes, load_cpu_s * 1000, rate, fits)
 
 
 def _pick(options: list[StorageOption], larger: int, count: int, need: float | None) -> tuple[Storage, str]:

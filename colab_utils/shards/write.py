@@ -288,10 +288,10 @@ def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict
 
 
 def _measure_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> float:
-    """Mean bytes of one image in a shard, or of its masks where they take more, from images spread over the dataset."""
+    """Mean bytes of an image in a shard, or in its arrays where they take more, from images spread over the dataset."""
     places = np.linspace(0, len(dataset) - 1, min(_MEASURED_IMAGES, len(dataset))).astype(int).tolist()
     found = [try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places]
-    sizes = [max(one.count_bytes(), one.count_mask_bytes()) for one in found if isinstance(one, Sample)]
+    sizes = [max(one.count_bytes()) for one in found if isinstance(one, Sample)]
     if not sizes:
         raise explain_bad(images, found[0])
     return float(np.mean(sizes))

@@ -65,7 +65,7 @@ CHANGED = "one that was changed since"
     ("changes", "found"),
     [
         ({"format_version": 3}, "found version 3. Update colab_utils"),
-        ({"format_version": 1}, "found version 1. Run preprocess again, into another folder"),
+        ({"format_version": 1}, "found version 1. Update colab_utils, or run preprocess again, into another folder"),
         ({"format_version": "1"}, "found version 1"),
         ({"format_version": None}, "found version None"),
         ({"format_version": [[[9] * 9999]]}, "found version [[["),
