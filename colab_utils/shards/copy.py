@@ -13,10 +13,9 @@ from time import perf_counter
 
 import xxhash
 
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, explain_write, get_profile, is_on_drive
+from colab_utils.drive import DriveFile, DriveProfile, Retries, explain_write, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, pop_done, require_space, show_progress
-from colab_utils.shards.arrays import load_arrays
 from colab_utils.shards.format import (
     INDEX_NAME,
     WRITER_NAME,
@@ -134,7 +133,7 @@ def copy_shards(
 
 
 def verify_shards(folder: str | Path) -> VerifyReport:
-    """Read every file of a folder of shards and compare its size and checksum with the index, as a loader does.
+    """Read every file of a folder of shards and compare its size and checksum with the index.
 
     Raises:
         ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
@@ -150,8 +149,7 @@ def verify_shards(folder: str | Path) -> VerifyReport:
     with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
         bad = []
         for shard in index.shards:
-            reason = retries.run(partial(_find_damage, folder, shard, index))
-            if reason:
+            if reason := retries.run(partial(_find_fault, folder, shard.files())):
                 bad.append(BadShard(shard.name, reason))
             bar.set_postfix_str(str(retries), refresh=False)
             bar.update(shard.bytes + shard.arrays_bytes)
@@ -274,19 +272,6 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
     needed = (sum(sizes) + (sum(sizes[-COPY_STREAMS:]) if cached else 0)) * _DISK_MARGIN
     cure = "name a folder on a bigger disk, or copy a part of the shards with limit_gb (--limit-gb)"
     require_space(target, needed, cure)
-
-
-def _find_damage(folder: Path, shard: ShardInfo, index: ShardIndex) -> str:
-    """What is wrong with a shard; "" if nothing is."""
-    if fault := _find_fault(folder, shard.files()):
-        return fault
-    try:
-        load_arrays(folder / shard.arrays_name, shard, index.categories)
-    except DriveLostError:
-        raise
-    except ColabUtilsError as error:  # all as the index says, which somebody has changed
-        return str(error)
-    return ""
 
 
 def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
