@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -219,10 +219,21 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 
+class _ForkPool(ProcessPoolExecutor):
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, BrokenExecutor):
+            raise ColabUtilsError(
+                "expected every process to finish, found one that the system ended, most often for want of memory. "
+                "Close what else runs here, or use fewer workers (--workers 1), and run the same again."
+            ) from None
+
+
 def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:
     """A pool of forked processes that end with this one and that Ctrl-C does not reach: it is the parent's to answer.
 
-    Each calls ``initializer(*arguments)`` first.
+    Each calls ``initializer(*arguments)`` first. Where the system ends one, the ``with`` block ends with an error that
+    says so.
 
     Example:
         >>> with fork_pool(2) as pool:
@@ -236,7 +247,7 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
         end_with_parent()
         initializer(*arguments)
 
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), begin)
+    pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
     # blocked from the first moment on: a handler is set too late for a process that has only begun
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -36,7 +36,6 @@ __all__ = [
     "dump_arrays", "load_arrays", "read_head", "rebuild_arrays",
 ]  # fmt: skip
 
-_OF_THE_TAR = ("name", "images", "annotations", "bytes", "xxh3_64")  # in the head, as in `ShardInfo`
 _START_BYTES = 16  # before the head
 _LARGEST_NUMBER = 1e15  # of a box
 
@@ -164,7 +163,7 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
     if bytes.fromhex(hash_bytes(content[_START_BYTES:])) != content[8:_START_BYTES]:
         raise ValueError("another checksum")
     head = _read_head(io.BytesIO(content))[1]
-    info = {name: head[name] for name in _OF_THE_TAR} | {
+    info = {name: head[name] for name in ("name", "images", "annotations", "bytes", "xxh3_64")} | {
         "arrays_name": head["name"].replace(".tar", ".arrays"),
         "arrays_bytes": len(content),
         "arrays_xxh3_64": hash_bytes(content),

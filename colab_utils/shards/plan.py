@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, find_free_memory, find_free_space, fork_pool, format_bytes, format_seconds
 from colab_utils.shards.format import SkippedImage
 from colab_utils.shards.images import Storage, plan_size, read_image, try_sample
-from colab_utils.shards.write import READ_STREAMS, check_settings, explain_bad, explain_ended_worker, open_dataset
+from colab_utils.shards.write import READ_STREAMS, check_settings, explain_bad, open_dataset
 
 __all__ = ["ShardPlan", "StorageOption", "plan_shards"]
 
@@ -130,7 +130,7 @@ def _try_images(dataset: CocoDataset, images: Path, recipe: dict[str, Any], proc
     chosen = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset))).astype(int).tolist()
     parts = [dataset.subset(i, i + 1) for i in chosen]
     _try_image(images, recipe, parts[0])  # loads the libraries, before anything is timed
-    with explain_ended_worker(), fork_pool(processes) as pool:
+    with fork_pool(processes) as pool:
         found = list(pool.map(partial(_try_image, images, recipe), parts))
     tried = [costs for costs in found if isinstance(costs, list)]
     if not tried:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import multiprocessing
 import tarfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -41,8 +41,7 @@ from colab_utils.shards.format import (
 from colab_utils.shards.images import Sample, Storage, read_image, try_sample
 
 __all__ = [
-    "READ_STREAMS", "ShardReport", "check_settings", "explain_bad", "explain_ended_worker", "find_recipe",
-    "open_dataset", "write_shards",
+    "READ_STREAMS", "ShardReport", "check_settings", "explain_bad", "find_recipe", "open_dataset", "write_shards",
 ]  # fmt: skip
 
 READ_STREAMS = 4  # files that a process reads at the same time
@@ -316,24 +315,12 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
     context = multiprocessing.get_context("fork")
     done, stop = shared = context.Value("q", 0), context.Event()
     own = nullcontext(executor) if executor else fork_pool(min(processes, len(jobs)), _start_worker, *shared)
-    with show_progress("preprocess", total=total, unit="image") as bar, explain_ended_worker(), own as pool:
+    with show_progress("preprocess", total=total, unit="image") as bar, own as pool:
         try:
             counter = done.get_obj()  # read without the lock, which a worker that was killed may hold
             return _collect([pool.submit(_write_shard, job) for job in jobs], total, allowed, bar, counter)
         finally:
             stop.set()  # after an error each worker of our own gives up at its next image
-
-
-@contextmanager
-def explain_ended_worker() -> Iterator[None]:
-    """Turn the end of a worker process into one line with its cure."""
-    try:
-        yield
-    except BrokenExecutor:
-        raise ColabUtilsError(
-            "expected every worker process to finish, found one that the system ended, most often for want of memory. "
-            "Run the same command with fewer workers (--workers 1): it continues after the finished shards."
-        ) from None
 
 
 def _collect(futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any) -> list[ShardResult]:
