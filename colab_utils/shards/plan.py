@@ -17,7 +17,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, find_free_memory, find_free_space, fork_pool, format_bytes, format_seconds
 from colab_utils.shards.format import SkippedImage
 from colab_utils.shards.images import Storage, plan_size, read_image, try_sample
-from colab_utils.shards.write import READ_STREAMS, check_settings, explain_bad, open_dataset
+from colab_utils.shards.write import READ_STREAMS, check_settings, keep_usable, open_dataset
 
 __all__ = ["ShardPlan", "StorageOption", "plan_shards"]
 
@@ -131,11 +131,7 @@ def _try_images(dataset: CocoDataset, images: Path, recipe: dict[str, Any], proc
     parts = [dataset.subset(i, i + 1) for i in chosen]
     _try_image(images, recipe, parts[0])  # loads the libraries, before anything is timed
     with fork_pool(processes) as pool:
-        found = list(pool.map(partial(_try_image, images, recipe), parts))
-    tried = [costs for costs in found if isinstance(costs, list)]
-    if not tried:
-        raise explain_bad(images, found[0])
-    return tried
+        return keep_usable(list(pool.map(partial(_try_image, images, recipe), parts)), images)
 
 
 def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[_Cost] | SkippedImage:

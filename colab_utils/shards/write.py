@@ -41,7 +41,7 @@ from colab_utils.shards.format import (
 from colab_utils.shards.images import Sample, Storage, read_image, try_sample
 
 __all__ = [
-    "READ_STREAMS", "ShardReport", "check_settings", "explain_bad", "find_recipe", "open_dataset", "write_shards",
+    "READ_STREAMS", "ShardReport", "check_settings", "find_recipe", "keep_usable", "open_dataset", "write_shards",
 ]  # fmt: skip
 
 READ_STREAMS = 4  # files that a process reads at the same time
@@ -139,9 +139,7 @@ def write_shards(
     """
     started, images, folder = perf_counter(), Path(images), Path(shards)
     processes = count_cores() if workers == "auto" else workers
-    recipe: dict[str, Any] = {
-        "storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb,
-    }  # fmt: skip
+    recipe: dict[str, Any] = {"storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb}
     check_settings(**recipe, workers=processes, max_bad=max_bad)
     dataset = open_dataset(images, annotations)
     index = _call(folder, _find_finished, folder, images, dataset, recipe)
@@ -177,9 +175,8 @@ def write_shards(
 def check_settings(*, storage: str, **numbers: Any) -> None:
     """Refuse a setting of preprocessing that is out of range, by its name."""
     if storage not in get_args(Storage):
-        raise ColabUtilsError(
-            f"expected storage as one of {', '.join(get_args(Storage))}, found {storage!r}: choose another"
-        )
+        known = ", ".join(get_args(Storage))
+        raise ColabUtilsError(f"expected storage as one of {known}, found {storage!r}: choose another")
     for name, value in numbers.items():
         lower, upper = _RANGES.get(name, (1, 2**16))
         if not (isinstance(value, int if name == "workers" else int | float) and lower <= value <= upper):
@@ -290,18 +287,22 @@ def _measure_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) 
     """Mean bytes of an image in a shard, or in its arrays where they take more, from images spread over the dataset."""
     places = np.linspace(0, len(dataset) - 1, min(_MEASURED_IMAGES, len(dataset))).astype(int).tolist()
     found = [try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places]
-    sizes = [max(one.count_bytes()) for one in found if isinstance(one, Sample)]
-    if not sizes:
-        raise explain_bad(images, found[0])
-    return float(np.mean(sizes))
+    return float(np.mean([max(one.count_bytes()) for one in keep_usable(found, images)]))
 
 
-def explain_bad(images: Path, found: Any) -> ColabUtilsError:
-    """The error where no image of a sample is usable; ``found`` is the first one."""
-    return ColabUtilsError(
-        f"expected usable images in {images}, found every one that was looked at bad, such as {found.file_name}: "
-        f"{found.reason}. Name the right image folder, or see `check`."
-    )
+def keep_usable(found: list[Any], images: Path) -> list[Any]:
+    """What was found of some images, without the bad ones.
+
+    Raises:
+        ColabUtilsError: if all are bad.
+    """
+    usable = [one for one in found if not isinstance(one, SkippedImage)]
+    if not usable:
+        raise ColabUtilsError(
+            f"expected usable images in {images}, found every one that was looked at bad, such as "
+            f"{found[0].file_name}: {found[0].reason}. Name the right image folder, or see `check`."
+        )
+    return usable
 
 
 def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float) -> list[ShardResult]:
