@@ -78,8 +78,6 @@ class PreparedData:
         count: int, min_size: int, max_size: int,
     ) -> None:  # fmt: skip
         self.images, self.folder, self.profile = Path(images), Path(folder), profile
-        if not self.images.is_dir():
-            raise ColabUtilsError(f"expected an image folder, found nothing at {images}. On Colab, mount Drive first.")
         coco = read_coco(annotations)
         if not len(coco):
             raise ColabUtilsError(f"expected images in {annotations}, found none: name your dataset's instances file")

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, open_coco
-from colab_utils.drive import Retries, explain_write, guard_drive
+from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays, read_head
@@ -189,14 +189,7 @@ def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
     Raises:
         ColabUtilsError: if there is no image folder, or the annotations are not COCO or refer to what is not there.
     """
-
-    def read() -> CocoDataset:
-        with guard_drive(images):
-            if not Path(images).is_dir():
-                raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-            return open_coco(images, annotations)
-
-    dataset = Retries().run(read)
+    dataset = Retries().run(partial(open_coco, images, annotations))
     if not len(dataset):
         raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
     return dataset
