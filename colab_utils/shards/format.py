@@ -302,6 +302,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
                 except FileExistsError:
                     _remove_dead_lock(path)
             path.write_text(json.dumps({"host": _find_host(), "pid": os.getpid(), "time": time()}))
+            remove_leftovers(folder)
 
     def touch() -> None:
         while not done.wait(_TOUCH_S):
@@ -311,8 +312,6 @@ def hold_folder(folder: Path) -> Iterator[None]:
     try:
         Retries().run(acquire)
         threading.Thread(target=touch, name="writer", daemon=True).start()
-        with explain_write(folder):
-            remove_leftovers(folder)
         yield
     finally:
         done.set()
