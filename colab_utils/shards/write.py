@@ -308,7 +308,7 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
     allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
     context = multiprocessing.get_context("fork")
     done, stop = shared = context.Value("q", 0), context.Event()
-    own = nullcontext(executor) if executor else fork_pool(min(processes, len(jobs)), _start_worker, *shared)
+    own = fork_pool(min(processes, len(jobs)), _start_worker, *shared) if executor is None else nullcontext(executor)
     with show_progress("preprocess", total=total, unit="image") as bar, own as pool:
         try:
             counter = done.get_obj()  # read without the lock, which a worker that was killed may hold
