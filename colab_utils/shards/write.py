@@ -10,7 +10,7 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -308,13 +308,13 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
     allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
     context = multiprocessing.get_context("fork")
     done, stop = shared = context.Value("q", 0), context.Event()
-    own = fork_pool(min(processes, len(jobs)), _start_worker, *shared) if executor is None else nullcontext(executor)
-    with show_progress("preprocess", total=total, unit="image") as bar, own as pool:
-        try:
-            counter = done.get_obj()  # read without the lock, which a worker that was killed may hold
-            return _collect([pool.submit(_write_shard, job) for job in jobs], total, allowed, bar, counter)
-        finally:
-            stop.set()  # after an error each worker of our own gives up at its next image
+    with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
+        if executor is None:
+            executor = stack.enter_context(fork_pool(min(processes, len(jobs)), _start_worker, *shared))
+        stack.callback(stop.set)  # after an error each worker of our own gives up at its next image
+        futures = [executor.submit(_write_shard, job) for job in jobs]
+        counter = done.get_obj()  # read without the lock, which a worker that was killed may hold
+        return _collect(futures, total, allowed, bar, counter)
 
 
 def _collect(futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any) -> list[ShardResult]:
