@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.decoding import name_kind
-from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.data.masks import MaskEncoder, measure_mask
 from colab_utils.drive import DriveLostError, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import find_free_memory, write_file
@@ -154,11 +154,11 @@ class CocoDataset:
     def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
         """The image's sound annotations as :meth:`annotations` gives them, and its faulty ones."""
         sound, faults = list[dict[str, Any]](), list[tuple[int, str]]()
-        height, width = self.sizes[index].tolist()
+        masks = MaskEncoder(*self.sizes[index])
         for row in range(self.first[index], self.first[index + 1]):
             number = int(self.ids[row])
             try:
-                sound.append(_read_annotation(json.loads(self._text(row)), number, height, width))
+                sound.append(_read_annotation(json.loads(self._text(row)), number, masks))
             except (*_FAULTS, ColabUtilsError) as error:
                 faults.append((number, _explain(error)))
         return sound, faults
@@ -500,8 +500,8 @@ def _read_reference(entry: dict[str, Any], name: str) -> int:
         return _UNREADABLE
 
 
-def _read_annotation(entry: dict[str, Any], number: int, height: int, width: int) -> dict[str, Any]:
-    """An entry of ``annotations`` with what COCO asks for; ``number`` is its id, the size that of its image."""
+def _read_annotation(entry: dict[str, Any], number: int, masks: MaskEncoder) -> dict[str, Any]:
+    """An entry of ``annotations`` with what COCO asks for; ``number`` is its id, ``masks`` are those of its image."""
     if not isinstance(entry.get("id"), str | None):
         _to_integer(entry["id"], "id")
     box, area, crowd = entry.get("bbox"), entry.get("area"), entry.get("iscrowd")
@@ -520,14 +520,14 @@ def _read_annotation(entry: dict[str, Any], number: int, height: int, width: int
         "iscrowd": int(crowd or 0),
         "segmentation": entry.get("segmentation"),
     }
-    return annotation if box and area is not None else _derive_shape(annotation, height, width)
+    return annotation if box and area is not None else _derive_shape(annotation, masks)
 
 
-def _derive_shape(annotation: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+def _derive_shape(annotation: dict[str, Any], masks: MaskEncoder) -> dict[str, Any]:
     """The annotation with the box and the area that it lacks, of its mask; the area of the box where it has no mask."""
     box, area = annotation["bbox"], annotation["area"]
     try:
-        tight, pixels = measure_mask(encode_segmentation(annotation["segmentation"], height, width))
+        tight, pixels = measure_mask(masks.encode(annotation["segmentation"]))
     except ColabUtilsError as error:
         if not box:
             raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None

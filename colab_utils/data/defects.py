@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import MOST_PIXELS, open_image, read_orientation, to_rgb
-from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.data.masks import MaskEncoder, measure_mask
 from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
 from colab_utils.errors import ColabUtilsError, escape
 
@@ -156,8 +156,9 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
     if not annotations and not faults:
         found.append(("image without objects", ""))
     defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
+    masks = MaskEncoder(height, width)
     for one in annotations:
-        found, pixels = _check_object(one, height, width) if height and width else ([], 0)
+        found, pixels = _check_object(one, height, width, masks) if height and width else ([], 0)
         key = one["category_id"], repr(one["segmentation"]) if pixels else ""
         if key in seen and pixels:
             found.append(("repeated annotation", ""))
@@ -193,12 +194,14 @@ def compare_sizes(size: tuple[int, ...], header: Header) -> list[tuple[str, str]
     return [(kind, f"orientation {tag}")]
 
 
-def _check_object(one: dict[str, Any], height: int, width: int) -> tuple[list[tuple[str, str]], int]:
+def _check_object(
+    one: dict[str, Any], height: int, width: int, masks: MaskEncoder
+) -> tuple[list[tuple[str, str]], int]:
     """The defects of an annotation, and the pixels of its mask; 0 where it cannot be trained on."""
     if not one["segmentation"]:
         return [("object without mask", "")], 0
     try:
-        mask = encode_segmentation(one["segmentation"], height, width)
+        mask = masks.encode(one["segmentation"])
     except ColabUtilsError as error:
         return [("bad mask", str(error))], 0
     tight, pixels = measure_mask(mask)

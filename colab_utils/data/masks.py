@@ -15,14 +15,16 @@ from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.errors import ColabUtilsError
 
 __all__ = [
-    "PackedMasks", "encode_segmentation", "measure_mask", "nearest_indices", "number_within", "pack_masks",
-    "pack_pixels", "resize_rles", "unpack_masks",
+    "MaskEncoder", "PackedMasks", "encode_segmentation", "measure_mask", "nearest_indices", "number_within",
+    "pack_masks", "pack_pixels", "resize_rles", "unpack_masks",
 ]  # fmt: skip
 
 _FARTHEST_PIXEL = 10_000_000
-# of an object, in pixels, or so many times around the image where that is more: pycocotools takes up to 1 s for
-# 4,000,000. COCO's longest are 2 times around; contours of 20,000 points have some 100,000 pixels.
-_LONGEST_OUTLINE, _TIMES_AROUND = 400_000, 32
+# of all objects of an image, in pixels: pycocotools takes up to 1 s for as many, and 170 MB. COCO's longest is
+# 15,000; a contour of 20,000 points has some 100,000.
+_LONGEST_OUTLINE, _COST_OF_PART = 4_000_000, 100  # a part takes the time of so many pixels, however short it is
+_MOST_DRAWN = 4_000_000_000  # pixels of all masks of an image, each from its first column to its last: 0.5 GB of bits
+_MERGED = 50  # parts at a time: pycocotools goes through all that it has merged for each further one
 _MOST_BITS = 30  # of a run in compressed RLE: pycocotools has 32
 
 
@@ -46,6 +48,64 @@ class PackedMasks(NamedTuple):
     """int64 [N + 1]: where each object's bytes start in ``bits``, and where the last one's end."""
 
 
+class MaskEncoder:
+    """Makes RLE of the segmentations of one image, as long as all of them together take seconds and not minutes.
+
+    Example:
+        >>> MaskEncoder(6, 8).encode([[1, 1, 4, 1, 4, 3, 1, 3]])
+        {'size': [6, 8], 'counts': b'71100000O10'}
+    """
+
+    def __init__(self, height: int, width: int) -> None:
+        self._size = int(height), int(width)  # numpy's overflow, and compare element by element
+        self._outlines, self._drawn = 0.0, 0
+
+    def encode(self, segmentation: Any) -> dict[str, Any]:
+        """As :func:`encode_segmentation`, which see.
+
+        Raises:
+            ColabUtilsError: likewise; or the image's outlines are too long, or its masks too large, in all.
+        """
+        from pycocotools import mask as coco_mask
+
+        height, width = self._size
+        if height < 1 or width < 1 or height * width > MOST_PIXELS:
+            raise ColabUtilsError(f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}")
+        if isinstance(segmentation, dict):
+            rle = _encode_rle(segmentation, height, width)
+        elif isinstance(segmentation, list) and segmentation:
+            rle = self._encode_polygons(segmentation)
+        else:
+            raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
+        self._drawn += height * int(coco_mask.toBbox(rle)[2])
+        if self._drawn > _MOST_DRAWN:
+            found = f"{self._drawn:,} up to this one"
+            raise ColabUtilsError(f"expected masks of at most {_MOST_DRAWN:,} pixels in one image, found {found}")
+        return rle
+
+    def _encode_polygons(self, segmentation: list[Any]) -> dict[str, Any]:
+        from pycocotools import mask as coco_mask
+
+        polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
+        try:
+            parts = [np.asarray(polygon, np.float64) for polygon in polygons]
+            if any(bool in map(type, polygon) for polygon in polygons):
+                raise TypeError("true and false count as 1 and 0")
+        except (TypeError, ValueError, OverflowError):
+            raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
+        drawn = [part for part in parts if part.ndim != 1 or part.size >= 6 or part.size % 2] or parts
+        self._outlines += sum(map(_measure_outline, drawn)) + _COST_OF_PART * len(drawn)
+        if self._outlines > _LONGEST_OUTLINE:
+            found = f"{self._outlines:,.0f} up to this one"
+            raise ColabUtilsError(
+                f"expected outlines of at most {_LONGEST_OUTLINE:,} pixels in one image, found {found}"
+            )
+        rles = coco_mask.frPyObjects(drawn, *self._size)
+        while len(rles) > _MERGED:
+            rles = [coco_mask.merge(rles[k : k + _MERGED]) for k in range(0, len(rles), _MERGED)]
+        return coco_mask.merge(rles)
+
+
 def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     """One COCO segmentation (polygons, uncompressed or compressed RLE) as compressed RLE.
 
@@ -60,28 +120,7 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
         ColabUtilsError: if the image has no pixels or too many, or the segmentation is empty, malformed, or made for an
             image of another size.
     """
-    height, width = int(height), int(width)  # numpy's overflow, and compare element by element
-    if height < 1 or width < 1 or height * width > MOST_PIXELS:
-        raise ColabUtilsError(f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}")
-    if isinstance(segmentation, dict):
-        return _encode_rle(segmentation, height, width)
-    if not isinstance(segmentation, list) or not segmentation:
-        raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
-    from pycocotools import mask as coco_mask
-
-    polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
-    try:
-        parts = [np.asarray(polygon, np.float64) for polygon in polygons]
-        if any(bool in map(type, polygon) for polygon in polygons):
-            raise TypeError("true and false count as 1 and 0")
-    except (TypeError, ValueError, OverflowError):
-        raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
-    drawn = [part for part in parts if part.ndim != 1 or part.size >= 6 or part.size % 2] or parts
-    outline, longest = sum(map(_measure_outline, drawn)), max(_LONGEST_OUTLINE, _TIMES_AROUND * 2 * (height + width))
-    if outline > longest:
-        found = f"outlines of {outline:,.0f} pixels in all, over {longest:,}"
-        raise ColabUtilsError(f"expected polygons around an object in {width} x {height} pixels, found {found}")
-    return coco_mask.merge(coco_mask.frPyObjects(drawn, height, width))
+    return MaskEncoder(height, width).encode(segmentation)
 
 
 def _measure_outline(polygon: NDArray[np.float64]) -> float:
@@ -201,9 +240,8 @@ def _draw_columns(rle: dict[str, Any]) -> tuple[int, NDArray[np.uint8]]:
         return 0, np.zeros((0, height), np.uint8)
     x0 = int(runs[0]) // height
     runs[0] -= x0 * height
-    drawn = np.zeros((-(-int(runs.sum()) // height), height), np.uint8)
-    drawn.ravel()[: runs.sum()] = np.repeat(np.arange(len(runs), dtype=np.uint8) % 2, runs)
-    return x0, drawn
+    runs = np.append(runs, -runs.sum() % height)  # to the end of its column
+    return x0, np.repeat(np.arange(len(runs), dtype=np.uint8) % 2, runs).reshape(-1, height)
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from colab_utils.data.checks import EXAMPLES, DatasetReport, Problem, check_dataset, inspect_images
 from colab_utils.data.coco import decode_text, read_bytes, read_coco
 from colab_utils.data.defects import HARMLESS, NEAR, Header, compare_box, compare_sizes, is_normalised
-from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.data.masks import MaskEncoder, measure_mask
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import write_file
 
@@ -62,8 +62,9 @@ def repair_annotations(
         try:
             entry, rows = _read_numbers(raw["images"][i], changes), _read_rows(raw["annotations"], mine, changes)
             size = _mend_image(entry, [*rows.values()], found.header, changes)
+            masks = MaskEncoder(*size)
             mended = {
-                row: _mend_object(one, size, categories, changes, as_objects=crowds == "objects")
+                row: _mend_object(one, size, masks, categories, changes, as_objects=crowds == "objects")
                 for row, one in rows.items()
             }
         except (_LostObjectError, RecursionError) as error:
@@ -177,7 +178,13 @@ def _fit(outlines: list[Any], size: tuple[int, int]) -> bool:
 
 
 def _mend_object(
-    one: dict[str, Any], size: tuple[int, int], categories: set[int], changes: list[str], *, as_objects: bool
+    one: dict[str, Any],
+    size: tuple[int, int],
+    masks: MaskEncoder,
+    categories: set[int],
+    changes: list[str],
+    *,
+    as_objects: bool,
 ) -> dict[str, Any] | None:
     """An annotation with all that its mask tells, None where it has no area.
 
@@ -192,10 +199,10 @@ def _mend_object(
         raise _LostObjectError("bad annotation")
     sound = isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))
     try:
-        mask = encode_segmentation(outline, *size)
+        mask = masks.encode(outline)
         if isinstance(outline, list) and all(map(is_normalised, outline)):
             one["segmentation"] = [[x * size[1 - n % 2] for n, x in enumerate(polygon)] for polygon in outline]
-            mask = encode_segmentation(one["segmentation"], *size)
+            mask = masks.encode(one["segmentation"])
             changes.append("polygons in 0 to 1 scaled")
         tight, pixels = measure_mask(mask)
     except ColabUtilsError:

@@ -65,8 +65,8 @@ class Facts:
     """CPU time of this process and its workers, in all passes."""
     main_cpu_s: float
     """CPU time of the thread that trains."""
-    wait_cpu_s: float
-    """Of it, while it waited."""
+    wait_cpu: float
+    """Cores that it kept busy while it waited, in the mean."""
     passes_s: float
     """Wall time of all passes."""
     times: SampleTimes
@@ -237,7 +237,7 @@ def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause
 def _explain_unseen(share: float, facts: Facts) -> Cause:
     if facts.workers:
         return _explain_work(share, "Workers deliver too slowly.", facts)
-    if facts.wait_cpu_s < 0.5 * share * facts.passes_s:
+    if facts.wait_cpu < 0.5:
         return Cause(
             "read", share, "This process loads the samples itself, and mostly waits for their data.",
             "Use worker processes (num_workers), and store the data on the local disk.",

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from colab_utils.loading.workers import describe_exit
 
-__all__ = ["Activity", "SampleTimes", "WorkerMonitor", "forking", "read_ending"]
+__all__ = ["Activity", "SampleTimes", "WorkerMonitor", "passes", "read_ending"]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
 _SLOWEST = 8  # samples of each worker whose times are kept
@@ -93,13 +93,7 @@ class _ThreadCounts(threading.local):
         return np.array(counts, np.int64)
 
 
-class _Forking(threading.local):
-    """Whose workers the calling thread forks now."""
-
-    monitor: WorkerMonitor | None = None
-
-
-forking = _Forking()
+passes = weakref.WeakSet[Any]()  # over watched loaders: what their `thread` forks while `asked_s` is set are workers
 
 
 class WorkerMonitor:
@@ -299,10 +293,12 @@ def _read_index(index: Any) -> int:
 
 
 def _enter_child() -> None:
-    if monitor := forking.monitor:
-        forking.monitor = None
-        with suppress(Exception):  # a worker that cannot be seen still works
-            monitor.enter()
+    thread, waiting = threading.get_ident(), dict[float, WorkerMonitor]()
+    for each in passes:
+        if each.thread == thread and each.asked_s is not None:
+            waiting[each.asked_s], each.asked_s = each.monitor, None
+    with suppress(Exception):  # a worker that cannot be seen still works
+        waiting[max(waiting)].enter()  # of one watch inside of another
 
 
 if hasattr(os, "register_at_fork"):

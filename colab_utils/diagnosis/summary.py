@@ -128,10 +128,11 @@ class LoopRecord:
     """
 
     def __init__(self, loader: Any, looks: Mapping[str, float]) -> None:
-        self.clock, self.wait_cpu_s, self._loader = LoopClock(), 0.0, loader
+        self.clock, self._loader = LoopClock(), loader
         self.resources = ResourceLog(**looks)
         self._seen: dict[int, tuple[int, ...]] = {}
         self._cpu_s = self._main_cpu_s = self._passes_s = 0.0
+        self._waited_s = self._waited_cpu_s = 0.0  # of the waits whose CPU time was looked at
         self._printed = 0
         self._told: list[str] | None = None
 
@@ -159,6 +160,11 @@ class LoopRecord:
             self._main_cpu_s += thread_time() - main_s
             self._cpu_s += measure_tree_cpu() - all_s
 
+    def add_wait(self, wall_s: float, cpu_s: float) -> None:
+        """A wait whose CPU time was looked at."""
+        self._waited_s += wall_s
+        self._waited_cpu_s += cpu_s
+
     def note_samples(self, samples: Sequence[int]) -> None:
         """These are being loaded while a batch is waited for."""
         if samples and len(self._seen) < _KEPT:
@@ -174,8 +180,8 @@ class LoopRecord:
         resources = summarise_readings(self.resources.readings) if self.resources.readings else None
         facts = Facts(
             count_workers(self._loader), bool(getattr(self._loader, "persistent_workers", True)), self._cpu_s,
-            self._main_cpu_s, self.wait_cpu_s, self._passes_s, times, dict(self._seen), resources, tuple(stalls),
-            tuple(unseen),
+            self._main_cpu_s, self._waited_cpu_s / max(self._waited_s, 1e-9), self._passes_s, times, dict(self._seen),
+            resources, tuple(stalls), tuple(unseen),
         )  # fmt: skip
         return summarise_loop(self.clock, facts)
 
@@ -195,7 +201,7 @@ def summarise_loop(clock: LoopClock, facts: Facts) -> Summary | None:
     waits, steps, between = (np.array(values) for values in (clock.waits_s, clock.steps_s, clock.between_s))
     if not len(waits):
         return None
-    is_first = np.isin(np.arange(len(waits)), np.array(clock.firsts))
+    is_first = np.isin(np.arange(len(waits)), clock.firsts)
     later = waits[~is_first] if (~is_first).any() else np.zeros(1)
     whole = float(waits.sum() + steps.sum() + between.sum()) + clock.ends_s
     parts = tuple(

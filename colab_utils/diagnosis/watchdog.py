@@ -16,7 +16,7 @@ from math import inf
 from time import perf_counter, sleep, thread_time
 from typing import Any, Literal, get_args
 
-from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, forking, read_ending
+from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, passes, read_ending
 from colab_utils.diagnosis.summary import LOOKS, LoopRecord, Summary
 from colab_utils.diagnosis.timing import count_images, count_workers
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -31,6 +31,7 @@ Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
 
 _PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s
 _TICK_S, _LOOK_S = 0.1, 0.5  # how long a worker is observed, in ticks
+_SAMPLED = 8  # one wait in so many: its CPU time is looked at
 _LATE_S = 0.1  # of a wait: then its samples are noted
 _PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
 _MAX_TRIES = 3  # to start the workers again, without a batch in between
@@ -198,12 +199,11 @@ class WatchedLoader:
         raise TypeError(f"expected a watched loader to stay one, found {kind!r}")
 
     def __iter__(self) -> Iterator[Any]:
-        watches = _Pass(self, self._loader, self._monitor, self._record)
-        try:
-            yield from watches.run()
-        finally:
-            if self._prints and not sys.is_finalizing():
-                self._print_summary(only_news=True)
+        return _Pass(self, self._loader, self._monitor, self._record).run()
+
+    def _end_pass(self) -> None:
+        if self._prints and not sys.is_finalizing():
+            self._print_summary(only_news=True)
 
     def _print_summary(self, *, only_news: bool) -> None:
         self._record.print_summary(self._record.summarise(self._monitor.read_times(), self.stalls), only_news=only_news)
@@ -213,70 +213,79 @@ class _Pass:
     """One pass over a loader: the caller waits for the batches, a thread watches it waiting."""
 
     def __init__(self, watched: WatchedLoader, loader: Any, monitor: WorkerMonitor, record: LoopRecord) -> None:
-        self._watched, self._loader, self._monitor, self._record = watched, loader, monitor, record
+        self._watched, self._loader, self.monitor, self._record = watched, loader, monitor, record
+        self.thread = 0
+        self.asked_s: float | None = None  # since when it waits
+        passes.add(self)
         self._ours = isinstance(loader, Loader)
         self._batches: Any = None
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._thread = 0  # which waits for the batches
-        self._asked_s: float | None = None  # since when it waits
         self._given_up: tuple[WorkerJob, Stall] | None = None
+        self._acts = watched.on_stall != "report"
         self._can_interrupt = self._interrupted = False
 
     def run(self) -> Iterator[Any]:
-        self._monitor.forget_ended()
-        self._thread = threading.get_ident()
+        self.monitor.forget_ended()
+        self.thread = threading.get_ident()  # which waits for the batches
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
         main = threading.current_thread() is threading.main_thread()
         self._can_interrupt = main and self._watched.on_stall == "raise"
         before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
-        alone = not count_workers(self._loader)
+        record, alone, number = self._record, not count_workers(self._loader), 0
         try:
-            with self._record.measure_pass() as clock:
+            with record.measure_pass() as clock:
                 while True:
                     asked_s = clock.ask()
-                    began_cpu_s = thread_time() if alone else 0.0  # it takes 10 µs
-                    batch = self._fetch(asked_s)
-                    if alone:
-                        self._record.wait_cpu_s += thread_time() - began_cpu_s
+                    began_cpu_s = thread_time() if alone and not number % _SAMPLED else 0.0  # it takes 10 µs
+                    try:
+                        batch = self._fetch(asked_s)
+                    except (Exception, _StallInterrupt) as error:
+                        batch = self._start_again(error, asked_s)
+                    if began_cpu_s:
+                        record.add_wait(perf_counter() - asked_s, thread_time() - began_cpu_s)
                     if batch is _END:
                         break
                     clock.receive(count_images(batch))
+                    number += 1
                     yield batch
         finally:
             self._over.set()
             thread.join()
             if before is not None:
                 signal.signal(_INTERRUPT, before)
+            self._watched._end_pass()
 
     def _fetch(self, asked_s: float) -> Any:
-        """The next batch; after a worker ended, start again if that is asked for."""
+        """The next batch."""
+        self.asked_s = asked_s
+        try:
+            batch = self._begin() if self._batches is None else next(self._batches, _END)
+        finally:
+            self.asked_s = None
+            if self._acts:
+                self._stop_waiting()
+        if self._given_up:  # the batch came after all, at the last moment: only its worker is lost
+            self._given_up = self._given_up[0]._replace(number=None, indices=()), self._given_up[1]
+        return batch
+
+    def _start_again(self, error: BaseException, asked_s: float) -> Any:
+        """The next batch, after a worker ended or was given up, if that is asked for."""
         for tries in range(_MAX_TRIES + 1):
-            self._asked_s, cause = asked_s, None
-            before, forking.monitor = forking.monitor, self._monitor
-            try:
-                try:
-                    batch = self._begin() if self._batches is None else next(self._batches, _END)
-                finally:
-                    forking.monitor, self._asked_s = before, None
-                    if self._watched.on_stall != "report":
-                        self._stop_waiting()
-                if self._given_up:  # the batch came after all, at the last moment: only its worker is lost
-                    self._given_up = self._given_up[0]._replace(number=None, indices=()), self._given_up[1]
-                return batch
-            except _StallInterrupt:
-                pass
-            except Exception as error:
-                if not self._given_up:
-                    if not (dead := self._find_dead(error)):
-                        raise
-                    stall = self._explain_ending(dead[0], asked_s, dead[1])
-                    self._given_up = dead[0], stall
-                    self._report(stall, gives_up=True)
-                cause = error
+            if isinstance(error, Exception) and not self._given_up:
+                if not (dead := self._find_dead(error)):
+                    raise error
+                stall = self._explain_ending(dead[0], asked_s, dead[1])
+                self._given_up = dead[0], stall
+                self._report(stall, gives_up=True)
             self._batches = None
-            self._recover(cause, last=tries == _MAX_TRIES)
+            self._recover(error, last=tries == _MAX_TRIES)
             asked_s = perf_counter()
+            try:
+                return self._fetch(asked_s)
+            except (Exception, _StallInterrupt) as another:
+                error = another
+        raise error
 
     def _begin(self) -> Any:
         with quiet_fork():
@@ -289,21 +298,22 @@ class _Pass:
         while self._interrupted:  # the signal is on its way
             sleep(_TICK_S)
 
-    def _recover(self, cause: Exception | None, *, last: bool) -> None:
+    def _recover(self, error: BaseException, *, last: bool) -> None:
         """Get our loader ready to start again, or raise."""
         assert self._given_up is not None
         (blamed, stall), self._given_up = self._given_up, None
         if last or self._watched.on_stall in ("report", "raise"):
-            raise ColabUtilsError(str(stall)) from cause
+            raise ColabUtilsError(str(stall)) from (error if isinstance(error, Exception) else None)
         skips = self._watched.on_stall == "skip"
         if skips and blamed.indices:
             self._watched.skipped.append(blamed.indices)
         self._loader.restart(skip=blamed.number if skips else None)
+        self.monitor.forget_ended()  # else they are blamed while the new ones start
 
     def _watch(self) -> None:
         last, due_s, told = None, 0.0, set[str]()
         while not self._over.wait(min(_PAUSE_S, self._watched.timeout_s / 10)):
-            asked_s = self._asked_s
+            asked_s = self.asked_s
             if asked_s != last:
                 last, due_s = asked_s, self._watched.timeout_s
                 told.clear()
@@ -317,7 +327,7 @@ class _Pass:
                 blamed, stall = self._look(asked_s)
             except Exception:  # what is looked at may go away meanwhile: look again
                 continue
-            if self._asked_s != asked_s:
+            if self.asked_s != asked_s:
                 continue
             due_s = stall.waited_s + min(30, max(1, stall.waited_s - self._watched.timeout_s))
             gives_up = self._gives_up(stall)
@@ -336,10 +346,10 @@ class _Pass:
         verdict: Verdict
 
         def inspect() -> Activity:
-            return self._monitor.inspect_thread(self._thread) if here else self._monitor.inspect_worker(blamed.pid)
+            return self.monitor.inspect_thread(self.thread) if here else self.monitor.inspect_worker(blamed.pid)
 
         before, until_s = inspect(), perf_counter() + _LOOK_S
-        while self._asked_s == asked_s and perf_counter() < until_s:
+        while self.asked_s == asked_s and perf_counter() < until_s:
             sleep(_TICK_S)
         seen = inspect()
         moves = (seen.bytes_read, seen.sample) != (before.bytes_read, before.sample)
@@ -357,21 +367,21 @@ class _Pass:
         """What is being loaded: by our loader's workers, by others, or by this process."""
         if self._ours and (jobs := self._loader.list_jobs()):
             return [*jobs[0].indices]
-        if samples := self._monitor.list_samples():
+        if samples := self.monitor.list_samples():
             return [sample for _, sample in sorted(at for of_worker in samples.values() for at in of_worker)]
-        sample = self._monitor.inspect_thread(self._thread).sample
+        sample = self.monitor.inspect_thread(self.thread).sample
         return [] if sample is None else [sample]
 
     def _find_blamed(self) -> WorkerJob:
         """Who has had the oldest batch; else who has been longest at a sample, else who is not idle, of the workers."""
         if self._ours and (jobs := self._loader.list_jobs()):
             return jobs[0]
-        samples = self._monitor.list_samples()
+        samples = self.monitor.list_samples()
         places = {pid: place for place, pid in enumerate(samples)}
         if at_work := [(at[0], pid) for pid, at in samples.items() if at]:
             return WorkerJob(places[min(at_work)[1]], min(at_work)[1])
         alive = [pid for pid in places if not read_ending(pid)]
-        busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle] or alive
+        busy = [pid for pid in alive if not self.monitor.inspect_worker(pid).idle] or alive
         return WorkerJob(places[busy[0]], busy[0]) if busy else WorkerJob(None, os.getpid())
 
     def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
@@ -379,7 +389,7 @@ class _Pass:
         if self._ours:
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
         text = f"{error} {error.__cause__}"
-        for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
+        for place, (pid, at_work) in enumerate(self.monitor.list_samples().items()):
             ending = read_ending(pid)
             if ending and (at_work or str(pid) in text or "signal" in ending):
                 return WorkerJob(place, pid), ending if "signal" in ending else text
@@ -387,11 +397,11 @@ class _Pass:
 
     def _explain_ending(self, blamed: WorkerJob, asked_s: float, ending: str) -> Stall:
         death, _, cure = explain_death(ending).partition("). ")
-        sample = self._monitor.find_sample(blamed.pid)
+        sample = self.monitor.find_sample(blamed.pid)
         return self._make_stall("dead", asked_s, blamed, Activity(call=death.rpartition("(")[2], sample=sample), cure)
 
     def _make_stall(self, verdict: Verdict, asked_s: float, blamed: WorkerJob, seen: Activity, cure: str = "") -> Stall:
-        file = seen.path if verdict == "read" else find_file(self._monitor.dataset, seen.sample)
+        file = seen.path if verdict == "read" else find_file(self.monitor.dataset, seen.sample)
         return Stall(
             verdict, perf_counter() - asked_s, blamed.worker, blamed.pid, seen.sample, blamed.indices, file, seen.call,
             seen.stack, cure or _FINDINGS[verdict][1],
@@ -406,16 +416,16 @@ class _Pass:
     def _end(self, asked_s: float, blamed: WorkerJob, stall: Stall) -> None:
         """End the worker, which the loader notices; or, where that is not to be or did not help, the waiting."""
         with self._lock:
-            if self._asked_s != asked_s:
+            if self.asked_s != asked_s:
                 return
-            known = blamed.number is not None or blamed.pid in self._monitor.list_samples()
+            known = blamed.number is not None or blamed.pid in self.monitor.list_samples()
             first, self._given_up = self._given_up is None, self._given_up or (blamed, stall)
             if known and first and blamed.pid != os.getpid():
                 with suppress(ProcessLookupError):
                     os.kill(blamed.pid, signal.SIGKILL)
             elif self._can_interrupt:
                 self._interrupted = True
-                signal.pthread_kill(self._thread, _INTERRUPT)
+                signal.pthread_kill(self.thread, _INTERRUPT)
 
     def _interrupt(self, *_: Any) -> None:
         self._interrupted = False

@@ -2,7 +2,7 @@
 
 1. **Annotations** (`colab_utils.data.coco`): `read_coco` reads the JSON once. Its numbers go into flat arrays; an
    annotation stays JSON text until its image is asked for.
-2. **Masks** (`colab_utils.data.masks`): `encode_segmentation` turns each polygon into RLE, `pack_masks` the RLE into
+2. **Masks** (`colab_utils.data.masks`): `MaskEncoder` turns each polygon into RLE, `pack_masks` the RLE into
    packed masks: each cropped to its own box, one bit a pixel.
 3. **Image** (`colab_utils.shards.images`): `store_image` keeps the original bytes, or shrinks what is larger than
    training needs, once. `make_record` gives what the image's JSON in the shard holds.
@@ -22,8 +22,7 @@
    of one batch through a worker's pipe, with the number of a shared buffer.
 9. **Worker** (`colab_utils.loading.workers`): a `Fetcher` reads the images with `read_into`, where
    `colab_utils.data.decoding` decodes each JPEG. Anybody's own dataset gives samples instead: `seed_random` (of the
-   sampler's module) sets their random numbers, `colab_utils.loading.transforms` applies transforms to them, and
-   `pack_target` (of the batch's) packs their masks.
+   sampler's module) sets their random numbers, and `pack_target` (of the batch's) packs their masks.
 10. **Batch** (`colab_utils.loading.batch`): `write_batch` lays pixels, bits and tables one after another into the
     `SharedBuffer`. Five integers (`BatchShape`) go back through the pipe. `open_batch` sees the same memory as a
     `PackedBatch`, without a copy.

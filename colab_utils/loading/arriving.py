@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
 from colab_utils.loading.sampler import BatchSampler
-from colab_utils.loading.transforms import Transforms
 from colab_utils.runtime import format_bytes
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
 from colab_utils.shards.format import ShardIndex, explain_write, hash_bytes, read_index, remove_leftovers, write_index

@@ -18,13 +18,18 @@ from torch import Tensor
 from colab_utils.data.masks import PackedMasks, pack_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.masks import MaskBits, expand_masks, send
+from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
 
-__all__ = ["BatchShape", "PackedBatch", "PackedSample", "Target", "collate_packed", "pack_target", "write_batch"]
+__all__ = [
+    "BatchShape", "PackedBatch", "PackedSample", "Target", "Transforms", "apply_transforms", "collate_packed",
+    "pack_target", "write_batch",
+]  # fmt: skip
 
 Target = dict[str, Any]
 """torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks uint8 [N, H, W],
 image_id int, area float32 [N], iscrowd int64 [N]."""
+Transforms = Callable[..., Any]
+"""(image, target) to (image, target): one of ``torchvision.transforms.v2``, or any callable."""
 _PARTS = ("boxes", "labels", "areas", "iscrowd")  # of objects
 _ALIGNMENT = 64
 _FLIPPED_ROWS = 64
@@ -91,6 +96,45 @@ def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> tuple[Tensor, Target]:
+    """Apply transforms to one image, uint8 [3, H, W], and its target, given as tv_tensors; plain tensors come back.
+
+    Where they drop objects (``SanitizeBoundingBoxes``), ``area`` is made again from the masks and ``iscrowd`` is 0.
+
+    Raises:
+        ColabUtilsError: if they give something else than an image and its target.
+
+    Example:
+        >>> from torchvision.transforms import v2
+        >>> target = {"boxes": torch.tensor([[0.0, 0, 2, 2]]), "masks": torch.ones(1, 2, 6, dtype=torch.uint8)}
+        >>> image, target = apply_transforms(v2.RandomHorizontalFlip(1), torch.zeros(3, 2, 6).byte(), target)
+        >>> target["boxes"].tolist()
+        [[4.0, 0.0, 6.0, 2.0]]
+    """
+    from torchvision import tv_tensors
+
+    given: Target = dict(target)
+    height, width = image.shape[-2:]
+    given["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(height, width))
+    given["masks"] = tv_tensors.Mask(target["masks"])
+    found = transforms(tv_tensors.Image(image), given)
+    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], dict):
+        raise ColabUtilsError(
+            f"expected (image, target) from your transforms, found {type(found).__name__}. See "
+            "torchvision.transforms.v2 for the contract."
+        )
+    image, target = found[0], dict(found[1])
+    for key, value in target.items():
+        target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
+    if "image_id" in given:
+        target.setdefault("image_id", given["image_id"])
+    count = len(target["boxes"])
+    if "area" in target and len(target["area"]) != count:
+        target["area"] = target["masks"].flatten(1).sum(1, dtype=torch.float32)
+        target["iscrowd"] = torch.zeros_like(target["area"], dtype=torch.int64)
+    return image.as_subclass(Tensor), target
 
 
 class BadSampleError(Exception):
@@ -193,9 +237,7 @@ class PackedBatch:
         if self.dense is None:
             masks = expand_masks(self.masks._replace(bits=send(self.masks.bits, device)), sizes, counts)
         else:
-            shapes = [(count, h, w) for count, (h, w) in zip(counts, sizes, strict=True)]
-            parts = send(self.dense, device).split([prod(shape) for shape in shapes])
-            masks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            masks = split_masks(send(self.dense, device), sizes, counts)
         # copies: a box that you keep must not keep the whole batch
         objects = [send(getattr(self, name).clone(), device).split(counts) for name in _PARTS]
         keys = ("boxes", "labels", "area", "iscrowd", "masks", "image_id")
@@ -237,7 +279,7 @@ class BatchShape(NamedTuple):
 def write_batch(
     source: Any, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]], *, dense: bool = False,
     flips: NDArray[np.bool_] | None = None,
-) -> BatchShape:  # fmt: skip
+) -> tuple[BatchShape, NDArray[np.uint8]]:  # fmt: skip
     """Write a batch into memory that ``reserve`` gives for its size in bytes; ``dense``: the masks expanded too.
 
     ``source`` is a `PackedSamples` or what has its methods, as `ShardDataset`. ``flips`` mirrors images, boxes and
@@ -258,7 +300,8 @@ def write_batch(
     areas = [h * w for h, w in sizes]
     dense_bytes = sum(n * area for n, area in zip(counts, areas, strict=True)) if dense else 0
     shape = BatchShape(len(sizes), len(lengths), 3 * sum(areas), int(offsets[-1]), dense_bytes)
-    views = shape.open_tables(reserve(shape.lay_out()[1]))
+    memory = reserve(shape.lay_out()[1])
+    views = shape.open_tables(memory)
     for name, table in (*tables.items(), ("offsets", offsets)):
         views[name][:] = table
     first = pixel = 0
@@ -272,8 +315,8 @@ def write_batch(
         pixel, first = pixel + pixels.size, first + count
     if dense_bytes:
         bits, crops, ends, out = map(torch.from_numpy, (views["bits"], tables["crops"], offsets, views["dense"]))
-        expand_masks(MaskBits(bits, crops, ends), sizes, counts, flips=flips, out=out)
-    return shape
+        draw_masks(MaskBits(bits, crops, ends), split_masks(out, sizes, counts), flips)
+    return shape, memory
 
 
 def open_batch(buffer: Tensor, shape: BatchShape) -> PackedBatch:
@@ -309,11 +352,5 @@ class PackedSamples:
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:
     """Put samples into one packed batch."""
-    buffers: list[NDArray[np.uint8]] = []
-
-    def reserve(size: int) -> NDArray[np.uint8]:
-        buffers.append(np.empty(size, np.uint8))
-        return buffers[0]
-
-    shape = write_batch(PackedSamples(samples), range(len(samples)), reserve)
-    return open_batch(torch.from_numpy(buffers[0]), shape)
+    shape, memory = write_batch(PackedSamples(samples), range(len(samples)), lambda size: np.empty(size, np.uint8))
+    return open_batch(torch.from_numpy(memory), shape)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 __all__ = ["LoopClock"]
 
-_CHECKED = 63  # every 16th batch, of four times each: whether CUDA is used
+_CHECKED = 15  # every 16th batch: whether CUDA is used
 
 
 class LoopClock:
@@ -24,8 +24,6 @@ class LoopClock:
     the GPU had nothing to do, and a step ends when the GPU has done it. The clock itself never waits for the GPU.
 
     Attributes:
-        firsts: the numbers of the batches that began a pass over the data.
-        ends_s: seconds between two passes, in sum.
         images: that came.
         began_s: when the clock was made, by `time.perf_counter`.
 
@@ -36,24 +34,26 @@ class LoopClock:
         ...     clock.receive(images=4)
         ...     clock.end_step()
         >>> clock.stop()
-        >>> clock.images, clock.waits_s.shape, list(clock.firsts)
+        >>> clock.images, clock.waits_s.shape, clock.firsts
         (8, (2,), [0])
     """
 
     def __init__(self) -> None:
-        # of each batch: when it was asked for, came, its step ended, and it was left; noted in few lines, for each of
-        # them costs microseconds where a step has filled the processor's caches
+        # of each batch: when it was asked for, came, and its step ended, or 0. Little is done for each of them: a line
+        # of Python costs microseconds where a step has filled the processor's caches
         self._times = array("d")
-        self.firsts, self.ends_s, self.images = array("q"), 0.0, 0
-        self.began_s = self._asked_s = self._came_s = self._ended_s = self._left_s = perf_counter()
-        self._is_first, self._is_at_work, self._is_on_gpu = True, False, False
+        self._lefts: list[tuple[int, float]] = []  # the last batch of each pass that is over, and when it was left
+        self.began_s, self.images = perf_counter(), 0
+        self._is_at_work, self._is_on_gpu = False, False
         self._events: list[Any] = []  # of the batch at work, on CUDA's stream
         self._pending: deque[list[Any]] = deque()  # of batches that a GPU may still be at
+        self._gpu_parts = array("d")  # wait, step and rest of the batches before them, seconds
+        self._gpu_rows = array("q")
 
     @property
     def count(self) -> int:
         """Batches that came and are over: the number of the one that is asked for, or at work."""
-        return len(self._times) // 4
+        return len(self._times) // 3 - self._is_at_work
 
     @property
     def seconds(self) -> float:
@@ -61,57 +61,69 @@ class LoopClock:
         return perf_counter() - self.began_s
 
     @property
+    def firsts(self) -> list[int]:
+        """The numbers of the batches that began a pass over the data."""
+        came = len(self._times) // 3
+        return [row for row in (0, *(row + 1 for row, _ in self._lefts)) if row < came]
+
+    @property
+    def ends_s(self) -> float:
+        """Seconds between two passes, in sum."""
+        came = len(self._times) // 3
+        return sum(self._times[3 * row + 3] - left_s for row, left_s in self._lefts if row + 1 < came)
+
+    @property
     def waits_s(self) -> NDArray[np.float64]:
         """Seconds until each batch came, float64 [batches that are over]."""
-        return self._subtract(1)
+        return self._measure_parts()[:, 0]
 
     @property
     def steps_s(self) -> NDArray[np.float64]:
         """Seconds from there until its step ended, float64 [batches that are over]."""
-        return self._subtract(2)
+        return self._measure_parts()[:, 1]
 
     @property
     def between_s(self) -> NDArray[np.float64]:
         """Seconds from there until the next batch was asked for, or the loop was left; float64 [batches]."""
-        return self._subtract(3)
+        return self._measure_parts()[:, 2]
 
     def ask(self) -> float:
         """The next batch is asked for; gives the time, by `time.perf_counter`."""
         now_s = perf_counter()
-        if self._is_first or not len(self._times) & _CHECKED:
-            self._is_on_gpu = torch.cuda.is_initialized()
-        events = [_record_event()] if self._is_on_gpu else []
-        if self._is_at_work:
-            self._leave(now_s, events)
-        self._asked_s, self._events = now_s, events
+        if self._is_on_gpu or not len(self._times) & _CHECKED:
+            self._ask_gpu()
+        self._times.append(now_s)
+        self._is_at_work = False
         return now_s
 
     def receive(self, images: int = 0) -> None:
         """The batch came, with so many images."""
-        self._came_s, self._ended_s, self._is_at_work = perf_counter(), 0.0, True
+        self._times.extend((perf_counter(), 0.0))
+        self._is_at_work = True
         self.images += images
         if self._events:
             self._events.append(_record_event())
-        if self._is_first:
-            self.firsts.append(self.count)
-            self.ends_s += self._asked_s - self._left_s if len(self.firsts) > 1 else 0.0
-            self._is_first = False
 
     def end_step(self) -> None:
         """The step ended; where it is said several times for a batch, the last time counts."""
         if self._is_at_work:
-            self._ended_s = perf_counter()
+            self._times[-1] = perf_counter()
             if self._events:
                 self._events[2:] = [_record_event()]
 
     def stop(self) -> None:
         """The pass is over, or was left."""
-        if not self._is_first:
-            self._left_s = self._asked_s  # it was asked for a batch, and there was none
-            if self._is_at_work:
-                self._left_s = perf_counter()
-                self._leave(self._left_s, [_record_event()] if self._events else [])
-            self._is_first = True
+        if self._is_at_work:
+            left_s = perf_counter()
+            self._leave_gpu(_record_event() if self._events else None)
+        elif len(self._times) % 3:
+            left_s = self._times.pop()  # it was asked for a batch, and there was none
+        else:
+            return
+        self._is_at_work = False
+        row = self.count - 1
+        if row >= 0 and (not self._lefts or self._lefts[-1][0] < row):
+            self._lefts.append((row, left_s))
 
     def read(self) -> float:
         """Take in all batches that are over, and give the seconds of all waits so far; a GPU is waited for."""
@@ -121,29 +133,42 @@ class LoopClock:
         self._settle()
         late_s = at_work[0].elapsed_time(at_work[1]) / 1000 if at_work else 0.0
         if self._is_at_work and not at_work:
-            late_s = self._came_s - self._asked_s
+            late_s = self._times[-2] - self._times[-3]
         return float(self.waits_s.sum()) + late_s
 
-    def _leave(self, now_s: float, events: list[Any]) -> None:
-        """The batch at work ends here."""
-        self._times.extend((self._asked_s, self._came_s, self._ended_s or now_s, now_s))
-        self._is_at_work = False
-        if self._events:
-            self._pending.append([*self._events, *events])
+    def _ask_gpu(self) -> None:
+        self._is_on_gpu = torch.cuda.is_initialized()
+        event = _record_event() if self._is_on_gpu else None
+        self._leave_gpu(event)
+        self._events = [event] if event else []
+
+    def _leave_gpu(self, event: Any) -> None:
+        """The batch at work ends with this event."""
+        if self._is_at_work and self._events:
+            self._gpu_rows.append(self.count)
+            self._pending.append([*self._events, event])
             self._settle()
 
     def _settle(self) -> None:
-        """Replace times of the wall clock by those of the stream, where the GPU has done its work."""
+        """Take over the times of the stream where the GPU has done its work."""
         while self._pending and self._pending[0][-1].query():
-            row, events = 4 * (self.count - len(self._pending)), self._pending.popleft()
-            parts_s = [first.elapsed_time(then) / 1000 for first, then in pairwise(events)]
-            for part, seconds in enumerate([*parts_s, 0.0][:3], row):
-                self._times[part + 1] = self._times[part] + seconds
+            parts_s = [first.elapsed_time(then) / 1000 for first, then in pairwise(self._pending.popleft())]
+            self._gpu_parts.extend([*parts_s, 0.0][:3])
 
-    def _subtract(self, part: int) -> NDArray[np.float64]:
-        """How long this part of each batch took that is over."""
-        times = np.array(self._times[: 4 * (self.count - len(self._pending))]).reshape(-1, 4)
-        return times[:, part] - times[:, part - 1]
+    def _measure_parts(self) -> NDArray[np.float64]:
+        """Wait, step and rest of each batch that is over, seconds, float64 [batches, 3]."""
+        count = self.count - len(self._pending)
+        asked, came, ended = (np.array(self._times[part::3])[:count] for part in range(3))
+        left = np.array(self._times[3::3])[:count]
+        left = np.append(left, np.zeros(count - len(left)))
+        for row, left_s in self._lefts:
+            if row < count:
+                left[row] = left_s
+        ended = np.where(ended > 0, ended, left)
+        parts = np.stack((came - asked, ended - came, left - ended), axis=1)
+        settled = np.array(self._gpu_parts).reshape(-1, 3)
+        parts[np.array(self._gpu_rows)[: len(settled)].astype(int)] = settled
+        return parts
 
 
 def _record_event() -> Any:

@@ -26,11 +26,10 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
-from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
+from colab_utils.data.masks import MaskEncoder, PackedMasks, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.batch import PackedSample, Target
-from colab_utils.loading.transforms import Transforms, apply_transforms
+from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.shards.arrays import (
     ArraysBuilder,
     ShardArrays,
@@ -277,10 +276,10 @@ class CocoFolder(_CocoSamples):
 
     @staticmethod
     def _rasterise(annotations: list[dict[str, Any]], height: int, width: int) -> NDArray[np.uint8]:
-        rles = []
+        rles, masks = [], MaskEncoder(height, width)
         for annotation in annotations:
             try:
-                rles.append(encode_segmentation(annotation["segmentation"], height, width))
+                rles.append(masks.encode(annotation["segmentation"]))
             except ColabUtilsError as error:
                 raise ColabUtilsError(f"annotation {annotation['id']}: {error}. Run check on the dataset.") from None
         return unpack_masks(pack_masks(rles), height, width)

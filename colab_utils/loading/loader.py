@@ -15,9 +15,8 @@ from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import plan_batches
-from colab_utils.loading.batch import PackedBatch, Target
+from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
 from colab_utils.loading.sampler import BatchSampler
-from colab_utils.loading.transforms import Transforms, apply_transforms, find_flip
 from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
 from colab_utils.loading.workers import Backend, Fetcher, Prefetcher, WorkerJob, describe_workers
 from colab_utils.runtime import count_cores
@@ -55,18 +54,16 @@ class LoaderSettings:
         for name, known in (choices | {"image_dtype": (torch.float32, torch.uint8)}).items():
             if (value := getattr(self, name)) not in known:
                 raise ColabUtilsError(f"expected {name} in {', '.join(map(str, known))}, found {value!r}: choose one")
-        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0, "rank": 0, "ranks": 1}
+        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0}
         for name, lowest in least.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
                 raise ColabUtilsError(f"expected {name} as integer of {lowest} or more, found {value!r}: choose one")
             object.__setattr__(self, name, int(value))
-        if self.rank >= self.ranks:
-            raise ColabUtilsError(f"expected a rank under {self.ranks} (ranks), found {self.rank}: count ranks from 0")
         if self.transforms is not None and self.deliver == "packed":
             raise ColabUtilsError(
                 "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or "
-                "apply them with transform_on='worker'."
+                "give them to your dataset, as ShardDataset(transforms=...)."
             )
 
 
@@ -80,18 +77,18 @@ def make_loader(
     deliver: Delivery = "dense",
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
-    sampler: Sampler[int] | None = None,
+    sampler: Sampler[int] | Sequence[int] | None = None,
     drop_last: bool = False,
     seed: int = 0,
     prefetch: int = PREFETCH,
-    group_by_aspect_ratio: bool = True,
     transforms: Transforms | None = None,
-    transform_on: Literal["device", "worker"] = "device",
     max_bad: int = 0,
-    rank: int | None = None,
-    ranks: int | None = None,
 ) -> Loader:
     """Make a loader whose batches arrive ready on the device.
+
+    A shuffled batch holds wide images, or tall ones, where the dataset has ``sizes``: less padding, as in torchvision's
+    references. Where ``torch.distributed`` is initialised and there is no ``sampler``, each process gets its share of
+    the images of each batch, or None in place of a batch that has none for it.
 
     Args:
         dataset: a ``ShardDataset``, a ``Subset`` of one, or any map-style dataset with torchvision's detection
@@ -112,22 +109,16 @@ def make_loader(
         shuffle: a new order each epoch, the same for the same seed and epoch, whatever the workers.
         sampler: gives the indices of each epoch instead, as in torch's ``DataLoader``, such as a
             ``WeightedRandomSampler``; it has a length, and draws from ``seed`` unless it has a generator of its own.
+            With ``range(len(dataset))`` one of several processes gets all images.
         drop_last: leave out the last batch of an epoch where it is not full.
-        seed: of the order, and of all random numbers in your dataset and in ``transforms`` on the worker: the same
-            samples with any backend and any number of workers.
+        seed: of the order, and of all random numbers in your dataset and in its transforms: the same samples with any
+            backend and any number of workers.
         prefetch: batches that each worker prepares ahead.
-        group_by_aspect_ratio: fill shuffled batches with wide images or with tall ones, where the dataset has
-            ``sizes``: less padding, as in torchvision's references.
-        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors. A
-            ``v2.RandomHorizontalFlip`` alone, for dense batches on the CPU, is done where the masks are expanded.
-        transform_on: "device" applies them to what is delivered dense; "worker" to each sample where it is loaded
-            (they must leave images uint8).
+        transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors, applied on the
+            device to dense batches (on the worker: those of your dataset, which leave images uint8). On the CPU, a
+            ``v2.RandomHorizontalFlip`` alone is done where the masks are expanded.
         max_bad: images in all that may fail to load, with whatever exception, and are left out, each with a warning;
             one more is an error.
-        rank: of this process, where several train together: it gets its share of the images of each batch, or None in
-            place of a batch that has none for it. Taken from ``torch.distributed`` where that is initialised and there
-            is no ``sampler``.
-        ranks: how many processes those are.
 
     Raises:
         ColabUtilsError: if the dataset is empty or has no length, an argument is out of range, or the device is not
@@ -148,26 +139,23 @@ def make_loader(
         2 torch.float32 torch.Size([1, 8, 8])
         1 torch.float32 torch.Size([1, 8, 8])
     """
-    if transform_on not in ("device", "worker"):
-        raise ColabUtilsError(f"expected transform_on in device, worker, found {transform_on!r}: choose one")
-    on_worker, torch_device, group = transform_on == "worker", find_device(device), torch.distributed
-    if sampler is None and rank is None and ranks is None and group.is_available() and group.is_initialized():
-        rank, ranks = group.get_rank(), group.get_world_size()
+    torch_device, group = find_device(device), torch.distributed
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and torch_device.type == "cpu"
-    flip = find_flip(transforms) if dense and not on_worker else None
-    fetcher = Fetcher(dataset, transforms if on_worker else None, dense=dense, flip=flip or 0)
+    flip = _find_flip(transforms) if dense else 0.0
+    fetcher = Fetcher(dataset, dense=dense, flip=flip)
+    is_shared = sampler is None and group.is_available() and group.is_initialized()
     kind: Backend = "processes" if backend == "auto" else backend
     settings = LoaderSettings(
         batch_size=batch_size, device=torch_device, deliver=deliver, image_dtype=image_dtype, seed=seed,
         prefetch=prefetch, workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad,
-        rank=rank or 0,
+        rank=group.get_rank() if is_shared else 0, ranks=group.get_world_size() if is_shared else 1,
         backend="loader_process" if kind == "threads" and fetcher.may_draw else kind,
-        transforms=None if on_worker or flip is not None else transforms, ranks=1 if ranks is None else ranks,
+        transforms=None if flip else transforms,
     )  # fmt: skip
     order = BatchSampler(
         len(fetcher), settings.batch_size, settings.seed if shuffle else None, sampler=sampler, drop_last=drop_last,
-        sizes=fetcher.sizes if group_by_aspect_ratio else None,
+        sizes=fetcher.sizes,
     )  # fmt: skip
     is_here, tuning = fetcher.arrival is None or fetcher.arrival.is_complete, None
     if sampler is not None and not is_here:
@@ -177,6 +165,13 @@ def make_loader(
         tuning = tune_workers(fetcher, batch_size=settings.batch_size, backend=only)
         settings = replace(settings, backend=tuning.best.backend, workers=tuning.best.workers)
     return Loader(fetcher, order, settings, tuning)
+
+
+def _find_flip(transforms: Any) -> float:
+    """The share of images that transforms mirror left to right, where they do nothing else; else 0."""
+    from torchvision.transforms import v2
+
+    return float(transforms.p) if type(transforms) is v2.RandomHorizontalFlip else 0.0  # a subclass may do anything
 
 
 class Loader:

@@ -7,7 +7,7 @@ operations over all objects at once, on the device that the bits are on, in chun
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["MaskBits", "expand_masks", "flip_boxes", "sample_masks", "send"]
+__all__ = ["MaskBits", "draw_masks", "expand_masks", "flip_boxes", "sample_masks", "send", "split_masks"]
 
 Ints = NDArray[np.int64]
 
@@ -38,97 +38,53 @@ class MaskBits(NamedTuple):
     """int64 [T + 1]: where each mask's bytes start in ``bits``."""
 
 
-class _Tables(NamedTuple):
-    """What is known of B images and their T objects without a look at the pixels."""
+def split_masks(dense: Tensor, sizes: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
+    """Flat memory as the dense masks of each image, uint8 [N, height, width]: views of it.
 
-    crops: Ints
-    offsets: Ints
-    sizes: Ints
-    to_sizes: Ints
-    counts: Ints
-    flips: NDArray[np.bool_]
-    """[B]: whether each image is mirrored."""
-    images: Ints
-    """[T]: the image of each object."""
+    Example:
+        >>> [part.shape for part in split_masks(torch.zeros(20), [(2, 4), (3, 4)], [1, 1])]
+        [torch.Size([1, 2, 4]), torch.Size([1, 3, 4])]
+    """
+    shapes = [(count, *size) for count, size in zip(counts, sizes, strict=True)]
+    parts = dense.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _read_tables(masks: MaskBits, sizes: Any, counts: Any, flips: Any, to_sizes: Any = None) -> _Tables:
-    crops, offsets, numbers = (np.asarray(part, np.int64) for part in (masks.crops, masks.offsets, counts))
-    sizes = np.asarray(sizes, np.int64).reshape(-1, 2)
-    targets = sizes if to_sizes is None else np.asarray(to_sizes, np.int64).reshape(-1, 2)
-    flips = np.zeros(len(sizes), np.bool_) if flips is None else np.asarray(flips, np.bool_)
-    lengths = [len(sizes), len(targets), len(flips), len(numbers)]
-    if len(set(lengths)) > 1 or not numbers.sum() == len(crops) == len(offsets) - 1:
-        raise ColabUtilsError(
-            f"expected tables of one batch, found sizes, sizes to resize to, flips and counts of {lengths} images, and "
-            f"crops of {len(crops)} objects where the counts say {numbers.sum()}. Give those of one batch."
-        )
-    images = np.repeat(np.arange(len(sizes)), numbers)
-    sides, room = crops[:, 2:] - crops[:, :2], np.diff(offsets)
-    # a place outside would be written into another mask, or on a GPU end the process
-    good = ((crops[:, :2] >= 0) & (sides >= 0) & (crops[:, 2:] <= sizes[images, ::-1])).all(1)
-    good &= (offsets[:-1] >= 0) & (offsets[1:] <= len(masks.bits)) & (room * 8 >= sides.prod(1))
-    if not good.all():
-        bad = int(good.argmin())
-        height, width = sizes[images[bad]].tolist()
-        raise ColabUtilsError(
-            f"expected masks inside their images, found one of {room[bad]} bytes from (x, y) "
-            f"{tuple(crops[bad, :2].tolist())} to {tuple(crops[bad, 2:].tolist())} in an image {width} wide and "
-            f"{height} high. Make the shards again."
-        )
-    return _Tables(crops, offsets, sizes, targets, numbers, flips, images)
-
-
-def expand_masks(
-    masks: MaskBits,
-    sizes: Tensor | Sequence[Sequence[int]],
-    counts: Tensor | Sequence[int],
-    *,
-    flips: Tensor | NDArray[np.bool_] | Sequence[bool] | None = None,
-    out: Tensor | None = None,
-) -> list[Tensor]:
+def expand_masks(masks: MaskBits, sizes: Sequence[Sequence[int]], counts: Sequence[int]) -> list[Tensor]:
     """Dense masks of each image, on the device that the bits are on.
 
     Args:
         masks: The packed masks of all T objects.
-        sizes: int [B, 2]: height and width of each image in pixels. On the CPU, as all tables here.
+        sizes: int [B, 2]: height and width of each image in pixels.
         counts: int [B]: objects of each image.
-        flips: bool [B]: the images to mirror left to right; none by default.
-        out: uint8 [bytes] on the device of the bits: memory to use again, of a byte for each pixel of the dense masks;
-            what an earlier call put there is lost. New memory by default.
 
     Returns:
         uint8 [N, height, width] of 0 and 1 for each image; views of one piece of memory.
-
-    Raises:
-        ColabUtilsError: if the tables are not of one batch, or a mask lies outside its image.
 
     Example:
         >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
         >>> masks = MaskBits(torch.tensor([0b10110000], dtype=torch.uint8), crops, torch.tensor([0, 1]))
         >>> expand_masks(masks, [(2, 4)], [1])[0].tolist()
         [[[0, 1, 0, 0], [0, 1, 1, 0]]]
-        >>> expand_masks(masks, [(2, 4)], [1], flips=[True])[0].tolist()
-        [[[0, 0, 1, 0], [0, 1, 1, 0]]]
     """
-    tables, device = _read_tables(masks, sizes, counts, flips), masks.bits.device
-    shapes = [(count, *size) for count, size in zip(tables.counts.tolist(), tables.sizes.tolist(), strict=True)]
-    numels = [prod(shape) for shape in shapes]
-    dense = torch.empty(sum(numels), dtype=torch.uint8, device=device) if out is None else out
-    images = [part.view(shape) for part, shape in zip(dense.split(numels), shapes, strict=True)]
-    if device.type == "cpu":
-        _draw_objects(masks.bits, tables, images)
+    total = sum(count * prod(size) for count, size in zip(counts, sizes, strict=True))
+    dense = torch.empty(total, dtype=torch.uint8, device=masks.bits.device)
+    images = split_masks(dense, sizes, counts)
+    if dense.is_cpu:
+        draw_masks(masks, images)
     else:
-        _draw_rows(masks.bits, tables, dense.zero_())
+        _draw_rows(masks, np.array(sizes).reshape(-1, 2).repeat(counts, 0), dense.zero_())
     return images
 
 
-def _draw_objects(bits: Tensor, tables: _Tables, dense: Sequence[Tensor]) -> None:
-    """Draw by numpy, an object at a time: on a CPU many times as fast as ``_draw_rows``."""
-    packed = bits.numpy()
-    objects = zip(tables.crops.tolist(), tables.offsets.tolist(), strict=False)
-    for masks, flip in zip(dense, tables.flips, strict=True):
-        for mask in masks.zero_().numpy():  # cleared when its turn comes: it is in the cache when it is drawn upon
+def draw_masks(masks: MaskBits, dense: Sequence[Tensor], flips: Any = None) -> None:
+    """Draw by numpy into the dense masks of each image, uint8 [N, height, width] on the CPU: many times as fast as
+    ``_draw_rows`` there. Of the images that ``flips`` has, bool [B], the masks are mirrored left to right.
+    """
+    packed = masks.bits.numpy()
+    objects = zip(masks.crops.tolist(), masks.offsets.tolist(), strict=False)
+    for image, flip in zip(dense, repeat(False) if flips is None else flips, strict=False):
+        for mask in image.zero_().numpy():  # cleared when its turn comes: it is in the cache when it is drawn upon
             (left, top, right, bottom), start = next(objects)
             height, width = bottom - top, right - left
             crop = np.unpackbits(packed[start:], count=height * width).reshape(height, width)
@@ -137,26 +93,23 @@ def _draw_objects(bits: Tensor, tables: _Tables, dense: Sequence[Tensor]) -> Non
             mask[top:bottom, left : left + width] = crop
 
 
-def _draw_rows(bits: Tensor, tables: _Tables, dense: Tensor) -> None:
-    """Draw by torch, all objects' rows at once; ``dense`` is flat."""
-    left, top, right, bottom = tables.crops.T
+def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
+    """Draw by torch, all objects' rows at once; ``sizes`` are those of each object's image, ``dense`` is flat."""
+    left, top, right, bottom = masks.crops.numpy().astype(np.int64).T
     # each row of each object: its object, its place in the crop, its width
     of, row = np.repeat(np.arange(len(top)), bottom - top), number_within(bottom - top)
     wide = (right - left)[of]
-    begins = np.cumsum(wide) - wide
-    areas, step = tables.sizes.prod(1)[tables.images], np.where(tables.flips, -1, 1)[tables.images[of]]
-    widths = tables.sizes[tables.images[of], 1]
-    to = (np.cumsum(areas) - areas)[of] + (top[of] + row) * widths + np.where(step > 0, left[of], widths - 1 - left[of])
+    begins, areas = np.cumsum(wide) - wide, sizes.prod(1)
+    to = (np.cumsum(areas) - areas)[of] + (top[of] + row) * sizes[of, 1] + left[of]
     # with a pixel's number among all drawn ones: its bit, and its place
-    table = np.stack([wide, tables.offsets[of] * 8 + row * wide - begins, to - step * begins, step])
-    most = CHUNK_BYTES[bits.device.type] // DRAWN_BYTES
+    table = np.stack([wide, masks.offsets.numpy()[of] * 8 + row * wide - begins, to - begins])
+    bits, most = masks.bits, CHUNK_BYTES[masks.bits.device.type] // DRAWN_BYTES
     cuts = np.searchsorted(begins, np.arange(0, wide.sum() + most, most))
     for first, last in pairwise(np.unique(cuts).tolist()):
         part, begin, length = send(table[:, first:last], bits.device), int(begins[first]), int(wide[first:last].sum())
         pixel = torch.arange(begin, begin + length, device=bits.device)
-        bit, place, direction = part[1:].repeat_interleave(part[0], 1, output_size=length)
-        bit += pixel
-        dense[place.addcmul_(direction, pixel)] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
+        bit, place = part[1:].repeat_interleave(part[0], 1, output_size=length).add_(pixel)
+        dense[place] = (bits[bit >> 3] >> (7 - (bit & 7)).byte()) & 1
 
 
 @torch.no_grad()
@@ -165,10 +118,10 @@ def sample_masks(
     objects: Tensor,
     boxes: Tensor,
     *,
-    sizes: Tensor | Sequence[Sequence[int]],
-    counts: Tensor | Sequence[int],
-    flips: Tensor | Sequence[bool] | None = None,
-    to_sizes: Tensor | Sequence[Sequence[int]] | None = None,
+    sizes: Tensor,
+    counts: Tensor,
+    flips: Sequence[bool],
+    to_sizes: Sequence[Sequence[int]],
     size: int = 28,
 ) -> Tensor:
     """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the images.
@@ -187,34 +140,31 @@ def sample_masks(
             Both are read on the CPU, so if they lie on a GPU this waits for it, once.
         sizes: int [B, 2]: height and width of each image in pixels, as stored. On the CPU, as all tables here.
         counts: int [B]: objects of each image.
-        flips: bool [B]: the images that are mirrored left to right; none by default.
-        to_sizes: int [B, 2]: height and width in pixels that each image is resized to, its masks by nearest
-            neighbour; the stored sizes by default.
+        flips: bool [B]: the images that are mirrored left to right.
+        to_sizes: int [B, 2]: height and width in pixels that each image is resized to, its masks by nearest neighbour.
         size: Rows and columns of a target; 28 by default, as in Mask R-CNN.
 
     Returns:
         float32 [R, size, size] of 0 to 1, on the device that the bits are on.
 
     Raises:
-        ColabUtilsError: if the tables are not of one batch, a mask lies outside its image, an object is not among
-            the T, or a box is not finite.
+        ColabUtilsError: if a box is not finite.
 
     Example:
         >>> crops = torch.tensor([[1, 0, 3, 2]], dtype=torch.int32)
         >>> masks = MaskBits(torch.tensor([0b10110000], dtype=torch.uint8), crops, torch.tensor([0, 1]))
-        >>> box = torch.tensor([[0.0, 0.0, 4.0, 2.0]])
-        >>> sample_masks(masks, torch.tensor([0]), box, sizes=[(2, 4)], counts=[1], size=2).tolist()
+        >>> box, sizes = torch.tensor([[0.0, 0.0, 4.0, 2.0]]), torch.tensor([[2, 4]])
+        >>> batch = {"sizes": sizes, "counts": torch.tensor([1]), "flips": [False], "to_sizes": [(2, 4)]}
+        >>> sample_masks(masks, torch.tensor([0]), box, **batch, size=2).tolist()
         [[[0.625, 0.125], [0.75, 0.25]]]
     """
-    tables = _read_tables(masks, sizes, counts, flips, to_sizes)
     of, corners = objects.cpu().numpy(), boxes.float().cpu().numpy()
-    if corners.shape != (len(of), 4) or not ((of >= 0) & (of < len(tables.images)) & np.isfinite(corners).all(1)).all():
-        raise ColabUtilsError(
-            f"expected one of {len(tables.images)} objects and a finite box [4] for each proposal, found others among "
-            f"{len(of)} objects and boxes {list(corners.shape)}. Give proposals of the batch that the masks are of."
-        )
-    starts, images, crops = corners[:, :2], tables.images[of], tables.crops[of]
-    limits, stored, flipped = tables.to_sizes[images, ::-1], tables.sizes[images, ::-1], tables.flips[images]
+    if not np.isfinite(corners).all():
+        raise ColabUtilsError("expected finite boxes as proposals, found others. Lower the learning rate.")
+    images = np.repeat(np.arange(len(counts)), counts)[of]
+    crops, offsets = (np.asarray(part, np.int64)[of] for part in (masks.crops, masks.offsets[:-1]))
+    starts, flipped = corners[:, :2], np.array(flips)[images]
+    stored, limits = (np.asarray(part, np.int64)[images, ::-1] for part in (sizes, to_sizes))
     shrinks = stored.astype(np.float32) / limits.astype(np.float32)  # as nearest_indices works it out
     # as roi_align works it out, in float32, so that the samples lie where its own do
     sides = np.maximum(corners[:, 2:] - starts, np.float32(1))
@@ -235,7 +185,7 @@ def sample_masks(
         for row, low, span in _cut_chunks(lows, highs, grids[:, 2].astype(np.int64), size, pixels=most):
             crop, (x, y) = crops[row], low.T
             stride = crop[:, 2] - crop[:, 0]
-            first = tables.offsets[of[row]] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
+            first = offsets[row] * 8 + (y - crop[:, 1]) * stride + x - crop[:, 0]
             across = np.stack([signs[row], np.where(flipped[row], stored[row, 0] - 1 - x, -x), span[:, 0]])
             down = np.stack([np.ones_like(y), -y, span[:, 1]])
             pixels = _read_pixels(masks.bits, np.stack([first, stride]), span.max(0).tolist())

@@ -50,7 +50,6 @@ from colab_utils.loading.batch import (
 )  # fmt: skip
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.loading.sampler import seed_random
-from colab_utils.loading.transforms import Transforms, apply_transforms
 from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork, require_linux
 
 __all__ = ["Backend", "Fetcher", "Prefetcher", "WorkerDiedError", "WorkerJob", "describe_workers", "explain_death"]
@@ -70,16 +69,14 @@ class Fetcher:
     Attributes:
         dense: whether the masks are written expanded, too; then ``flip`` is the share of images that are mirrored.
         writes_itself: whether the dataset writes batches without samples in between.
-        may_draw: whether its samples may draw random numbers: your own dataset or transforms.
+        may_draw: whether its samples may draw random numbers: your own dataset, or one with transforms.
         arrival: of shards that are still copied, where they are.
         is_decoded: whether the images lie there as pixels.
         shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], transforms: Transforms | None = None, *, dense: bool = False, flip: float = 0
-    ) -> None:
-        self.dataset, self.transforms, self.dense, self.flip = dataset, transforms, dense, flip
+    def __init__(self, dataset: Dataset[Any], *, dense: bool = False, flip: float = 0) -> None:
+        self.dataset, self.dense, self.flip = dataset, dense, flip
         if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ColabUtilsError(
                 f"expected a dataset with a length and indices, found {type(dataset).__name__}. Open a folder of "
@@ -93,7 +90,7 @@ class Fetcher:
             picked = np.asarray(base.indices, np.int64)
             base, rows = base.dataset, picked if rows is None else picked[rows]
         self._base, self._rows = base, rows
-        plain = transforms is None and getattr(base, "transforms", None) is None
+        plain = getattr(base, "transforms", None) is None
         self.writes_itself = plain and _writes_itself(type(base))
         self.may_draw = not (self.writes_itself or (plain and type(base) is CocoFolder))
         load_jpeg_decoder()  # now, so that workers need not
@@ -115,13 +112,13 @@ class Fetcher:
         flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
         if self.writes_itself:
             rows = indices if self._rows is None else self._rows[list(indices)].tolist()
-            return write_batch(self._base, rows, reserve, dense=self.dense, flips=flips)
+            return write_batch(self._base, rows, reserve, dense=self.dense, flips=flips)[0]
         samples = []
         with seed_random(seed) if self.may_draw else nullcontext():
             for place, index in enumerate(indices):
                 with blame_sample(place):
                     samples.append(self._read_sample(index))
-        return write_batch(PackedSamples(samples), range(len(samples)), reserve, dense=self.dense, flips=flips)
+        return write_batch(PackedSamples(samples), range(len(samples)), reserve, dense=self.dense, flips=flips)[0]
 
     def _read_sample(self, index: int) -> PackedSample:
         found: Any = self.dataset[index]
@@ -130,7 +127,7 @@ class Fetcher:
                 f"expected (image, target) from your dataset, found {type(found).__name__}. See torchvision's "
                 "detection datasets for the contract."
             )
-        return pack_target(*(apply_transforms(self.transforms, *found) if self.transforms else found))
+        return pack_target(*found)
 
     def _pick(self, values: Any) -> NDArray[Any] | None:
         if not isinstance(values, np.ndarray):

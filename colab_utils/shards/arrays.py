@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.decoding import MOST_PIXELS, read_npy_header
-from colab_utils.data.masks import PackedMasks, encode_segmentation, pack_masks
+from colab_utils.data.masks import MaskEncoder, PackedMasks, pack_masks
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import ShardInfo, hash_bytes, hash_file, parse_fields
@@ -224,7 +224,7 @@ def rebuild_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, 
 
 
 def check_record(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The masks of a record as `encode_segmentation` gives them: pycocotools would read past damaged counts.
+    """The masks of a record as `MaskEncoder` gives them: pycocotools would read past damaged counts.
 
     Raises:
         KeyError, TypeError, ValueError, ColabUtilsError: if it is no record.
@@ -234,9 +234,8 @@ def check_record(record: dict[str, Any]) -> list[dict[str, Any]]:
         sound = len(numbers) == 5 and all(abs(number) < _LARGEST_NUMBER for number in numbers)
         if not (sound and isinstance(one["category_id"], int) and one["iscrowd"] in (0, 1)):
             raise ValueError(f"an annotation {one}")
-    return [
-        encode_segmentation(one["segmentation"], record["height"], record["width"]) for one in record["annotations"]
-    ]
+    masks = MaskEncoder(record["height"], record["width"])
+    return [masks.encode(one["segmentation"]) for one in record["annotations"]]
 
 
 def _check_arrays(arrays: ShardArrays, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:

@@ -13,7 +13,7 @@ import numpy as np
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, to_rgb, turn_upright
-from colab_utils.data.masks import encode_segmentation, resize_rles
+from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.arrays import ArraysBuilder
@@ -138,11 +138,11 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
     """
     size, original = stored.size, stored.original
     scale_y, scale_x = size[0] / original[0], size[1] / original[1]
-    rles, scaled = [], []
+    masks, rles, scaled = MaskEncoder(*original), [], []
     for annotation in annotations:
         (x, y, width, height), area = annotation["bbox"], annotation["area"]
         try:
-            rles.append(encode_segmentation(annotation["segmentation"], *original))
+            rles.append(masks.encode(annotation["segmentation"]))
         except ColabUtilsError as error:
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
         box = [x * scale_x, y * scale_y, width * scale_x, height * scale_y]

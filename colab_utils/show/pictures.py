@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colab_utils.data.masks import encode_segmentation, resize_rles
+from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
 
@@ -158,10 +158,10 @@ def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, di
     width, height = picture.size
     scale = min(1, 640 / max(picture.size))
     small = picture.resize([max(1, round(side * scale)) for side in picture.size])
-    annotations, masks = dataset.read_annotations(i)[0], list[Any]()
+    annotations, encoder, masks = dataset.read_annotations(i)[0], MaskEncoder(height, width), list[Any]()
     for one in annotations:
         try:
-            rles = resize_rles([encode_segmentation(one["segmentation"], height, width)], *small.size[::-1])
+            rles = resize_rles([encoder.encode(one["segmentation"])], *small.size[::-1])
             masks.append(coco_mask.decode(rles)[..., 0])
         except ColabUtilsError:
             masks.append(np.zeros(small.size[::-1], np.uint8))

@@ -17,9 +17,9 @@ from torch.utils.data import Subset
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
-from colab_utils.loading.transforms import Transforms
 from colab_utils.training import model as models
 from colab_utils.training.augment import Augment, list_scales, resize_all
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state

@@ -31,7 +31,7 @@ pytestmark = [
 def make_facts(**settings):
     """Two workers that take turns with nobody, in a loop of ten seconds."""
     usual = {
-        "workers": 2, "persistent": True, "cpu_s": 5.0, "main_cpu_s": 1.0, "wait_cpu_s": 0.1, "passes_s": 10.0,
+        "workers": 2, "persistent": True, "cpu_s": 5.0, "main_cpu_s": 1.0, "wait_cpu": 0.1, "passes_s": 10.0,
         "times": SampleTimes(), "seen": {}, "resources": None, "stalls": (), "unseen": (),
     }  # fmt: skip
     return Facts(**{**usual, **settings})
@@ -77,7 +77,7 @@ def test_a_loop_that_never_waits_has_no_cause():
         ({"waits": spread(1.0, every=25), "seen": {24: (37,), 49: (3,)}, "workers": 0}, "slow_sample",
          r"Sample 37 takes 1 s: 2 of 100 batches are so slow"),
         ({"waits": spread(0.05), "workers": 0}, "read", r"Use worker processes"),
-        ({"waits": spread(0.05), "workers": 0, "wait_cpu_s": 4.9}, "work", r"Use worker processes"),
+        ({"waits": spread(0.05), "workers": 0, "wait_cpu": 0.9}, "work", r"Use worker processes"),
     ],
 )  # fmt: skip
 def test_each_cause_is_named_with_its_cure(loop, id, words, monkeypatch):

@@ -280,6 +280,19 @@ def test_skip_goes_on_without_the_batch(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", _OURS)
+def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path, kind):
+    dataset = _Photos(tmp_path, n=14)
+    _make_fifo(dataset.paths[BAD])
+    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
+    batches = iter(watched)
+    for _ in range(2):
+        next(batches)
+    assert watched.skipped
+    assert all(not stacks.read_ending(pid) for pid in watched._monitor.list_samples())
+    batches.close()
+
+
+@pytest.mark.parametrize("kind", _OURS)
 @pytest.mark.parametrize("on_stall", ["skip", "restart"])
 def test_a_killed_worker(tmp_path, kind, on_stall):
     dataset = _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", _kill_self))

@@ -97,7 +97,7 @@ def test_what_a_user_keeps_does_not_keep_the_batch():
 def test_a_batch_is_one_buffer_and_plain_numbers():
     samples = PackedSamples([pack_target(*make_sample(seed)) for seed in range(3)])
     memory = np.full(1 << 20, 255, np.uint8)  # used before
-    shape = write_batch(samples, range(3), lambda size: memory[:size])
+    shape, _ = write_batch(samples, range(3), lambda size: memory[:size])
     assert all(type(value) is int for value in shape)
     again = open_batch(torch.from_numpy(memory), pickle.loads(pickle.dumps(shape)))
     assert isinstance(again, PackedBatch)

@@ -27,14 +27,14 @@ from torchvision.transforms import v2
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import workers
+from colab_utils.loading.batch import apply_transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.transforms import apply_transforms
 from colab_utils.loading.workers import Fetcher, SharedBuffer, SharedBufferPool, WorkerDiedError
 from colab_utils.shards.arrays import ArraysBuilder, check_record, describe_shard, dump_arrays
 from colab_utils.shards.format import hash_bytes, read_index, split_member, write_index
 
-from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, list_ids, spoil_image
+from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, join_group, list_ids, spoil_image
 
 BACKENDS = [("threads", 0), ("threads", 2), ("loader_process", 2), ("processes", 2)]
 
@@ -275,14 +275,9 @@ def test_jobs_of_this_process_are_listed(tiny_shards, make, count):
 
 
 def test_ranks_are_those_of_torch_distributed(make):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    try:
-        loader = make(Numbers(6), batch_size=4, workers=0, deliver="packed", shuffle=False)
-        alone = make(Numbers(6), batch_size=4, workers=0, deliver="packed", shuffle=False, rank=0, ranks=1)
-    finally:
-        torch.distributed.destroy_process_group()
+    options = {"batch_size": 4, "workers": 0, "deliver": "packed", "shuffle": False}
+    with join_group(rank=1, ranks=2):
+        loader, alone = make(Numbers(6), **options), make(Numbers(6), sampler=range(6), **options)
     assert list_ids(loader) == [[1, 3], [5]]
     assert list_ids(alone) == [[0, 1, 2, 3], [4, 5]]
 
@@ -381,8 +376,8 @@ def test_damaged_raw_pixels_are_named(raw_shards, make, old, new):
 def test_transforms_on_the_device_and_on_the_worker_give_the_same(tiny_shards, make):
     dataset = ShardDataset(tiny_shards)
     flip = v2.RandomHorizontalFlip(p=1)
-    options = {"batch_size": 5, "workers": 2, "transforms": flip}
-    on_device, on_worker = (list(make(dataset, transform_on=where, **options)) for where in ("device", "worker"))
+    on_device = list(make(dataset, batch_size=5, workers=2, transforms=flip))
+    on_worker = list(make(ShardDataset(tiny_shards, transforms=flip), batch_size=5, workers=2))
     plain = list(make(dataset, batch_size=5, workers=0))
     for (images, targets), (also, also_targets), (before, targets_before) in zip(
         on_device, on_worker, plain, strict=True
@@ -445,15 +440,11 @@ class Drawing(Numbers):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_random_samples_are_the_seeds_with_any_backend_and_any_number_of_workers(tiny_shards, make, own):
-    dataset = Drawing(12) if own else ShardDataset(tiny_shards)
-    options = {} if own else {"transforms": Chance(), "transform_on": "worker"}
+    dataset = Drawing(12) if own else ShardDataset(tiny_shards, transforms=Chance())
     state, runs = (random.getstate(), torch.get_rng_state()), []
     for backend, count in [*BACKENDS, ("threads", 3), ("loader_process", 3), ("processes", 1)]:
         for draws in (False, True):
-            loader, pixels = (
-                make(dataset, batch_size=3, workers=count, backend=backend, deliver="packed", **options),
-                [],
-            )
+            loader, pixels = make(dataset, batch_size=3, workers=count, backend=backend, deliver="packed"), []
             for batch in chain(loader, loader):
                 pixels.append(batch.pixels.clone())
                 if draws:  # as a training step does
@@ -476,8 +467,9 @@ def test_processes_that_train_together_draw_their_own_random_numbers(tiny_shards
             numbers.append((random.random(), np.random.random(), torch.rand(1).item()))
             return image, target
 
-        options = {"batch_size": 4, "workers": 0, "rank": rank, "ranks": 2}
-        list(make(ShardDataset(tiny_shards), transforms=draw, transform_on="worker", **options))
+        with join_group(rank, ranks=2):
+            loader = make(ShardDataset(tiny_shards, transforms=draw), batch_size=4, workers=0)
+        list(loader)
     assert {len(numbers) for numbers in drawn} == {6}
     assert not set(drawn[0]) & set(drawn[1])
 
@@ -488,9 +480,9 @@ def test_objects_that_a_transform_drops_are_gone_everywhere(tiny_shards, make):
             kept = {key: target[key][:1] for key in ("boxes", "labels", "masks")}
             return image, {**target, **kept}
 
-    for where in ("device", "worker"):
-        loader = make(ShardDataset(tiny_shards), batch_size=5, workers=0, transforms=Drop(), transform_on=where)
-        for _, targets in loader:
+    for on_worker, on_device in ((Drop(), None), (None, Drop())):
+        dataset = ShardDataset(tiny_shards, transforms=on_worker)
+        for _, targets in make(dataset, batch_size=5, workers=0, transforms=on_device):
             for target in targets:
                 assert len({len(target[key]) for key in TENSORS}) == 1
 
@@ -503,7 +495,7 @@ def test_transforms_that_do_not_fit_are_refused(tiny_shards, make):
         list(make(dataset, batch_size=2, workers=0, transforms=lambda image, target: image))
     floats = v2.ToDtype(torch.float32, scale=True)
     with pytest.raises(ColabUtilsError, match=r"Leave out ToTensor"):
-        list(make(dataset, batch_size=2, workers=1, transforms=floats, transform_on="worker"))
+        list(make(ShardDataset(tiny_shards, transforms=floats), batch_size=2, workers=1))
     images, _ = next(iter(make(dataset, batch_size=2, workers=0, transforms=floats)))
     assert images[0].max() <= 1
 

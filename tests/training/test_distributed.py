@@ -25,6 +25,7 @@ from colab_utils.shards.write import write_shards
 from colab_utils.training import trainer
 from colab_utils.training.step import Ranks, TrainingStep, join_ranks
 from colab_utils.training.train import train
+from tests.loading.test_loader import join_group
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -271,7 +272,8 @@ def test_shares_of_a_loader_make_up_its_batches(shards, ranks):
     complete = [batch.image_ids.tolist() for batch in make_loader(dataset, batch_size=4, workers=0, deliver="packed")]
     parts, totals = [], []
     for rank in range(ranks):
-        loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed", rank=rank, ranks=ranks)
+        with join_group(rank, ranks):
+            loader = make_loader(dataset, batch_size=4, workers=0, deliver="packed")
         parts.append([])
         for batch in loader:
             parts[-1].append([] if batch is None else batch.image_ids.tolist())
