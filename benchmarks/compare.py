@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.peers import PEERS
 from colab_utils.comparison.compare import compare
 from colab_utils.comparison.strategies import STRATEGIES
+from colab_utils.diagnosis.timing import EmulatedStep
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.report import check_receipt_folder, write_receipt
 
@@ -42,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = compare(
             options.images, options.annotations, folder=options.report / "work",
             strategies=[PEERS.get(name, name) for name in names], drive_profile=options.drive_profile,
-            step_ms=options.step_ms, batch_size=options.batch_size, batches=options.batches, repeats=options.repeats,
-            timeline_s=options.seconds,
+            step=EmulatedStep(options.step_ms), batch_size=options.batch_size, batches=options.batches,
+            repeats=options.repeats, timeline_s=options.seconds,
         )  # fmt: skip
         print(found)
         print(f"receipt: {write_receipt(found, options.report)}", file=sys.stderr)

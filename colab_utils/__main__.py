@@ -139,7 +139,7 @@ def _diagnose(
     images: str = "", annotations: str = "", shards: str = "", step_ms: float = 100, batch_size: int = 4,
     workers: int | Literal["auto"] = "auto", verify: bool = False, against: str = "", fail_below: float | None = None,
 ) -> Any:  # fmt: skip
-    from colab_utils.diagnosis.change import compare_runs, read_run
+    from colab_utils.diagnosis.diagnose import compare_runs, read_run
     from colab_utils.diagnosis.timing import EmulatedStep
 
     if fail_below is not None and not against:
@@ -192,7 +192,8 @@ def _train(shards: str, run_folder: str, **options: Any) -> Any:
 
 
 def _compare(
-    report: str, strategies: str = "", seconds: float = 30, against: Sequence[str] = (), **options: Any
+    report: str, strategies: str = "", seconds: float = 30, step_ms: float = 100, against: Sequence[str] = (),
+    **options: Any,
 ) -> Any:  # fmt: skip
     from colab_utils.drive import get_profile
     from colab_utils.show.report import check_receipt_folder, write_receipt
@@ -208,9 +209,11 @@ def _compare(
     if not {"images", "annotations"} <= set(options):
         raise ColabUtilsError("expected --images and --annotations, or --against, found neither. See --help.")
     check_receipt_folder(report)
+    from colab_utils.diagnosis.timing import EmulatedStep
+
     options.setdefault("drive_profile", get_profile(None, options["images"]) or "typical")
-    names = [name.strip() for name in strategies.split(",")] if strategies else None
-    found = colab_utils.compare(**options, folder=Path(report) / "work", strategies=names, timeline_s=seconds)
+    options |= {"strategies": strategies.split(",") if strategies else None, "step": EmulatedStep(step_ms)}
+    found = colab_utils.compare(**options, folder=Path(report) / "work", timeline_s=seconds)
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
     return found
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from colab_utils.runtime import write_file
 from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
-from colab_utils.show.html import WIDE, build_page
-from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
+from colab_utils.show.report import build_page, show_chart, show_notes, tabulate_comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,6 +22,7 @@ __all__ = ["PageLink", "write_demo_index", "write_notebook_page"]
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 
 _CELLS = """
+body { max-width: 62rem; }
 .cell { margin: 1em 0; }
 .input_area { background: #f6f7f9; border-radius: 6px; padding: .1em 1em; overflow-x: auto; font-size: 14px; }
 .output_area { overflow-x: auto; margin: .4em 0; }
@@ -67,7 +67,7 @@ def write_notebook_page(notebook: Any, path: Path) -> Path:
     parts = [_convert_cell(exporter, notebook, cell) for cell in notebook.cells]
     heading = next((line[2:] for cell in notebook.cells for line in cell.source.splitlines() if line[:2] == "# "), "")
     style = _CELLS + HtmlFormatter(style="default").get_style_defs(".highlight").replace("background: #f8f8f8", "")
-    write_file(path, build_page(heading or path.stem, "\n".join(parts), style=style).encode())
+    write_file(path, build_page(heading or path.stem, parts, style=style))
     return path
 
 
@@ -100,8 +100,7 @@ def write_demo_index(
         parts += show_notes(comparison)
     else:
         parts.insert(0, "<h1>The notebooks</h1>")
-    page = build_page("Data loading for Mask R-CNN: the demo", "\n".join(parts), style=WIDE + _FIRST_SCREEN)
-    write_file(path, page.encode())
+    write_file(path, build_page("Data loading for Mask R-CNN: the demo", parts, style=_FIRST_SCREEN))
     return path
 
 

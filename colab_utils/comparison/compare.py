@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from colab_utils.comparison.equality import find_difference
-from colab_utils.comparison.prepared import PreparedData
+from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, put_back, time_batches
 from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
@@ -116,9 +116,9 @@ class Comparison:
 def compare(
     images: str | Path, annotations: str | Path, *, folder: str | Path,
     strategies: Sequence[str | Strategy] | None = None, drive_profile: str | DriveProfile | None = "typical",
-    step: Callable[..., Any] | None = None, step_ms: float = 100.0, batch_size: int = 4, batches: int = 24,
-    repeats: int = 3, workers: int = 2, max_images: int = 240, min_size: int = 800, max_size: int = 1333,
-    timeline_s: float = 30.0, restore: Sequence[Any] = (), on_run: Callable[[Comparison], object] | None = None,
+    step: Callable[..., Any] | None = None, batch_size: int = 4, batches: int = 24, repeats: int = 3,
+    workers: int = 2, max_images: int = 240, timeline_s: float = 30.0, restore: Sequence[Any] = (),
+    on_run: Callable[[Comparison], object] | None = None,
 ) -> Comparison:  # fmt: skip
     """Time every strategy on the same images with the same step, after checking that their samples are equal.
 
@@ -143,15 +143,12 @@ def compare(
         strategies: names of `STRATEGIES`, or your own `Strategy`; None takes them all.
         drive_profile: how slow Drive is made (`DRIVE_PROFILES`); None or "none" reads ``images`` as they are.
         step: the training step, called as ``step(images, targets)``. It really trains its model, hundreds of times:
-            name what it changes in ``restore``. None takes ``EmulatedStep(step_ms)``.
-        step_ms: length of the emulated step, milliseconds.
+            name what it changes in ``restore``. None takes ``EmulatedStep(100)``, of 100 ms.
         batch_size: images in a batch.
         batches: timed batches of each repeat.
         repeats: how often each strategy is timed, each time with new workers.
         workers: worker processes of the strategies that have workers.
         max_images: the comparison takes the first so many images of the dataset.
-        min_size: the shorter side that training needs, pixels: larger images are stored smaller.
-        max_size: the longer side that training needs, pixels.
         timeline_s: seconds that each strategy runs cold.
         restore: what your step changes, ``(model, optimizer)`` say: both are put back, as all random states are.
         on_run: called after each timed run with the comparison so far, so that a chart can grow; figures of what was
@@ -165,15 +162,12 @@ def compare(
         found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
         raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}: raise what is less")
     profile = get_profile(drive_profile)
+    step = EmulatedStep(100) if step is None else step
     with put_back(None, restore), read_at_full_speed():
-        prepared = PreparedData(
-            images, annotations, folder, profile=profile, count=max_images, min_size=min_size, max_size=max_size
-        )
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        setting = Setting(prepared, profile, batch_size, workers, device)
-        step = EmulatedStep(step_ms) if step is None else step
-        runner = _Runner(setting, step, batches=batches, timeline_s=timeline_s)
-        bad = f" {len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
+        prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
+        setting = Setting(prepared, profile, batch_size, workers, "cuda" if torch.cuda.is_available() else "cpu")
+        rows = [_Row(strategy, setting, step, batches, timeline_s) for strategy in chosen]
+        note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
         empty = Comparison(
             machine=describe_machine(folder),
             dataset={
@@ -187,14 +181,20 @@ def compare(
             batches=batches,
             repeats=repeats,
             workers=workers,
-            note=bad.strip(),
+            note=note,
         )  # fmt: skip
-
-        def summarise(rows: Sequence[_Row], note: str = "") -> Comparison:
-            timings, baseline = _compare_with_baseline([_summarise(row, setting) for row in rows])
-            return replace(empty, strategies=timings, baseline=baseline, note=f"{note}{bad}".strip())
-
-        return _run_in_turns(runner, chosen, repeats=repeats, summarise=summarise, on_run=on_run)
+        try:
+            for _ in _run_in_turns(rows, repeats):
+                if on_run is not None and any(row.times for row in rows):
+                    on_run(_compare_with_baseline(empty, rows))
+        except KeyboardInterrupt:
+            rows = [row for row in rows if row.times]
+            if not rows:
+                raise
+            empty = replace(empty, note=f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip())
+        if not any(row.times for row in rows):
+            raise ColabUtilsError(f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}")
+        return _compare_with_baseline(empty, rows)
 
 
 @dataclass
@@ -202,6 +202,10 @@ class _Row:
     """A strategy while it is being measured."""
 
     strategy: Strategy
+    setting: Setting
+    step: Callable[..., Any]
+    batches: int
+    timeline_s: float
     note: str = ""
     difference: str = "not checked"
     opened_s: float = 0.0
@@ -216,110 +220,92 @@ class _Row:
         except Exception as error:
             self.note = describe_error(error)
 
+    def prepare(self) -> PreparedFiles:
+        """Make the data that the strategy reads, where it is missing."""
+        return self.setting.prepared.get(self.strategy.reads)
 
-class _Runner:
-    """Runs one strategy at a time: to check it, cold, or warm."""
-
-    def __init__(self, setting: Setting, step: Any, *, batches: int, timeline_s: float) -> None:
-        self._setting, self._batches, self._timeline_s = setting, batches, timeline_s
-        self._step = lambda *batch: step(*deliver(batch if len(batch) > 1 else batch[0], setting.device))
-        self._epoch = -(-len(setting.prepared) // setting.batch_size)
-
-    def prepare(self, row: _Row) -> None:
-        """Make the data that a strategy reads, where it is missing."""
-        self._setting.prepared.get(row.strategy.reads)
-
-    def check(self, row: _Row) -> None:
+    def check(self) -> None:
         """Compare an epoch with the reference; Drive is read as fast as it goes."""
-        with closing(row.strategy.open(replace(self._setting, profile=None))) as loader:
-            batches = (deliver(batch, self._setting.device) for batch in islice(loader, self._epoch))
-            row.difference = find_difference(batches, self._setting.prepared.reference)
+        with closing(self.strategy.open(replace(self.setting, profile=None))) as loader:
+            batches = (deliver(batch, self.setting.device) for batch in islice(loader, self._epoch))
+            self.difference = find_difference(batches, self.setting.prepared.reference)
 
-    def run_cold(self, row: _Row) -> None:
+    def run_cold(self) -> None:
         """Time the first batches, with nothing of the strategy's files in the system's memory."""
         os.sync()  # what is not written yet stays in memory
-        for file in self._setting.prepared.get(row.strategy.reads).files:
+        for file in self.prepare().files:
             drop_cached(file)
         began_s = perf_counter()
-        with closing(row.strategy.open(self._setting)) as loader:
-            row.opened_s = perf_counter() - began_s
-            row.cold = time_batches(loader, self._step, batches=10_000, warmup=0, max_s=self._timeline_s)
+        with closing(self.strategy.open(self.setting)) as loader:
+            self.opened_s = perf_counter() - began_s
+            self.cold = time_batches(loader, self._train, batches=10_000, warmup=0, max_s=self.timeline_s)
 
-    def run_warm(self, row: _Row) -> None:
+    def run_warm(self) -> None:
         """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
-        with closing(row.strategy.open(self._setting)) as loader:
+        with closing(self.strategy.open(self.setting)) as loader:
             lanes = max(1, count_workers(loader))
-            batches, warmup = -(-self._batches // lanes) * lanes, self._epoch if row.strategy.keeps else 2
-            row.times.append(time_batches(loader, self._step, batches=batches, warmup=warmup, max_s=_MAX_RUN_S))
+            batches, warmup = -(-self.batches // lanes) * lanes, self._epoch if self.strategy.keeps else 2
+            self.times.append(time_batches(loader, self._train, batches=batches, warmup=warmup, max_s=_MAX_RUN_S))
+
+    @property
+    def _epoch(self) -> int:
+        return -(-len(self.setting.prepared) // self.setting.batch_size)
+
+    def _train(self, *batch: Any) -> None:
+        self.step(*deliver(batch if len(batch) > 1 else batch[0], self.setting.device))
+
+    def summarise(self) -> StrategyTiming:
+        """What was measured so far."""
+        strategy, setting, cold = self.strategy, self.setting, self.cold
+        workers = f"{setting.workers} worker{'s' * (setting.workers != 1)}"
+        title = strategy.title.replace("{}", workers) or strategy.name
+        timing = StrategyTiming(
+            strategy.name, title, strategy.idea, not self.difference, self.difference, note=self.note,
+            repeats_images_per_second=tuple(run.images_per_second for run in self.times),
+        )  # fmt: skip
+        if cold is None or not self.times:
+            return timing
+        names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "cpu_ms_per_image")
+        figures: dict[str, Any] = {name: median(getattr(run, name) for run in self.times) for name in names}
+        files, count = self.prepare(), len(setting.prepared)
+        # the first batch of each worker holds its start, which a larger dataset has once, too
+        first = cold.batch_s[: round(count * len(cold.wait_s) / cold.images + 0.49)][max(1, setting.workers) :]
+        cold_s = float(first.mean()) / setting.batch_size if len(first) else 1 / figures["images_per_second"]
+        # what keeps its samples reads all of them while it opens: more images take longer
+        cold_s += self.opened_s / count if strategy.keeps else 0
+        ends = self.opened_s + np.cumsum(cold.batch_s)
+        times = np.stack([np.append(0.0, ends[:-1]), ends - cold.step_s, ends], 1)
+        return replace(
+            timing, **figures, ssd_bytes=files.ssd_bytes,
+            first_batch_s=cold.first_batch_s + self.opened_s,
+            once_ms_per_image=1000 * files.once_s / count,
+            session_ms_per_image=1000 * files.session_s / count,
+            cold_ms_per_image=1000 * cold_s,
+            timeline=tuple(map(tuple, times.round(4).tolist())),
+        )  # fmt: skip
 
 
-def _run_in_turns(
-    runner: _Runner, chosen: Sequence[Strategy], *, repeats: int, summarise: Callable[..., Comparison],
-    on_run: Callable[[Comparison], object] | None,
-) -> Comparison:  # fmt: skip
-    """Prepare and check every strategy, then time them in turns; Ctrl-C keeps those that were timed, and notes it.
-
-    Raises:
-        ColabUtilsError: no strategy could be timed.
-    """
-    rows, note = [_Row(strategy) for strategy in chosen], ""
-    runs = [(runner.check, row) for row in rows]
-    runs += [(run, row) for row in rows for run in (runner.run_cold, runner.run_warm)]
+def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
+    """Prepare and check every strategy, then time them in turns; stops after each run."""
+    runs = [(_Row.check, row) for row in rows]
+    runs += [(run, row) for row in rows for run in (_Row.run_cold, _Row.run_warm)]
     for first in (repeat % len(rows) for repeat in range(1, repeats)):
-        runs += [(runner.run_warm, row) for row in rows[first:] + rows[:first]]
-    try:
-        for row in rows:  # which has bars of its own
-            row.attempt(runner.prepare)
-        with show_progress("comparing", total=len(runs), unit="run") as bar:
-            for run, row in runs:
-                row.attempt(run)
-                if on_run is not None and any(row.times for row in rows):
-                    on_run(summarise(rows))
-                bar.update(1)
-    except KeyboardInterrupt:
-        rows, note = [row for row in rows if row.times], "Stopped by Ctrl-C: strategies or repeats are missing."
-        if not rows:
-            raise
-    if not any(row.times for row in rows):
-        raise ColabUtilsError(f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}")
-    return summarise(rows, note)
+        runs += [(_Row.run_warm, row) for row in (*rows[first:], *rows[:first])]
+    for row in rows:  # which has bars of its own
+        row.attempt(_Row.prepare)
+    with show_progress("comparing", total=len(runs), unit="run") as bar:
+        for run, row in runs:
+            row.attempt(run)
+            yield
+            bar.update(1)
 
 
-def _summarise(row: _Row, setting: Setting) -> StrategyTiming:
-    strategy, prepared, runs, cold = row.strategy, setting.prepared, row.times, row.cold
-    workers = f"{setting.workers} worker{'s' * (setting.workers != 1)}"
-    title = strategy.title.replace("{}", workers) or strategy.name
-    timing = StrategyTiming(
-        strategy.name, title, strategy.idea, not row.difference, row.difference, note=row.note,
-        repeats_images_per_second=tuple(run.images_per_second for run in runs),
-    )  # fmt: skip
-    if cold is None or not runs:
-        return timing
-    names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "cpu_ms_per_image")
-    figures: dict[str, Any] = {name: median(getattr(run, name) for run in runs) for name in names}
-    files, count = prepared.get(strategy.reads), len(prepared)
-    # the first batch of each worker holds its start, which a larger dataset has once, too
-    first = cold.batch_s[: round(count * len(cold.wait_s) / cold.images + 0.49)][max(1, setting.workers) :]
-    cold_s = float(first.mean()) / setting.batch_size if len(first) else 1 / figures["images_per_second"]
-    # what keeps its samples reads all of them while it opens: more images take longer
-    cold_s += row.opened_s / count if strategy.keeps else 0
-    ends = row.opened_s + np.cumsum(cold.batch_s)
-    times = np.stack([np.append(0.0, ends[:-1]), ends - cold.step_s, ends], 1)
-    return replace(
-        timing, **figures, ssd_bytes=files.ssd_bytes,
-        first_batch_s=cold.first_batch_s + row.opened_s,
-        once_ms_per_image=1000 * files.once_s / count,
-        session_ms_per_image=1000 * files.session_s / count,
-        cold_ms_per_image=1000 * cold_s,
-        timeline=tuple(map(tuple, times.round(4).tolist())),
-    )  # fmt: skip
-
-
-def _compare_with_baseline(timings: Sequence[StrategyTiming]) -> tuple[tuple[StrategyTiming, ...], str]:
-    """The rows with their ratios, and the baseline: the plain loop, else the first strategy that was timed."""
+def _compare_with_baseline(empty: Comparison, rows: Sequence[_Row]) -> Comparison:
+    """The rows with their ratios to the baseline: the plain loop, else the first strategy that was timed."""
+    timings = [row.summarise() for row in rows]
     timed = [timing for timing in timings if timing.images_per_second]
     fair = {timing.name: timing for timing in timed if timing.comparable} or {one.name: one for one in timed[:1]}
     base = next(fair[name] for name in (*_BASELINES, *fair) if name in fair)
     rates = [(timing, timing.images_per_second) for timing in timings]
     found = (replace(one, ratio=rate and rate / (base.images_per_second or rate)) for one, rate in rates)
-    return tuple(found), base.name
+    return replace(empty, strategies=tuple(found), baseline=base.name)

@@ -58,7 +58,6 @@ class PreparedData:
         total: images of the dataset.
         fingerprint: of the dataset's annotations.
         bad: why images were left out.
-        sizes: ``min_size`` and ``max_size``.
 
     Args:
         images: the image folder.
@@ -66,23 +65,18 @@ class PreparedData:
         folder: where data is prepared.
         profile: the speed of Drive, for the seconds of a copy; all is read at full speed.
         count: images at most.
-        min_size: the shorter side that training needs, pixels.
-        max_size: the longer side that training needs, pixels.
 
     Raises:
         ColabUtilsError: no image folder, no annotations, or no usable image.
     """
 
     def __init__(
-        self, images: str | Path, annotations: str | Path, folder: str | Path, *, profile: DriveProfile | None,
-        count: int, min_size: int, max_size: int,
+        self, images: str | Path, annotations: str | Path, folder: str | Path, *, count: int,
+        profile: DriveProfile | None,
     ) -> None:  # fmt: skip
         self.images, self.folder, self.profile = Path(images), Path(folder), profile
         coco = read_coco(annotations)
-        if not len(coco):
-            raise ColabUtilsError(f"expected images in {annotations}, found none: name your dataset's instances file")
         self.total, self.fingerprint = len(coco), coco.fingerprint
-        self.sizes = {"min_size": min_size, "max_size": max_size}
         self.drive = self.folder / "drive"
         self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd") if is_on_drive(folder) else self.folder / "ssd"
         rows = range(min(len(coco), count))
@@ -91,10 +85,11 @@ class PreparedData:
         self.bad = [error for error in errors if error]
         usable = [row for row, error in enumerate(errors) if not error]
         if not usable:
-            raise ColabUtilsError(f"expected usable images in {images}, found none. The first: {self.bad[0]}")
+            why = f"The first: {self.bad[0]}" if self.bad else f"{annotations} names none: name an instances file."
+            raise ColabUtilsError(f"expected usable images in {images}, found none. {why}")
         self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
         self.reference = CocoFolder(images, self.annotations)
-        self.name = f"{coco.fingerprint[:8]}-{len(usable)}-{min_size}-{max_size}"
+        self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
         self._made: dict[str, PreparedFiles] = {}
 
     def __len__(self) -> int:
@@ -131,8 +126,8 @@ class PreparedData:
         target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            options: Any = {"shard_mb": max(0.01, min(4.0, source.ssd_bytes / 8e6)), **self.sizes}  # 8 shards or more
-            write_shards(source.folder, self.annotations, shards=target, **options)
+            shard_mb = max(0.01, min(4.0, source.ssd_bytes / 8e6))  # 8 shards or more
+            write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:
             dataset = ShardDataset(source.folder)
             image, found = dataset[0]

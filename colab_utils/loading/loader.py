@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.arriving import plan_batches
+from colab_utils.loading.arriving import order_windows
 from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
@@ -249,8 +249,7 @@ class Loader:
             self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
-            now = self.settings
-            seed = (now.seed, self.epoch) if now.ranks == 1 else (now.seed, self.epoch, now.rank)
+            seed = (self.settings.seed, self.epoch, self.settings.rank)
             yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
@@ -259,17 +258,19 @@ class Loader:
             raise
 
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
-        """The batches of the epoch that were not delivered yet."""
-        arrival, first, skipped = self._fetcher.arrival, self._delivered, set(self._skipped)
+        """The batches of the epoch that were not delivered yet, with their numbers; None while the next has to wait."""
+        first, skipped = self._delivered, set(self._skipped)
+        arrival, shard_of = self._fetcher.arrival, self._fetcher.shard_of
         is_new = not (first or skipped or self._windows or self._order.before)
         if is_new and arrival is not None and not arrival.is_complete:
             self._windows = arrival.plan_windows(self.epoch)
-        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, first, skipped):
-            if due is not None:
-                number, indices = due
-                self._totals[number] = len(indices)
-                due = number, indices[self.settings.rank :: self.settings.ranks]
-            yield due
+        for number, (place, indices) in enumerate(order_windows(self._order, self._windows, shard_of)):
+            if number < first or number in skipped:
+                continue
+            if arrival is not None and shard_of is not None:
+                yield from arrival.wait_for(set(shard_of[indices].tolist()), self._windows, place)
+            self._totals[number] = len(indices)
+            yield number, indices[self.settings.rank :: self.settings.ranks]
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first; of each, its worker."""
@@ -314,8 +315,10 @@ class Loader:
         epoch delivered in batches of another size.
         """
         return {
-            **self._describe_order(), "epoch": self.epoch, "batch": self._delivered, "skipped": sorted(self._skipped),
-            "joined": [list(one) for one in self._windows], "before": [list(one) for one in self._order.before],
+            "seed": self.settings.seed, "batch_size": self.batch_size, "shuffle": int(self._order.is_shuffled),
+            "images": len(self._fetcher), "epoch": self.epoch, "batch": self._delivered,
+            "skipped": sorted(self._skipped), "joined": [list(one) for one in self._windows],
+            "before": [list(one) for one in self._order.before],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -326,7 +329,8 @@ class Loader:
             ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or batch size where
                 shards were still arriving).
         """
-        here = self._describe_order()
+        now = self.state_dict()
+        here = {key: now[key] for key in ("seed", "batch_size", "shuffle", "images")}
         there = {key: state.get(key, value) for key, value in here.items()}
         size, count, skipped = there["batch_size"], state["batch"], set(state.get("skipped", ()))
         resized = size != self.batch_size and not state.get("joined") and self._order.sampler is None
@@ -339,15 +343,6 @@ class Loader:
         self._order.go_on([*state.get("before", ()), *done])
         self._delivered, self._skipped = (0, set()) if resized else (count, skipped)
         self._windows = [list(one) for one in state.get("joined", ())]
-
-    def _describe_order(self) -> dict[str, int]:
-        return {
-            "seed": self.settings.seed,
-            "batch_size": self.batch_size,
-            "shuffle": int(self._order.is_shuffled),
-            "grouped": int(self._order.is_grouped),
-            "images": len(self.dataset),  # type: ignore[arg-type]
-        }
 
     def close(self) -> None:
         """End the workers; the next pass starts new ones."""

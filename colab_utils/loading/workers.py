@@ -146,6 +146,7 @@ class SharedBuffer:
 
     def __init__(self) -> None:
         self._file = os.memfd_create("colab_utils")
+        weakref.finalize(self, os.close, self._file)
         self._map: mmap.mmap | None = None
 
     def reserve(self, size: int) -> NDArray[np.uint8]:
@@ -157,9 +158,8 @@ class SharedBuffer:
         have = os.fstat(self._file).st_size
         if size > have:
             wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES  # some more, so that it seldom grows
-            free = find_free_memory()
             try:
-                if size - have > free:
+                if size - have > (free := find_free_memory()):
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
                 os.posix_fallocate(self._file, 0, wanted)  # now, and not by a bus error on the first touch
             except OSError as error:
@@ -174,10 +174,6 @@ class SharedBuffer:
         if self._map is None or len(self._map) < size:
             self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
         return np.frombuffer(self._map, np.uint8, size)
-
-    def __del__(self) -> None:
-        with suppress(AttributeError):  # where it was never made
-            os.close(self._file)
 
 
 class SharedBufferPool:

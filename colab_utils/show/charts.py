@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from colab_utils.data.statistics import DatasetStatistics
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, make_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from colab_utils.data.statistics import DatasetStatistics
 
 __all__ = ["format_figure", "label_axes", "plot_bars", "plot_first_seconds", "plot_statistics"]
 
@@ -69,8 +66,8 @@ def plot_first_seconds(
 
 def plot_bars(
     values: Mapping[str, float], *, title: str, unit: str, notes: Mapping[str, str] | None = None,
-    spread: Mapping[str, tuple[float, float]] | None = None, highlight: str | Collection[str] = (),
-    limit: tuple[float, str] | None = None, guess: float | Mapping[str, float] | None = None, log: bool = False,
+    spread: Mapping[str, tuple[float, float]] | None = None, highlight: Collection[str] = (),
+    limit: tuple[float, str] | None = None, log: bool = False,
 ) -> Figure:  # fmt: skip
     """Horizontal bars, the first on top, each with its number in its end, or beside it where the bar is short.
 
@@ -80,26 +77,24 @@ def plot_bars(
         unit: of the values; stands under the axis.
         notes: a few words after a bar's number, by name.
         spread: lowest and highest repeat, by name, drawn as a thin line.
-        highlight: the bar, or bars, in colour, the others are grey; by default the longest.
+        highlight: the bars in colour, the others are grey; by default the longest.
         limit: a value nothing can pass and what it is, drawn as a dashed line.
-        guess: what was expected, by name; a number is that of the bars in colour.
         log: points on a logarithmic axis, for values above 0 that lie too far apart for bars.
 
     Raises:
         ColabUtilsError: there is nothing to draw.
 
     Example:
-        >>> figure = plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD reads faster", unit="images/s", guess=100)
+        >>> figure = plot_bars({"Drive": 16.0, "SSD": 480.0}, title="SSD reads faster", unit="images/s")
         >>> [text.get_text() for text in figure.axes[0].texts]
-        ['16', '480', 'your guess: 100']
+        ['16', '480']
     """
     if not values:
         raise ColabUtilsError("expected values to draw, found none: measure at least one")
     notes, spread = notes or {}, spread or {}
-    lit = {highlight} if isinstance(highlight, str) else set(highlight) or {max(values, key=lambda name: values[name])}
-    guesses = guess if isinstance(guess, Mapping) else {} if guess is None else dict.fromkeys(lit, guess)
+    lit = highlight or [max(values, key=lambda name: values[name])]
     figure, axis = _make_rows(title, values, unit=unit, height=1.7 + 0.72 * len(values) + (0.4 if limit else 0))
-    longest = max(*values.values(), *guesses.values(), *(high for _, high in spread.values()), limit[0] if limit else 0)
+    longest = max(*values.values(), *(high for _, high in spread.values()), limit[0] if limit else 0)
     letters = 80 - max(map(len, values))  # that a bar as long as the axis has room for
     for row, (name, value) in enumerate(values.items()):
         (low, high), colour = spread.get(name, (value, value)), _BLUE if name in lit else _GREY
@@ -113,11 +108,13 @@ def plot_bars(
         inside = low * letters > longest * (len(text) + 5) and not log
         ink = "white" if inside and name in lit else _INK
         _write(axis, text, low if inside else high, row, inside=inside, color=ink)
-        if name in guesses:
-            axis.plot(guesses[name], row + 0.43, "D", color="white", markeredgecolor=_INK, markersize=8)
-            _write(axis, f"your guess: {format_figure(guesses[name])}", guesses[name], row + 0.43)
     if limit is not None:
-        _mark(axis, limit[0], f"{limit[1]}: {format_figure(limit[0])}")
+        value, name = limit
+        axis.axvline(value, color=_RED, linestyle="--", linewidth=2, zorder=0)
+        axis.text(
+            value, 1.02, f"{name}: {format_figure(value)}", fontsize=14, color=_RED, parse_math=False, ha="center",
+            va="bottom", transform=axis.get_xaxis_transform(),
+        )  # fmt: skip
     if log:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
@@ -165,13 +162,6 @@ def _write(axis: Axes, text: str, x: float, y: float, *, inside: bool = False, c
         ha="right" if inside else "left", color=color, parse_math=False, annotation_clip=False,
         bbox=None if inside else {"facecolor": "white", "edgecolor": "none", "pad": 1},
     )  # fmt: skip
-
-
-def _mark(axis: Axes, x: float, words: str) -> None:
-    """A dashed line across the drawing, named above it."""
-    axis.axvline(x, color=_RED, linestyle="--", linewidth=2, zorder=0)
-    above = axis.text(x, 1.02, words, fontsize=14, color=_RED, parse_math=False, ha="center", va="bottom")
-    above.set_transform(axis.get_xaxis_transform())
 
 
 def label_axes(axis: Axes, across: str, up: str) -> None:

@@ -9,28 +9,25 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from matplotlib.figure import Figure
+
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.show import charts
 from colab_utils.show.pictures import PALETTE, make_figure
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from colab_utils.comparison.compare import Comparison
 
 __all__ = [
-    "describe_gain", "plot_cold_start", "plot_comparison", "plot_epochs", "plot_receipts", "read_receipts",
-    "summarise_receipt",
+    "COCO_IMAGES", "describe_gain", "plot_cold_start", "plot_comparison", "plot_epochs", "plot_receipts",
+    "read_receipts", "summarise_receipt",
 ]  # fmt: skip
 
-_COURSE = {  # each step on top of the one before
-    "sequential": "plain loop",
-    "thread_queue": "+ a thread ahead",
-    "dataloader": "+ {}",
-    "shards_on_ssd": "+ shards on the SSD",
-    "packed": "+ make_loader",
-}
+_COURSE = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")  # as COURSE_STRATEGIES
 _BLUE, _ORANGE, _GREY, _INK = PALETTE[0], PALETTE[1], "#777777", "#1a1a1a"
+COCO_IMAGES = 118_287  # to which hours are scaled
+_SESSION_EPOCHS, _SESSIONS = 3, 3  # epochs before Colab takes the machine, and its disk, away
 _TIE = 0.95  # closer than this, the order of two bars means nothing
 _TIMES = "times as fast"
 _Content = Mapping[str, Any]  # what a receipt's ``comparison.json`` holds, or one of its rows
@@ -57,7 +54,7 @@ def plot_comparison(comparison: Comparison | _Content) -> Figure:
     figure = charts.plot_bars(
         {names[row["name"]]: row["images_per_second"] or 0.0 for row in content["strategies"]},
         title=describe_gain(content), unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
-        notes=notes, spread=spread, highlight=names[best["name"]], limit=(limit, "the step alone"),
+        notes=notes, spread=spread, highlight=[names[best["name"]]], limit=(limit, "the step alone"),
     )  # fmt: skip
     for row, text in zip(content["strategies"], figure.axes[0].texts, strict=False):
         if row["name"] not in rows:
@@ -85,34 +82,28 @@ def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None 
     return charts.plot_first_seconds(rows, seconds=shown_s, title=title)
 
 
-def plot_epochs(
-    comparison: Comparison | _Content, *, images: int = 118_287, epochs_a_session: int = 3, sessions: int = 3
-) -> Figure:
-    """Hours since the beginning over the epochs of a dataset of so many images, which are those of COCO.
+def plot_epochs(comparison: Comparison | _Content) -> Figure:
+    """Hours since the beginning over the epochs of a dataset as large as COCO, in sessions of three epochs.
 
-    Converting counts once, copying in each session. Drawn are the baseline, the workers, and `make_loader`, or the
-    way that ends first where it was not timed.
+    What was measured is scaled to COCO's images. Converting counts once, copying in each session. Drawn are the
+    baseline, the workers, and `make_loader`, or the way that ends first where it was not timed.
 
     Args:
         comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
-        images: of the dataset; what was measured is scaled to them.
-        epochs_a_session: epochs before Colab takes the machine, and its disk, away.
-        sessions: how many of them.
 
     Raises:
         ColabUtilsError: no strategy was timed.
     """
     content, rows = _read_rows(comparison, "cold_ms_per_image", fair=True)
-    lines = {name: _add_up(row, images, epochs_a_session, sessions) for name, row in rows.items()}
-    total = {name: hours[-1] for name, (_, hours) in lines.items()}
+    lines = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}
+    total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
     drawn = [name for name in dict.fromkeys((content["baseline"], "dataloader", best)) if name in total]
     rival = min((name for name in drawn if name != best), key=lambda name: total[name], default=best)
-    names, epochs = _name_rows(content), epochs_a_session * sessions
+    names, epochs = _name_rows(content), _SESSION_EPOCHS * _SESSIONS
     spent = {name: f"{charts.format_figure(hours)} hours" for name, hours in total.items()}
-    title = f"{epochs} epochs of {images:,} images: {spent[best]}, {spent[rival]} with {names[rival].strip('+ ')}"
-    own, other = (_add_up(rows[name], images, epochs_a_session, 100) for name in (best, rival))
-    if (paid := _find_pay_back(own, other)) is not None:
+    title = f"{epochs} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with {names[rival].strip('+ ')}"
+    if (paid := _find_pay_back(rows[best], rows[rival])) is not None:
         title = f"Paid back {'in the first epoch' if paid <= 1 else f'after {paid:.1f} epochs'}. {title}"
     figure = make_figure(title, width=12, height=5.5)
     axis, label_at = figure.add_subplot(), 0.0
@@ -122,8 +113,8 @@ def plot_epochs(
         label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))  # names do not overlap
         text = f" {names[name]}: {spent[name]}"
         axis.text(epochs, label_at, text, fontsize=15, va="center", color=_INK, parse_math=False)
-    for session in range(1, sessions):
-        axis.axvline(session * epochs_a_session, color=_GREY, linewidth=1, linestyle=":")
+    for session in range(1, _SESSIONS):
+        axis.axvline(session * _SESSION_EPOCHS, color=_GREY, linewidth=1, linestyle=":")
     axis.set_xlim(0, epochs)
     axis.set_xticks(range(epochs + 1))
     charts.label_axes(axis, "epochs; at a dotted line a new session copies again", "hours")
@@ -139,19 +130,16 @@ def plot_receipts(receipts: Sequence[str | Path]) -> Figure:
     Raises:
         ColabUtilsError: no file, or one that is no receipt.
     """
-    lines = sorted(read_receipts(receipts), key=lambda line: -line[_TIMES])
-    before, after, times = (median(line[key] for line in lines) for key in ("waits before", "waits after", _TIMES))
-    title = f"{len(lines)} receipts: the step waits {before:.0%} → {after:.0%} of the time"
-    names = [f"{number}. {line['receipt']}: {line['machine']}" for number, line in enumerate(lines, start=1)]
+    found = sorted(read_receipts(receipts), key=lambda line: -line[_TIMES])
+    lines = {f"{number}. {line['receipt']}: {line['machine']}": line for number, line in enumerate(found, start=1)}
+    before, after, times = (median(line[key] for line in found) for key in ("waits before", "waits after", _TIMES))
+    title = f"{len(found)} receipts: the step waits {before:.0%} → {after:.0%} of the time"
     return charts.plot_bars(
-        {name: line[_TIMES] for name, line in zip(names, lines, strict=True)},
+        {name: line[_TIMES] for name, line in lines.items()},
         title=f"{title}, and trains {charts.format_figure(times)} times as fast (medians)",
         unit="times as many images/s as before",
-        notes={
-            name: f"waits {line['waits before']:.0%} → {line['waits after']:.0%}"
-            for name, line in zip(names, lines, strict=True)
-        },
-        highlight=names,
+        notes={name: f"waits {line['waits before']:.0%} → {line['waits after']:.0%}" for name, line in lines.items()},
+        highlight=[*lines],
     )
 
 
@@ -224,28 +212,22 @@ def _read_rows(
 
 
 def _name_rows(content: _Content) -> dict[str, str]:
-    """What each strategy is called in a chart: as a step of the course, where those are what was compared."""
+    """What each strategy is called in a chart; those of the course stand on top of each other."""
     titles = {row["name"]: row["title"] for row in content["strategies"]}
-    is_course = [*titles] == [*_COURSE]
-    return {name: _COURSE[name].format(titles[name]) if is_course else titles[name] for name in titles}
+    plus = "+ " if tuple(titles) == _COURSE else ""
+    return {name: (plus if name != _COURSE[0] else "") + title for name, title in titles.items()}
 
 
-def _add_up(row: _Content, images: int, epochs_a_session: int, sessions: int) -> tuple[list[float], list[float]]:
+def _add_up(row: _Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
     """Epochs done, and the hours since the beginning, at each corner of a strategy's line."""
-    later_ms = (epochs_a_session - 1) * 1000 / row["images_per_second"]
-    parts = ((0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (epochs_a_session, later_ms))
-    at, total_ms = [0.0], [row["once_ms_per_image"]]
-    for begun in range(0, sessions * epochs_a_session, epochs_a_session):
-        for done, took_ms in parts:
-            at.append(begun + done)
-            total_ms.append(total_ms[-1] + took_ms)
-    return at, [ms * images / 3.6e6 for ms in total_ms]
+    later, ms = _SESSION_EPOCHS - 1, 1000 / row["images_per_second"]
+    session = [(0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (later, later * ms)]
+    epochs, spent_ms = np.cumsum([(0, row["once_ms_per_image"]), *session * sessions], axis=0).T
+    return epochs, spent_ms * COCO_IMAGES / 3.6e6
 
 
-def _find_pay_back(own: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> float | None:
-    """Epochs after which one line stays below the other; None where it does not, or is from the start."""
-    import numpy as np
-
-    at = np.arange(0, own[0][-1] + 0.005, 0.01)
-    behind = np.flatnonzero(np.interp(at, *own) >= np.interp(at, *other))
+def _find_pay_back(own: _Content, other: _Content) -> float | None:
+    """Epochs after which one strategy stays ahead of the other; None where it does not, or is from the start."""
+    at = np.arange(0, 100 * _SESSION_EPOCHS + 0.005, 0.01)
+    behind = np.flatnonzero(np.interp(at, *_add_up(own, 100)) >= np.interp(at, *_add_up(other, 100)))
     return float(at[behind[-1] + 1]) if len(behind) > 0 and behind[-1] + 1 < len(at) else None

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
+from PIL import Image, ImageOps
+from pycocotools import mask as coco_mask
+
+from colab_utils.data.coco import CocoDataset
 from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from colab_utils.data.coco import CocoDataset
-
-__all__ = ["PALETTE", "draw_annotations", "draw_pairs", "draw_predictions", "draw_samples", "make_figure"]
+__all__ = ["PALETTE", "draw_annotations", "draw_pair", "draw_predictions", "embed_figure", "make_figure"]
 
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
@@ -26,93 +35,49 @@ _NAMED = 5  # of an image's objects, the largest
 _Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
 
 
-def draw_samples(dataset: Any, *, indices: Sequence[int] | None = None, columns: int = 4) -> Figure:
-    """Draw samples as the model gets them: image, masks, boxes and class names.
+def draw_pair(
+    before: tuple[Any, Mapping[str, Any]], after: tuple[Any, Mapping[str, Any]], *, class_names: Mapping[int, str]
+) -> Figure:
+    """Draw a sample beside what became of it; the title says what differs.
 
     Args:
-        dataset: gives ``(image, target)``: image uint8 [3,H,W], target with ``boxes`` [N,4] xyxy in pixels,
-            ``labels`` [N] and ``masks`` uint8 [N,H,W]; and has ``class_names``, the name of each label:
-            `ShardDataset`, `CocoFolder`, or your own.
-        indices: samples to draw; ``None`` takes ``columns`` of them, evenly spread.
-        columns: images in a row.
-
-    Raises:
-        ColabUtilsError: the dataset is empty, or there is nothing to draw.
-
-    Example:
-        >>> import numpy as np
-        >>> class One(list):
-        ...     class_names = {1: "disc"}
-        >>> target = {"boxes": np.array([[2, 2, 6, 6]]), "labels": np.array([1]),
-        ...           "masks": np.ones((1, 8, 8), np.uint8)}
-        >>> figure = draw_samples(One([(np.zeros((3, 8, 8), np.uint8), target)]))
-        >>> figure.get_suptitle()
-        '1 sample with 1 object: disc'
-    """
-    count = min(len(dataset), columns)
-    chosen = [n * len(dataset) // count for n in range(count)] if indices is None else list(indices)
-    if not chosen:
-        raise ColabUtilsError("expected samples to draw, found none: give `indices`, or a dataset with images")
-    panels: list[_Panel] = [(f"sample {i}", *dataset[i]) for i in chosen]
-    names = [dataset.class_names[int(label)] for *_, target in panels for label in target["labels"]]
-    title = f"{_count(len(chosen), 'sample')} with {_count(len(names), 'object')}: {', '.join(sorted({*names}))}"
-    return _draw_grid(title.rstrip(": "), panels, dataset.class_names, columns=min(columns, len(chosen)), inches=3.6)
-
-
-def draw_pairs(
-    left: Sequence[tuple[Any, dict[str, Any]]], right: Sequence[tuple[Any, dict[str, Any]]], *,
-    class_names: Mapping[int, str], titles: tuple[str, str] = ("before", "after"),
-) -> Figure:  # fmt: skip
-    """Draw samples side by side with what became of them; the title says what differs.
-
-    Args:
-        left: samples ``(image, target)``, as in `draw_samples`.
-        right: the same samples after whatever was done to them, in the same order.
+        before: ``(image, target)``: image uint8 [3,H,W], target with ``boxes`` [N,4] xyxy in pixels, ``labels`` [N]
+            and ``masks`` uint8 [N,H,W].
+        after: the same sample after whatever was done to it.
         class_names: the name of each label.
-        titles: of the left and the right image.
-
-    Raises:
-        ColabUtilsError: there are no samples, or not as many on the right as on the left.
     """
-    import numpy as np
 
-    if not left or len(left) != len(right):
-        raise ColabUtilsError(f"expected the same samples twice, found {len(left)} and {len(right)}: draw one or more")
-    pairs = list(zip(left, right, strict=True))
-    same = all(np.array_equal(a, b) for (a, _), (b, _) in pairs)
-    same_masks = all(np.array_equal(a["masks"], b["masks"]) for (_, a), (_, b) in pairs)
-    title = f"{'Pixel for pixel the same' if same else 'Another'} image, {'the same' if same_masks else 'other'} masks"
-    before, after = (sum(image.shape[1] * image.shape[2] for image, _ in side) for side in (left, right))
-    if before != after:
-        same = all(np.array_equal(a["labels"], b["labels"]) for (_, a), (_, b) in pairs)
-        title = f"{before / after:.2g} times fewer pixels, {'the same' if same else 'other'} objects"
-    panels = [(heading, *sample) for pair in pairs for heading, sample in zip(titles, pair, strict=True)]
-    return _draw_grid(title, panels, class_names)
+    def tell(key: str) -> str:
+        return "the same" if np.array_equal(before[1][key], after[1][key]) else "other"
+
+    times = math.prod(before[0].shape) / math.prod(after[0].shape)
+    if times != 1:
+        title = f"{times:.2g} times fewer pixels, {tell('labels')} objects"
+    else:
+        image = "Pixel for pixel the same" if np.array_equal(before[0], after[0]) else "Another"
+        title = f"{image} image, {tell('masks')} masks"
+    return _draw_grid(title, [("before", *before), ("after", *after)], class_names)
 
 
-def draw_predictions(
-    dataset: Any, predictions: Sequence[Mapping[str, Any]], *, indices: Sequence[int] | None = None,
-    min_score: float = 0.5,
-) -> Figure:  # fmt: skip
+def draw_predictions(dataset: Any, predictions: Sequence[Mapping[str, Any]], *, min_score: float = 0.5) -> Figure:
     """Draw ground truth on the left, the model's prediction on the right, one sample a row, a colour for each class.
 
     A prediction fits where its mask and that of an object of its class have an IoU over 0.5: both outlines are thick.
 
     Args:
-        dataset: the samples the model saw, as in `draw_samples`.
-        predictions: one dict a sample, as torchvision's models return it in evaluation: ``boxes`` [N,4],
-            ``labels`` [N], ``scores`` [N] in 0..1, ``masks`` float [N,1,H,W] in 0..1.
-        indices: which sample each prediction belongs to; ``None`` means the first ones.
+        dataset: gives ``(image, target)`` as in `draw_pair`, and has ``class_names``, the name of each label:
+            `ShardDataset`, `CocoFolder`, or your own.
+        predictions: of the first samples, one dict each, as torchvision's models return it in evaluation: ``boxes``
+            [N,4], ``labels`` [N], ``scores`` [N] in 0..1, ``masks`` float [N,1,H,W] in 0..1.
         min_score: weaker predictions are left out.
 
     Raises:
-        ColabUtilsError: there are no predictions, or not one for each index.
+        ColabUtilsError: there are no predictions.
     """
-    chosen = list(range(len(predictions))) if indices is None else list(indices)
-    if not chosen or len(chosen) != len(predictions):
-        raise ColabUtilsError(f"expected {len(chosen)} predictions, one a sample, found {len(predictions)}: pass all")
+    if not predictions:
+        raise ColabUtilsError("expected predictions to draw, found none: run the model on at least one sample")
     panels: list[_Panel] = []
-    for i, prediction in zip(chosen, predictions, strict=True):
+    for i, prediction in enumerate(predictions):
         image, target = dataset[i]
         sure = prediction["scores"] >= min_score
         shown = {key: prediction[key][sure] for key in ("boxes", "labels", "scores", "masks")}
@@ -144,10 +109,6 @@ def draw_annotations(
 
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
     """A small copy of an image, and its annotations at the same scale."""
-    import numpy as np
-    from PIL import Image, ImageOps
-    from pycocotools import mask as coco_mask
-
     height, width = (int(side) if side > 0 else 480 for side in dataset.sizes[i])
     try:
         picture: Image.Image = Image.open(io.BytesIO(read_file(dataset.find_image(images, i)[0])))
@@ -176,16 +137,20 @@ def make_figure(title: str, *, width: float, height: float) -> Figure:
 
     Names of users stand in titles and labels: ``parse_math=False`` keeps ``$`` from starting a formula.
     """
-    import textwrap
-
-    import matplotlib.pyplot as plt
-
     title = textwrap.fill(title, int(width * 5.8))
     size = (width, height + 0.35 * title.count("\n"))
     figure = plt.figure(figsize=size, layout="constrained", facecolor="white")
     plt.close(figure)  # pyplot would show it a second time at the end of the cell
     figure.suptitle(title, x=0.01, ha="left", fontsize=19, fontweight="bold", color="#1a1a1a", parse_math=False)
     return figure
+
+
+def embed_figure(figure: Figure, *, alt: str) -> str:
+    """The figure as an ``<img>`` that holds its own drawing (SVG), with ``alt`` for screen readers."""
+    drawing = io.BytesIO()
+    figure.savefig(drawing, format="svg", metadata={"Date": None})
+    data = base64.b64encode(drawing.getvalue()).decode("ascii")
+    return f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _draw_grid(
@@ -208,11 +173,6 @@ def _draw_grid(
 
 
 def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Mapping[int, str], inches: float) -> None:
-    import numpy as np
-    from matplotlib.colors import to_rgb
-    from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
-
     each = max(1, max(image.shape) // 1000)  # of a large photo one pixel in so many is drawn
     pixels = np.asarray(image)[:, ::each, ::each].transpose(1, 2, 0)
     canvas = pixels.astype(np.float32) / (255 if pixels.dtype.kind in "ui" else 1)
@@ -247,8 +207,6 @@ def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Map
 
 def _match(found: Mapping[str, Any], truth: Mapping[str, Any]) -> Any:
     """Which of the N predictions fits which of the M objects: bool [N,M]."""
-    import numpy as np
-
     masks, truths = (_to_array(side["masks"]).astype(np.float32) for side in (found, truth))
     both = np.tensordot(masks, truths, ((1, 2), (1, 2)))
     union = masks.sum((1, 2))[:, None] + truths.sum((1, 2)) - both
@@ -256,8 +214,6 @@ def _match(found: Mapping[str, Any], truth: Mapping[str, Any]) -> Any:
 
 
 def _to_array(values: Any) -> Any:
-    import numpy as np
-
     return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
 
 

@@ -10,32 +10,62 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colab_utils.data.coco import read_coco
+from matplotlib.figure import Figure
+
+from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.errors import escape as escape_controls
 from colab_utils.runtime import Machine, format_bytes, write_file
 from colab_utils.show import comparison_charts
 from colab_utils.show.charts import plot_first_seconds, plot_statistics
-from colab_utils.show.html import WIDE, build_page, embed_figure
-from colab_utils.show.pictures import draw_annotations
+from colab_utils.show.pictures import draw_annotations, embed_figure
 from colab_utils.show.table import Table, make_table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from colab_utils.comparison.compare import Comparison
     from colab_utils.data.checks import DatasetReport, Problem
     from colab_utils.diagnosis.summary import Summary
 
 __all__ = [
-    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_check", "write_receipt",
-    "write_summary",
+    "build_page", "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_check",
+    "write_receipt", "write_summary",
 ]  # fmt: skip
 
 _CHECK = "Check: what is in a dataset, and what is wrong with it"
 _TITLE, _SUMMARY = "Receipt: ways of loading, side by side", "Summary: where the time of a loop went"
-_COCO_IMAGES = 118_287
+
+_STYLE = """
+:root { color-scheme: light; }
+body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 78rem; color: #1a1a1a; background: #fff;
+  font: 17px/1.55 system-ui, "Segoe UI", Roboto, "Liberation Sans", sans-serif; }
+h1 { font-size: 2rem; line-height: 1.2; margin: .2em 0 .5em; }
+h2 { font-size: 1.4rem; margin: 2.2em 0 .4em; }
+a { color: #0060a0; }
+img, svg { max-width: 100%; height: auto; }
+table { font-size: 15px; }
+.scroll, pre { overflow-x: auto; }
+.quiet { color: #555; font-size: 15px; }
+.note { background: #fff6e0; border-left: 4px solid #E69F00; padding: .6em 1em; margin: 1em 0; }
+code { font-size: .92em; background: #f2f4f7; padding: .1em .3em; border-radius: 3px; }
+@media (max-width: 45rem) { .chart img { max-width: none; width: 44rem; } } /* on a phone it scrolls */
+@media print { body { padding: 0; } }
+"""
+
+
+def build_page(title: str, parts: Sequence[str], *, style: str = "") -> bytes:
+    """A whole HTML page, readable offline and on paper; ``title`` is escaped, ``parts`` are HTML already.
+
+    Example:
+        >>> b"<title>a &lt; b</title>" in build_page("a < b", ["<p>hello</p>"])
+        True
+    """
+    body = "\n".join(parts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}{style}</style></head>\n<body><main>\n{body}\n</main></body></html>\n"
+    ).encode()
 
 
 def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
@@ -68,8 +98,7 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
     with explain_write(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / "comparison.json", (json.dumps(content, indent=1) + "\n").encode())
-        write_file(folder / "index.html", build_page(_TITLE, "\n".join(parts), style=WIDE).encode())
-    return folder / "index.html"
+    return _write_page(folder / "index.html", _TITLE, parts)
 
 
 def write_summary(summary: Summary, path: str | Path) -> Path:
@@ -82,9 +111,6 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
     Raises:
         ColabUtilsError: the page cannot be written, or another file is there.
     """
-    path = Path(path)
-    _refuse_other(path, _SUMMARY, "summary")
-    causes = [(f"{cause.share:.0%} {cause.id}", cause.why, f"Next: {cause.next}") for cause in summary.causes]
     worst = [
         {
             "batch": f"{batch.number:,}", "wait s": round(batch.wait_s, 3), "step s": round(batch.step_s, 3),
@@ -95,15 +121,14 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
     parts = [
         _to_html("h1", summary.verdict),
         show_chart(plot_first_seconds({"steps": summary.spans_s}, title=" ", white="no step for"), heading=""),
-        *(_to_html(tag, text) for lines in causes for tag, text in zip(("h2", "p", "p"), lines, strict=True)),
+        *(_to_html("h2", f"{one.share:.0%} {one.id}") + _to_html("p", one.why) + _to_html("p", f"Next: {one.next}")
+          for one in summary.causes),
         "<h2>Where the time went</h2>", _to_html("pre", "\n".join(str(summary).splitlines()[1:6])),
         "<h2>The slowest batches</h2>", make_table(worst).to_html(),
         *(_to_html("p", text, "note") for text in (*summary.stalls, *summary.unseen)),
         *(_to_html("p", text, "quiet") for text in str(summary.resources or "").splitlines()),
     ]  # fmt: skip
-    with explain_write(path.parent):
-        write_file(path, build_page(_SUMMARY, "\n".join(parts), style=WIDE).encode())
-    return path
+    return _write_page(Path(path), _SUMMARY, parts)
 
 
 def write_check(
@@ -121,23 +146,21 @@ def write_check(
     Raises:
         ColabUtilsError: the page cannot be written, or another file is there.
     """
-    path, before = Path(path), read_coco(annotations)
-    _refuse_other(path, _CHECK, "page")
+    before = read_coco(annotations)
     after = read_coco(repaired) if repaired else before
-    places = {int(number): i for i, number in enumerate(after.image_ids)}
+    places = {number: i for i, number in enumerate(after.image_ids.tolist())}
     worst = [
         (f"{textwrap.shorten(one.file_name, 40)}\n{textwrap.shorten(', '.join({*one.defects}), 40)}", after, i)
         for one in report.worst
         if (i := places.get(one.image_id)) is not None
     ]
-    changed = {name: None for repair in report.repairs for name in repair.examples}
-    pairs = [
-        (f"{textwrap.shorten(name, 30)}, {when}", dataset, place)
-        for i in range(len(before))
-        if (name := escape_controls(before.file_name(i))) in changed
-        and (j := places.get(int(before.image_ids[i]))) is not None
-        for when, dataset, place in (("before", before, i), ("after", after, j))
-    ][:8]
+    changed = {name for repair in report.repairs for name in repair.examples}
+    pairs = list[tuple[str, CocoDataset, int]]()
+    for i, number in enumerate(before.image_ids.tolist()):
+        name = escape_controls(before.file_name(i))
+        if name in changed and number in places:
+            heading = textwrap.shorten(name, 30)
+            pairs += (f"{heading}, before", before, i), (f"{heading}, after", after, places[number])
     serious = [one for one in report.problems if not one.effect.startswith("note")]
     serious.sort(key=lambda one: -one.count)
     found = ", ".join(f"{one.count:,} x {one.kind}" for one in serious[:3]) or "every image can be used"
@@ -149,13 +172,11 @@ def write_check(
         "<h2>What was found</h2>", _tabulate_problems(report.problems),
     ]  # fmt: skip
     if pairs:
-        parts.append(show_chart(draw_annotations(images, pairs, title="Before and after the repair", columns=2)))
+        parts.append(show_chart(draw_annotations(images, pairs[:8], title="Before and after the repair", columns=2)))
     if worst:
         parts.append(show_chart(draw_annotations(images, worst, title="The images to look at first")))
     parts.append(show_chart(plot_statistics(report.statistics)))
-    with explain_write(path.parent):
-        write_file(path, build_page(_CHECK, "\n".join(parts), style=WIDE).encode())
-    return path
+    return _write_page(Path(path), _CHECK, parts)
 
 
 def _tabulate_problems(problems: Sequence[Problem]) -> str:
@@ -175,24 +196,22 @@ def check_receipt_folder(folder: str | Path) -> None:
     Raises:
         ColabUtilsError: ``index.html`` is there and is no receipt.
     """
-    page = Path(folder) / "index.html"
-    if not _is_free(page, _TITLE):
+    _refuse_other(Path(folder) / "index.html", _TITLE)
+
+
+def _refuse_other(page: Path, title: str) -> None:
+    if page.exists() and not (page.is_file() and f"<title>{title}</title>" in page.read_text(errors="replace")):
         raise ColabUtilsError(
-            f"expected a new folder or one with an earlier receipt, found another index.html in {folder}. Name another "
-            "folder: nothing of yours is overwritten."
+            f"expected a new file or an earlier page of this kind, found something else at {page}. Name another: "
+            "nothing of yours is overwritten."
         )
 
 
-def _refuse_other(path: Path, title: str, what: str) -> None:
-    if not _is_free(path, title):
-        raise ColabUtilsError(
-            f"expected a new file or an earlier {what}, found something else at {path}. Name another."
-        )
-
-
-def _is_free(page: Path, title: str) -> bool:
-    """Whether nothing is lost where a page with this title is written."""
-    return not page.exists() or (page.is_file() and f"<title>{title}</title>" in page.read_text(errors="replace"))
+def _write_page(page: Path, title: str, parts: Sequence[str]) -> Path:
+    _refuse_other(page, title)
+    with explain_write(page.parent):
+        write_file(page, build_page(title, parts))
+    return page
 
 
 def tabulate_comparison(content: Mapping[str, Any]) -> Table:
@@ -202,7 +221,7 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
         def scale(key: str, factor: float = 1.0) -> float | None:
             return None if row[key] is None else round(row[key] * factor, 1)
 
-        hours = _COCO_IMAGES / 3.6e6
+        hours = comparison_charts.COCO_IMAGES / 3.6e6
         return {
             "": row["title"],
             "images/s": scale("images_per_second"),

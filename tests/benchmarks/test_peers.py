@@ -9,10 +9,12 @@ import pytest
 from benchmarks.compare import main
 from benchmarks.peers import PEERS
 from colab_utils.comparison.compare import compare
+from colab_utils.diagnosis.timing import EmulatedStep
 
 MODULES = {"webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "streaming", "tf_data": "tensorflow"}
 QUICK = {
-    "drive_profile": "none", "step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "timeline_s": 0.1,
+    "drive_profile": "none", "step": EmulatedStep(2), "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1,
+    "timeline_s": 0.1,
 }  # fmt: skip
 
 

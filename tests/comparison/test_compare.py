@@ -23,13 +23,14 @@ from colab_utils.comparison.compare import compare
 from colab_utils.comparison.equality import describe_difference, find_difference
 from colab_utils.comparison.prepared import PreparedData
 from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, Setting, Strategy, deliver
-from colab_utils.diagnosis.timing import BatchTimes
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep
 from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import CocoFolder
+from colab_utils.sample_data import make_dataset
 
 QUICK = {
-    "step_ms": 2, "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "drive_profile": "fast",
+    "step": EmulatedStep(2), "batch_size": 2, "batches": 2, "repeats": 1, "workers": 1, "drive_profile": "fast",
     "timeline_s": 0.1,
 }  # fmt: skip
 SLOW = DriveProfile("slow", open_s=0.02, bytes_per_s=50e6, source="made up for the test")
@@ -51,8 +52,7 @@ def race(tiny_dataset, tmp_path):
 @pytest.fixture
 def prepare(tiny_dataset, tmp_path):
     def make(images=tiny_dataset.images, annotations=tiny_dataset.annotations, **settings):
-        settings = {"profile": None, "count": 12, "min_size": 800, "max_size": 1333} | settings
-        return PreparedData(images, annotations, tmp_path / "work", **settings)
+        return PreparedData(images, annotations, tmp_path / "work", **{"profile": None, "count": 12} | settings)
 
     return make
 
@@ -190,15 +190,16 @@ def test_more_memory_than_there_is_is_refused(race, monkeypatch):
 # --------------------------------------------------------------------------------------------- prepared data
 
 
-def test_shrunk_images_are_compared_at_their_stored_size(coco_mini, prepare):
-    prepared = prepare(coco_mini.images, coco_mini.annotations, count=10, min_size=300, max_size=500)
+def test_shrunk_images_are_compared_at_their_stored_size(prepare, tmp_path):
+    photos = make_dataset(tmp_path / "photos", n=6, width=1600, height=1300, objects=(1, 4), workers=1)
+    prepared = prepare(photos.images, photos.annotations)
     for name in ("dataloader_on_ssd", "saved_tensors", "memory_mapped", "shards_on_drive", "shards_on_ssd", "packed"):
         loader = STRATEGIES[name].open(Setting(prepared, None, 4, 0, "cpu"))
         batches = [deliver(batch, "cpu") for batch in islice(loader, 3)]
         loader.close()
         assert find_difference(batches, prepared.reference) == "", name
         shorter = max(min(image.shape[1:]) for images, _ in batches for image in images)
-        assert (shorter == 300) == (name != "dataloader_on_ssd"), name
+        assert (shorter == 800) == (name != "dataloader_on_ssd"), name
 
 
 def test_a_bad_image_is_left_out(race, tiny_dataset, tmp_path):
@@ -357,14 +358,14 @@ def test_without_shards_the_loose_files_are_still_compared(race, tmp_path):
 def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(race, tiny_dataset, tmp_path, monkeypatch):
     images = tmp_path / "images"
     shutil.copytree(tiny_dataset.images, images)
-    run = comparing._Runner.run_cold
+    run = comparing._Row.run_cold
 
-    def lose(self, row):
-        if row.strategy.name == "sequential":
+    def lose(self):
+        if self.strategy.name == "sequential":
             images.rename(tmp_path / "lost")
-        run(self, row)
+        run(self)
 
-    monkeypatch.setattr(comparing._Runner, "run_cold", lose)
+    monkeypatch.setattr(comparing._Row, "run_cold", lose)
     samples = []
     other = dataclasses.replace(fake("other"), open=lambda setting: samples[0])
     reference = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
@@ -379,14 +380,14 @@ def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(race, tiny_datas
 @pytest.fixture
 def watch_timing(monkeypatch):
     """Call ``watch(name)`` each time that a strategy is about to be timed warm."""
-    run = comparing._Runner.run_warm
+    run = comparing._Row.run_warm
 
     def install(watch):
-        def run_warm(self, row):
-            watch(row.strategy.name)
-            run(self, row)
+        def run_warm(self):
+            watch(self.strategy.name)
+            run(self)
 
-        monkeypatch.setattr(comparing._Runner, "run_warm", run_warm)
+        monkeypatch.setattr(comparing._Row, "run_warm", run_warm)
 
     return install
 
@@ -433,7 +434,7 @@ def test_bad_settings_are_refused(tiny_dataset, tmp_path, settings, words):
 
 def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prepare):
     (tmp_path / "empty.json").write_text('{"images": [], "annotations": [], "categories": []}')
-    with pytest.raises(ColabUtilsError, match=r"expected images in .*empty.json, found none: name"):
+    with pytest.raises(ColabUtilsError, match=r"expected usable images in .*empty.json names none"):
         prepare(annotations=tmp_path / "empty.json")
     (tmp_path / "images").mkdir()  # of another dataset
     with pytest.raises(ColabUtilsError, match=r"expected usable images in .*, found none\. The first: .*Run check"):
@@ -460,8 +461,10 @@ def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, worker
 
     prepared = Prepared()
     prepared.total = total
-    row = comparing._Row(fake("any", keeps=keeps), difference="", opened_s=opened_s, cold=cold, times=[cold])
-    return comparing._summarise(row, Setting(prepared, None, 4, workers, "cpu"))
+    setting = Setting(prepared, None, 4, workers, "cpu")
+    row = comparing._Row(fake("any", keeps=keeps), setting, EmulatedStep(100), 4, 1)
+    row.difference, row.opened_s, row.cold, row.times = "", opened_s, cold, [cold]
+    return row.summarise()
 
 
 def test_a_start_is_no_cost_of_an_image():

@@ -288,7 +288,7 @@ def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path, kind):
     for _ in range(2):
         next(batches)
     assert watched.skipped
-    assert all(not stacks.read_ending(pid) for pid in watched._monitor.list_samples())
+    assert all(not stacks.read_ending(pid) for pid in watched._record.monitor.list_samples())
     batches.close()
 
 
@@ -431,7 +431,7 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
         path.write_text("7" + " " * 99_999)
     watched = watch(_KINDS["torch"](dataset, batch_size=2), timeout_s=20)
     list(watched)
-    times = watched._monitor.read_times()
+    times = watched._record.monitor.read_times()
     assert times.samples == 8
     assert times.bytes_read == pytest.approx(800_000, rel=0.05)
     assert times.wall_s > 0

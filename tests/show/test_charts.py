@@ -9,7 +9,7 @@ from matplotlib.text import Text
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import charts
 from colab_utils.show.charts import plot_bars
-from colab_utils.show.pictures import draw_pairs
+from colab_utils.show.pictures import draw_pair
 
 
 def read_bars(figure):
@@ -112,17 +112,6 @@ def test_no_text_is_struck_through_or_cut(top):
     assert [*find_crossings(figure)] == []
 
 
-def test_a_guess_stands_under_its_bar():
-    figure = plot_bars({"waits": 96.0}, title="T", unit="%", guess=50)
-    assert read_texts(figure) == ["96", "your guess: 50"]
-    (marker,) = figure.axes[0].lines
-    assert (marker.get_xdata(), marker.get_ydata()) == ([50], [0.43])
-    figure = plot_bars({"a": 2.0, "b": 3.0}, title="T", unit="s", guess={"a": 40})
-    assert read_texts(figure) == ["2", "your guess: 40", "3"]
-    assert figure.axes[0].get_xlim()[1] > 40
-    assert [*find_crossings(figure)] == []
-
-
 def test_what_is_far_apart_becomes_points_on_a_logarithmic_axis():
     values = {"loose files on Drive": 606.0, "shards on Drive": 8.0, "shards on SSD": 0.03}
     figure = plot_bars(values, title="T", unit="ms", log=True, notes={"shards on SSD": "from memory"})
@@ -158,13 +147,13 @@ def make_odd_figures():
         title=NAMES[2],
         unit=NAMES[2],
         notes=dict.fromkeys(NAMES, NAMES[2]),
-        highlight=NAMES[0],
+        highlight=NAMES[:1],
         limit=(2, NAMES[2]),
     )
     yield charts.plot_first_seconds({name: [(0.0, 1.0)] for name in NAMES}, title=NAMES[2])
     target = {"boxes": np.array([[2, 2, 6, 6]] * 4), "labels": np.arange(4), "masks": np.ones((4, 8, 8), np.uint8)}
     sample = (np.zeros((3, 8, 8), np.uint8), target)
-    yield draw_pairs([sample], [sample], class_names=dict(enumerate(NAMES)), titles=(NAMES[0], NAMES[2]))
+    yield draw_pair(sample, sample, class_names=dict(enumerate(NAMES)))
 
 
 def test_names_in_figures_are_shown_as_they_are():

@@ -20,7 +20,7 @@ from colab_utils.show.comparison_charts import (
     summarise_receipt,
 )
 
-STEPS = ["plain loop", "+ a thread ahead", "+ 2 workers", "+ shards on the SSD", "+ make_loader"]
+STEPS = ["plain loop", "+ thread ahead", "+ 2 workers", "+ shards on SSD", "+ make_loader"]
 
 
 def read_bars(figure):
@@ -161,12 +161,13 @@ def test_when_it_is_paid_back(make_timing, make_comparison, rate, once_ms, paid)
     assert not any(word in title for word in ("never", " 0 ", "minutes"))
 
 
-def test_a_first_epoch_and_other_sessions_count(make_timing, make_comparison):
-    row = make_timing("dataloader", images_per_second=10.0, cold_ms_per_image=300.0, session_ms_per_image=50.0)
-    figure = plot_epochs(make_comparison(row), images=3_600_000, epochs_a_session=2, sessions=2)
+def test_a_first_epoch_and_copies_count(make_timing, make_comparison):
+    costs = {"once_ms_per_image": 200.0, "session_ms_per_image": 50.0, "cold_ms_per_image": 300.0}
+    figure = plot_epochs(make_comparison(make_timing("dataloader", images_per_second=10.0, **costs)))
     (line,) = (line for line in figure.axes[0].get_lines() if len(line.get_xdata()) > 2)
-    assert list(line.get_xdata()) == [0, 0, 1, 2, 2, 3, 4]
-    assert list(line.get_ydata()) == pytest.approx([0, 50, 350, 450, 500, 800, 900])
+    assert list(line.get_xdata()) == [0, 0, 1, 3, 3, 4, 6, 6, 7, 9]
+    ms = [200, 250, 550, 750, 800, 1100, 1300, 1350, 1650, 1850]
+    assert list(line.get_ydata()) == pytest.approx([one * 118_287 / 3.6e6 for one in ms])
 
 
 # --------------------------------------------------------------------------------------------- many receipts

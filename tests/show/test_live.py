@@ -1,4 +1,4 @@
-"""The animation and the sliders: what they show is what was simulated, wherever they are opened."""
+"""What moves: the animation and the sliders show what was simulated, and the monitor what was trained."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.animation import animate_simulation, explore_simulation
+from colab_utils.show import live
+from colab_utils.show.live import LiveMonitor, animate_simulation, draw_run, explore_simulation
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -44,10 +46,6 @@ def test_the_animation_carries_every_span(stalled):
 def test_the_title_is_the_finding_of_what_is_shown(stalled):
     title = "98 batches in 30 s: with 7 workers the model waits 67% of the time"
     assert read_title(animate_simulation(stalled)) == title
-    assert "1 batches in 2.1 s: with 7 workers the model waits 95%" in read_title(
-        animate_simulation(stalled, seconds=2.1)
-    )  # all wait for the first batch
-    assert "waits 67%" in read_title(animate_simulation(stalled, seconds=1e9))  # no more than there is
     alone = animate_simulation(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=4))
     assert read_title(alone) == "10 batches in 4 s: with 0 workers the model waits 75% of the time"
     assert 'class="place"' not in alone.data
@@ -63,6 +61,8 @@ def test_a_long_simulation_stays_small():
     animation = animate_simulation(crowd)
     data = read_data(animation)
     assert len(data["steps"][0]) == 1500
+    done = sum(end <= data["seconds"] for end in data["steps"][2])
+    assert read_title(animation).startswith(f"{done:,} batches in {data['seconds']:.3g} s")  # of what is shown
     assert len(animation.data) < 150_000
     assert animation.data.count('class="load"') == 16
     assert "16 of 40 at work" in animation.data
@@ -76,17 +76,16 @@ def test_no_batch_at_all_is_drawn():
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "speed",
     [
-        {"seconds": 0},  # nothing to see
-        {"seconds": float("nan")},  # no number
-        {"speed": 0},  # it would never move
-        {"speed": float("inf")},  # it would be over
+        0,  # it would never move
+        float("nan"),  # no number
+        float("inf"),  # it would be over
     ],
 )
-def test_impossible_animations_are_refused(stalled, settings):
-    with pytest.raises(ColabUtilsError, match=r"expected seconds and speed .* found"):
-        animate_simulation(stalled, **settings)
+def test_impossible_speeds_are_refused(stalled, speed):
+    with pytest.raises(ColabUtilsError, match=r"expected speed over 0, found"):
+        animate_simulation(stalled, speed=speed)
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium is installed")
@@ -120,7 +119,7 @@ def test_a_browser_counts_as_the_simulation_does(stalled, tmp_path):
 
 
 def test_the_sliders_start_where_they_are_told_and_say_so():
-    *sliders, _, _ = explore_simulation(workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12).children
+    *sliders, _ = explore_simulation(workers=3, load_s=0.03, step_s=70, load_cv=0.5, prefetch=12).children
     assert [slider.value for slider in sliders] == [3, pytest.approx(0.03), 0.5, pytest.approx(70), 12]
     assert all(slider.continuous_update is False for slider in sliders)
     assert sliders[1].description == "loading a batch, seconds (yours: 0.03)"
@@ -138,25 +137,6 @@ def test_a_slider_redraws_the_chart_and_the_sentence():
     assert view.value.partition("<img")[0] == before.partition("<img")[0]
 
 
-def test_the_buttons_show_known_cases_and_go_back():
-    *sliders, buttons, view = explore_simulation(workers=0, load_s=30, step_s=9, load_cv=0).children
-    named, mine, drawn = {button.description: button for button in buttons.children}, view.value, []
-    view.observe(drawn.append, "value")
-    for batches in (98, 275, 295):
-        named[f"{batches} batches"].click()
-        counted = int(re.search(r"<p [^>]*>(\d+) batches in 30 s with 7 workers", view.value)[1])
-        assert abs(counted - batches) <= 1  # equal times give 296
-    named["T4, bad day"].click()
-    assert "with 2 workers: the step worked" in view.value
-    assert "waited 4" in view.value
-    named["back to mine"].click()
-    assert view.value.partition("<img")[0] == mine.partition("<img")[0]
-    assert [slider.value for slider in sliders] == [0, 30, 0, 9, 2]
-    assert len(drawn) == 5  # a drawing for each click
-    sliders[0].value = 1
-    assert len(drawn) == 6
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -167,3 +147,89 @@ def test_the_buttons_show_known_cases_and_go_back():
 def test_impossible_sliders_are_refused(settings, words):
     with pytest.raises(ColabUtilsError, match=words):
         explore_simulation(**settings)
+
+
+# --- the monitor of a training run
+
+
+def make_line(step, *, steps=1000, loss=1.0, gpu=None, ap=None):
+    return SimpleNamespace(
+        step=step, steps=steps, loss=loss, images_per_second=5.0, wait_share=0.02, gpu_bytes=gpu, ap=ap, ap_step=step
+    )
+
+
+def test_every_figure_is_shown():
+    lines = [make_line(n, loss=4 / n, gpu=9_000_000_000) for n in range(1, 40)]
+    page = draw_run(lines, plan="a model <b>")
+    text = re.sub("<[^>]*>", " ", page)
+    for part in ("a model &lt;b&gt;", "step 39 of 1,000", "loss", "0.105", "images/s", "5.0", "waits for data", "2%",
+                 "GPU memory", "9.0 GB"):  # fmt: skip
+        assert part in text, part
+    assert page.count("<polyline") == 4
+    assert '<progress value="39" max="1000"' in page
+
+
+def test_a_long_run_stays_small():
+    few, many = (draw_run([make_line(n) for n in range(count)]) for count in (200, 20_000))
+    assert len(many) < 1.5 * len(few)
+
+
+def test_without_a_gpu_there_is_no_such_panel_and_an_evaluation_is_said():
+    page = draw_run([make_line(1), make_line(156, ap=SimpleNamespace(bbox=0.3049, segm=0.008)), make_line(160)])
+    assert page.count("<polyline") == 3
+    assert "after step 156: masks 1% of perfect, boxes 30% (average precision)" in page
+
+
+def test_text_has_the_pages_colour_and_curves_stand_on_a_zero():
+    page = draw_run([make_line(n) for n in (1, 2, 3)], plan="a plan")
+    assert set(re.findall(r"[^-]color:([^;\"]*)", page)) == {"inherit"}
+    assert set(re.findall('fill="([^"]*)"', page)) == {"currentColor", "none"}
+    assert re.findall("<text[^>]*>(.*?)</text>", page) == ["0", "0", "0"]
+
+
+@pytest.mark.parametrize("page", [(255, 255, 255), (56, 56, 56), (17, 17, 17)])  # white, Colab's dark, JupyterLab's
+def test_curves_are_seen_on_light_and_dark(page):
+    def light(*colour):
+        parts = (c / 255 / 12.92 if c < 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour)
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)) + 0.05
+
+    strokes = set(re.findall('stroke="(#[^"]*)"', draw_run([make_line(1, gpu=1)])))
+    assert len(strokes) == 2
+    for stroke in strokes:
+        pair = sorted((light(*bytes.fromhex(stroke[1:])), light(*page)))
+        assert pair[1] / pair[0] >= 3  # what WCAG asks of graphics
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_draws(loss):
+    assert "<polyline" in draw_run([make_line(1), make_line(2, loss=loss)])
+
+
+def test_in_a_notebook_one_picture_a_run_is_redrawn_and_not_too_often(monkeypatch):
+    pictures, clock = [], [0.0]
+
+    def display(page, *, display_id):
+        assert display_id is True
+        pictures.append([page.data])
+        return SimpleNamespace(update=lambda page: pictures[-1].append(page.data))
+
+    monkeypatch.setattr(live, "is_notebook", lambda: True)
+    monkeypatch.setattr(live, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("IPython.display.display", display)
+    monitor = LiveMonitor()
+    for _ in range(2):  # a second run begins with its plan
+        monitor("a plan")
+        for step in range(1, 11):
+            clock[0] += 0.3
+            monitor(make_line(step, steps=10))
+    assert len(pictures) == 2
+    for drawn in pictures:
+        assert "step 1 of 10" in drawn[1]
+        assert drawn[1].count(",") < drawn[-1].count(",")  # of the points, which begin anew with each run
+        assert 4 <= len(drawn) <= 7
+        assert "step 10 of 10" in drawn[-1]  # the end is always drawn
+
+
+def test_elsewhere_lines_are_printed(capsys):
+    LiveMonitor()("a line")
+    assert capsys.readouterr().out == "a line\n"

@@ -1,27 +1,30 @@
-"""The simulated loader to watch and to touch: an animation that plays anywhere, and sliders beside its chart."""
+"""What moves in a notebook: the simulated loader, to watch and to touch, and a training run while it goes on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+from collections.abc import Sequence
+from html import escape
+from statistics import fmean
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
 from colab_utils.diagnosis.simulator import Simulation, Trace, simulate
 from colab_utils.errors import ColabUtilsError
+from colab_utils.runtime import format_bytes, is_notebook
 from colab_utils.show.charts import plot_first_seconds
-from colab_utils.show.html import embed_figure
+from colab_utils.show.pictures import PALETTE, embed_figure
 
-__all__ = ["animate_simulation", "explore_simulation"]
+__all__ = ["LiveMonitor", "animate_simulation", "draw_run", "explore_simulation"]
 
+_DRAWING_S = 1.0  # between two drawings of a run; one takes about a millisecond
+_WIDTH, _HEIGHT = 240, 84  # of a curve, px
+_GREEN, _RED = PALETTE[2], PALETTE[3]  # which show on white and on Colab's dark grey
 _CHART_STEPS, _MAX_STEPS, _MAX_BOXES = 25, 1500, 16  # more would be too small to see, and heavy
-
-_PRESETS = {  # of the sliders, from the first to the last; seed 4 gives so many
-    "98 batches": (7, 2.0, 0.0, 0.1, 2), "275 batches": (7, 0.7, 0.22, 0.1, 2), "295 batches": (7, 0.35, 0.0, 0.1, 2),
-    "T4, bad day": (2, 2.45, 0.45, 0.7, 2),
-}  # fmt: skip
 
 # Text has the page's own colour, so that it can be read on dark and on light; the fillings are PALETTE's, half clear.
 _STYLE = """
@@ -85,23 +88,22 @@ _SCRIPT = """(() => {
 })();"""
 
 
-def animate_simulation(simulation: Simulation, *, seconds: float = math.inf, speed: float = 0.5) -> Any:
+def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     """Show a simulation as it happens: workers fill up, batches queue, the model takes them or waits.
 
     The queue shows the next batches in the order in which the model takes them, the next one on the right: a gap
     there stops the model, however many batches wait behind it. It plays once it is on the screen; where the reader
-    prefers reduced motion it waits for a click.
+    prefers reduced motion it waits for a click. Of a long simulation it shows the first 1,500 steps.
 
     Args:
         simulation: from `simulate`.
-        seconds: how much of it to show, by default all, but never more than 1,500 steps.
         speed: simulated seconds in a second.
 
     Returns:
         An ``IPython.display.HTML``; its ``data`` is all of it, and needs no server and no network.
 
     Raises:
-        ColabUtilsError: ``seconds`` or ``speed`` is not more than 0.
+        ColabUtilsError: ``speed`` is not more than 0.
 
     Example:
         >>> from colab_utils.diagnosis.simulator import simulate
@@ -111,28 +113,26 @@ def animate_simulation(simulation: Simulation, *, seconds: float = math.inf, spe
     """
     from IPython.display import HTML
 
-    if not (seconds > 0 and 0 < speed < math.inf):
-        raise ColabUtilsError(f"expected seconds and speed over 0, found {seconds!r} and {speed!r}: choose others")
-    steps, workers = simulation.steps, simulation.workers
-    shown_s = min(seconds, simulation.seconds, *steps.start_s[_MAX_STEPS : _MAX_STEPS + 1].tolist())
-    shown = steps.start_s < shown_s
-    spans = np.stack(steps[1:], 1)[shown]
-    waits = 1 - float((spans[:, 1].clip(max=shown_s) - spans[:, 0]).sum()) / shown_s
+    if not 0 < speed < math.inf:
+        raise ColabUtilsError(f"expected speed over 0, found {speed!r}: choose another")
+    steps, workers = simulation.steps, max(1, simulation.workers)
+    shown_s = min([simulation.seconds, *steps.start_s[_MAX_STEPS:].tolist()])
+    spans = np.stack(steps[1:], 1)[steps.start_s < shown_s].clip(max=shown_s)
+    waits = 1 - float(np.diff(spans).sum()) / shown_s
     done = int((steps.end_s[: simulation.batches] <= shown_s).sum())
-    crowd = f"{workers} worker{'s' * (workers != 1)}"
+    crowd = f"{simulation.workers} worker{'s' * (simulation.workers != 1)}"
     title = f"{done:,} batches in {shown_s:.3g} s: with {crowd} the model waits {waits:.0%} of the time"
-    places = min(workers * simulation.prefetch, _MAX_BOXES)
     data = json.dumps({
         "seconds": shown_s, "speed": speed,
         "lanes": [_list_spans(lane, shown_s, lane.end_s >= simulation.seconds) for lane in simulation.loads],
-        "steps": _list_spans(steps, shown_s, np.arange(len(shown)) >= simulation.batches),
+        "steps": _list_spans(steps, shown_s, np.arange(len(steps.batch)) >= simulation.batches),
     })  # fmt: skip
     name = hashlib.sha256(data.encode()).hexdigest()[:12]
     path = "".join(f"M{start:.1f} 0H{end:.1f}V26H{start:.1f}" for start, end in (960 / shown_s * spans).tolist())
-    loads = min(len(simulation.loads), _MAX_BOXES)
+    loads, places = (min(n, _MAX_BOXES) for n in (workers, simulation.workers * simulation.prefetch))
     html = f"""<div class="colab-sim" data-sim="{name}"><style>{_STYLE}</style><p><b>{title}</b></p>
 <div>{'<i class="load"></i>' * loads}→{'<i class="place"></i>' * places}→<i class="model"></i></div>
-<small>Left: {loads} of {max(1, workers)} at work on a batch. Middle: batches that are ready, the next one on the right.
+<small>Left: {loads} of {workers} at work on a batch. Middle: batches that are ready, the next one on the right.
 Right: the model. Below: the model's {shown_s:.3g} s; a gap is waiting.</small>
 <svg viewBox="0 0 960 26" preserveAspectRatio="none"><path class="past" fill="#E69F00" d="{path}"/></svg>
 <div><button class="play" type="button">Play</button>
@@ -152,7 +152,7 @@ def explore_simulation(
 ) -> Any:
     """Sliders for what `simulate` takes: each redraws the chart, and says how long the step waits.
 
-    Arguments are those of `simulate`, and where the sliders start; a button goes back to them, others to known cases.
+    Arguments are those of `simulate`, and where the sliders start.
 
     Args:
         workers: worker processes.
@@ -168,7 +168,7 @@ def explore_simulation(
         ColabUtilsError: a time that is not more than 0.
 
     Example:
-        >>> *sliders, buttons, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
+        >>> *sliders, view = explore_simulation(workers=2, load_s=0.4, step_s=0.1, load_cv=0).children
         >>> "the step worked 49% of the time and waited 51%" in view.value
         True
     """
@@ -189,25 +189,15 @@ def explore_simulation(
         "step_s": make(ipywidgets.FloatLogSlider, step_s, "a step, seconds", step=0.02, **decades),
         "prefetch": make(ipywidgets.IntSlider, prefetch, "prefetch, a worker", min=1, max=max(prefetch, 8)),
     }
-    view, buttons = ipywidgets.HTML(), ipywidgets.HBox(layout={"flex_flow": "row wrap"})
+    view = ipywidgets.HTML()
 
     def redraw(_change: Any = None) -> None:
         view.value = _draw_settings(**{key: slider.value for key, slider in sliders.items()})
 
-    def jump(values: tuple[float, ...]) -> None:
-        for slider, value in zip(sliders.values(), values, strict=True):
-            slider.unobserve_all("value")  # one drawing for all of them
-            slider.value = value
-            slider.observe(redraw, "value")
-        redraw()
-
-    mine = tuple(slider.value for slider in sliders.values())
-    for name, values in {"back to mine": mine, **_PRESETS}.items():
-        button = ipywidgets.Button(description=name)
-        button.on_click(lambda _, values=values: jump(values))
-        buttons.children += (button,)
-    jump(mine)
-    return ipywidgets.VBox([*sliders.values(), buttons, view])
+    for slider in sliders.values():
+        slider.observe(redraw, "value")
+    redraw()
+    return ipywidgets.VBox([*sliders.values(), view])
 
 
 def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: Any) -> str:
@@ -221,3 +211,88 @@ def _draw_settings(*, workers: int, load_s: float, step_s: float, **settings: An
     figure.suptitle("")  # the sentence says it
     picture = embed_figure(figure, alt=str(simulation)).replace("<img", '<img style="max-width: 100%"', 1)
     return f'<p style="font-size: 1.2em; font-weight: bold">{simulation}</p>{picture}'
+
+
+class LiveMonitor:
+    """Pass it as ``log`` to ``train``: in a notebook one picture is redrawn in place, elsewhere lines are printed.
+
+    It needs no widgets, so it looks the same in Colab, in Jupyter and on a saved page, and nothing is drawn from a
+    background thread, whose updates Colab does not show.
+
+    Example:
+        >>> LiveMonitor()("step 40/200  loss 1.912")
+        step 40/200  loss 1.912
+    """
+
+    def __init__(self) -> None:
+        self._plan, self._lines = "", list[Any]()
+        self._shown: Any = None  # the picture in the page
+        self._drawn_s = 0.0
+
+    def __call__(self, line: Any) -> None:
+        """Take in a plan or a log line, as ``train`` gives them; with a plan a new run begins, and a new picture."""
+        if not is_notebook():
+            print(line)
+            return
+        if not hasattr(line, "loss"):
+            self._plan, self._lines, self._shown = str(line), [], None
+        else:
+            self._lines.append(line)
+            if len(self._lines) > 1 and line.step < line.steps and monotonic() - self._drawn_s < _DRAWING_S:
+                return
+        from IPython.display import HTML, display
+
+        page = HTML(draw_run(self._lines, plan=self._plan))
+        if self._shown is None:
+            self._shown = display(page, display_id=True)
+        else:
+            self._shown.update(page)
+        self._drawn_s = monotonic()
+
+
+def draw_run(lines: Sequence[Any], *, plan: str = "") -> str:
+    """The run so far as HTML: a curve and the latest figure for each of loss, images a second, waiting and memory.
+
+    Args:
+        lines: log lines of ``train``.
+        plan: its plan, shown above.
+
+    Example:
+        >>> draw_run([], plan="a < b")
+        '<div style="..."><p style="...">a &lt; b</p></div>'
+    """
+    parts = [f'<p style="margin:.2em 0;opacity:.7">{escape(plan)}</p>'] if plan else []
+    if lines:
+        last = lines[-1]
+        parts += [
+            f'<progress value="{last.step}" max="{last.steps}" style="width:100%"></progress>',
+            f'<p style="margin:.2em 0">step {last.step:,} of {last.steps:,}</p>',
+            '<div style="display:flex;flex-wrap:wrap;gap:1.2em">',
+            _draw_curve("loss", [line.loss for line in lines], f"{fmean(line.loss for line in lines[-3:]):.3f}"),
+            _draw_curve("images/s", [line.images_per_second for line in lines], f"{last.images_per_second:.1f}"),
+            _draw_curve("waits for data", [line.wait_share for line in lines], f"{last.wait_share:.0%}", _RED, top=1.0),
+        ]
+        if last.gpu_bytes:
+            held = [float(line.gpu_bytes or 0) for line in lines]
+            parts.append(_draw_curve("GPU memory", held, format_bytes(last.gpu_bytes)))
+        parts.append("</div>")
+        for evaluated in [line for line in lines if line.ap][-1:]:
+            found = f"masks {evaluated.ap.segm:.0%} of perfect, boxes {evaluated.ap.bbox:.0%} (average precision)"
+            parts.append(f'<p style="margin:.4em 0">after step {evaluated.ap_step:,}: {found}</p>')
+    return f'<div style="color:inherit;font:15px/1.4 system-ui,sans-serif;max-width:72rem">{"".join(parts)}</div>'
+
+
+def _draw_curve(name: str, values: Sequence[float], text: str, colour: str = _GREEN, top: float = 0.0) -> str:
+    """A figure in large type, and its curve from 0 to ``top`` or the highest value; text has the page's colour."""
+    each = -(-len(values) // _WIDTH)  # values that share a pixel
+    shown = [value if math.isfinite(value) else 0.0 for value in values[(len(values) - 1) % each :: each]]
+    top, across = top or max([*shown, 1e-9]), (_WIDTH - 14) / max(1, len(shown) - 1)
+    points = " ".join(f"{14 + n * across:.1f},{_HEIGHT - 2 - 78 * value / top:.1f}" for n, value in enumerate(shown))
+    return (
+        f'<div><div style="opacity:.7">{name}</div>'
+        f'<div style="font-size:26px;font-weight:600">{text}</div>'
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{name}: {text}">'
+        f'<path d="M0 {_HEIGHT - 2}H{_WIDTH}" stroke="currentColor" stroke-opacity=".4"/>'
+        f'<text y="{_HEIGHT - 5}" font-size="13" fill="currentColor">0</text>'
+        f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/></svg></div>'
+    )
