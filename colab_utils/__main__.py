@@ -292,7 +292,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("train", "--augment", {"choices": ("none", "flip", "multiscale")}, "how images are varied (flip)"),
     ("train", "--norms", {"choices": ("frozen", "trained")}, "batch norms of pretrained weights (frozen)"),
     ("train", "--ema", _NUMBER, "decay: average the weights, say 0.999, and evaluate those"),
-    ("train", "--compile", {"action": "store_true"}, "compile the network first, for minutes (not tried on a GPU yet)"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),
     ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
     ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one a minute, and at an epoch's end)"),

@@ -278,7 +278,7 @@ def read_run(path: str | Path) -> dict[str, float]:
     Example:
         >>> read_run("no/such/before.json")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected the JSON of an earlier run at no/such/before.json, found none. ...
+        colab_utils.errors.ColabUtilsError: expected the JSON of an earlier run at no/such/before.json, found none: ...
     """
     try:
         run = json.loads(Path(path).read_text(encoding="utf-8"))

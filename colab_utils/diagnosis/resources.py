@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 @dataclass(frozen=True)
 class Resources:
     """What a loader used. Memory is PSS (proportional set size), which counts pages that processes share once; in the
-    first minute of `watch`, each process counts whole what it shares with the one that forked it.
+    first 100 seconds of `watch`, each process counts whole what it shares with the one that forked it.
     """
 
     main_mb: float

@@ -122,7 +122,7 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
-    restarts = isinstance(loader, Loader) and loader.workers > 0 and loader.backend != "threads"
+    restarts = isinstance(loader, Loader) and loader.workers > 0
     if on_stall in ("skip", "restart") and not restarts:
         found = f"found {type(loader).__name__} without: use on_stall='report' or 'raise'"
         raise ColabUtilsError(f"expected worker processes of make_loader for on_stall={on_stall!r}, {found}")
@@ -140,7 +140,7 @@ class WatchedLoader:
     """
 
     def __init__(
-        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 60
+        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 100
     ) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
         self._record = LoopRecord(loader, pss_s)

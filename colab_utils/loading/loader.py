@@ -95,13 +95,11 @@ def make_loader(
             contract.
         batch_size: images in a batch; the last batch of an epoch may hold fewer.
         device: where the batches are delivered.
-        workers: worker processes or threads. 0 loads in this process, when a batch is asked for. "auto" tries what
-            this machine can do (``tune_workers``: at most five short trials), never more than its cores; for under 64
-            batches an epoch, or shards that still arrive, it is one process a core, at most 4.
-        backend: "processes"; "loader_process" for one loader process with threads; "threads" for threads here, for
-            images that need no decoding; where your own dataset or transforms may draw random numbers, they run in
-            a loader process instead, one sample at a time: your training draws from the same generators. "auto" is
-            what was tuned, or processes.
+        workers: how many. 0 loads in this process, when a batch is asked for. "auto" tries what this machine can do
+            (``tune_workers``: at most four short trials), never more than its cores; for under 64 batches an epoch,
+            or shards that still arrive, it is one process a core, at most 4.
+        backend: "processes"; or "loader_process" for one loader process with threads, where your own dataset or
+            transforms, which may draw random numbers, run one sample at a time. "auto" is what was tuned, or processes.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
@@ -145,12 +143,11 @@ def make_loader(
     flip = _find_flip(transforms) if dense else 0.0
     fetcher = Fetcher(dataset, dense=dense, flip=flip)
     is_shared = sampler is None and group.is_available() and group.is_initialized()
-    kind: Backend = "processes" if backend == "auto" else backend
     settings = LoaderSettings(
         batch_size=batch_size, device=torch_device, deliver=deliver, image_dtype=image_dtype, seed=seed,
         prefetch=prefetch, workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad,
         rank=group.get_rank() if is_shared else 0, ranks=group.get_world_size() if is_shared else 1,
-        backend="loader_process" if kind == "threads" and fetcher.may_draw else kind,
+        backend="processes" if backend == "auto" else backend,
         transforms=None if flip else transforms,
     )  # fmt: skip
     order = BatchSampler(

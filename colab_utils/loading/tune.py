@@ -1,4 +1,4 @@
-"""How many workers, of which kind: by at most five short trials of the real loader, while a step takes its core."""
+"""How many workers, of which kind: by at most four short trials of the real loader, while a step takes its core."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def tune_workers(fetcher: Fetcher, *, batch_size: int, backend: Backend | None =
     began_s, order = perf_counter(), list(BatchSampler(len(fetcher), batch_size, 0, sizes=fetcher.sizes))
     batch_bytes, waits = _measure_batch(fetcher, order)
     most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
-    settings = [setting for setting in _list_settings(fetcher, backend) if setting[1] <= most] or [("threads", 0)]
+    settings = [setting for setting in _list_settings(fetcher, backend) if setting[1] <= most] or [("processes", 0)]
     if waits:
         return Tuning(Trial(*max(settings, key=lambda setting: setting[1]), 0.0), (), perf_counter() - began_s)
     trials = []
@@ -124,8 +124,6 @@ def _list_settings(fetcher: Fetcher, backend: Backend | None) -> list[tuple[Back
     ]
     if backend is None and fetcher.writes_itself and cores > 1:
         settings.append(("loader_process", cores))
-    if backend is None and fetcher.is_decoded:
-        settings.append(("threads", cores))
     return settings
 
 

@@ -85,9 +85,6 @@ def test_kinds_that_cannot_gain_are_not_tried(many, monkeypatch, cores):
     compressed = {"processes", "loader_process"} if cores > 1 else {"processes"}
     assert list_kinds(Fetcher(many)) == compressed
     assert list_kinds(Fetcher(Small())) == {"processes"}  # Python code: one lock
-    many.dataset.is_decoded = True
-    assert list_kinds(Fetcher(many)) == {*compressed, "threads"}
-    assert list_kinds(Fetcher(many), "threads") == {"threads"}
 
 
 def test_the_smallest_of_the_fastest_is_picked():
