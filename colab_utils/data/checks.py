@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -201,21 +201,12 @@ def inspect_images(
         raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
     starts, settings = range(0, len(dataset), _CHUNK), (images, dataset, headers, deep)
     workers = max(1, min(count_cores(), len(starts)))
-    try:
-        with (
-            show_progress("check", total=len(dataset), unit="image") as bar,
-            fork_pool(workers, _share, settings) as pool,
-        ):
-            findings = list[Findings]()
-            for found in pool.map(_inspect_chunk, starts):
-                findings += found
-                bar.update(len(found))
-            return findings
-    except BrokenExecutor:
-        raise ColabUtilsError(
-            "expected every process to finish, found one that the system ended, most often for want of memory. "
-            "Close what else runs here, and run check again."
-        ) from None
+    with show_progress("check", total=len(dataset), unit="image") as bar, fork_pool(workers, _share, settings) as pool:
+        findings = list[Findings]()
+        for found in pool.map(_inspect_chunk, starts):
+            findings += found
+            bar.update(len(found))
+        return findings
 
 
 def _share(settings: tuple[Path, CocoDataset, Sequence[Header], bool]) -> None:

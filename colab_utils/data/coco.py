@@ -297,9 +297,13 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     """As `read_coco`, for those who read the images: each annotation must be of one image and one category.
 
     Raises:
-        ColabUtilsError: as `read_coco`; or images have the same id, or annotations are of unknown images or categories.
+        ColabUtilsError: as `read_coco`; or there is no image folder, images have the same id, or annotations are of
+            unknown images or categories.
         DriveLostError: Drive went away.
     """
+    with guard_drive(images):
+        if not Path(images).is_dir():
+            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
     dataset, cure = read_coco(annotations), "which lists them and can write a repaired file (--repair OUT.json)"
     if dataset.repeated_ids.size:
         raise ColabUtilsError(
