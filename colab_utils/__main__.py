@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -156,11 +156,8 @@ def _diagnose(
         dataset = colab_utils.CocoFolder(images, annotations)
     else:
         raise ColabUtilsError("expected --images and --annotations, or --shards alone, found others. See --help.")
-    loader = colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
-    try:
+    with closing(colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)) as loader:
         found = colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
-    finally:
-        loader.close()
     if before is None:
         return found
     now = {"images_per_second": found.images_per_second, "wait_share": found.stall_share, "error": found.error}
@@ -173,9 +170,8 @@ def _preprocess(
 ) -> Any:  # fmt: skip
     from colab_utils.shards.write import find_recipe
 
-    begun = None if plan else find_recipe(shards)
-    if begun is not None:  # what is not asked for stays as it was begun
-        storage = begun["storage"] if storage == "auto" else storage
+    if storage == "auto" and (begun := find_recipe(shards)):
+        storage = begun["storage"]  # what is not asked for stays as it was begun
     if plan or storage == "auto":
         from colab_utils.shards.plan import plan_shards
         from colab_utils.show.table import make_table
@@ -321,9 +317,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, (run, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
         command.set_defaults(run=run)
-        command.add_argument(
-            "--json", metavar="FILE", default="", help="write the result as JSON (- for standard output)"
-        )
+        command.add_argument("--json", metavar="FILE", default="", help="write the result as JSON (-: standard output)")
         for names, flag, kind, meaning in _OPTIONS:
             if name in names.split():
                 command.add_argument(flag, **kind, help=meaning)

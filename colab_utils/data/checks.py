@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, read_coco
-from colab_utils.data.defects import Findings, check_image, read_header
-from colab_utils.data.statistics import RARE, DatasetStatistics, measure_dataset
+from colab_utils.data.defects import MODEL_SIZES, Findings, Header, check_image, find_scale, read_header
 from colab_utils.drive import Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.runtime import count_cores, fork_pool, pop_done, show_progress
+from colab_utils.runtime import count_cores, fork_pool, show_progress
 
 __all__ = [
-    "EXAMPLES", "DatasetReport", "Problem", "WorstImage", "check_dataset", "inspect_images", "sum_up",
+    "EXAMPLES", "ClassCount", "DatasetReport", "DatasetStatistics", "Problem", "WorstImage", "check_dataset",
+    "inspect_images", "sum_up",
 ]  # fmt: skip
 
 EXAMPLES = 5  # of each kind
@@ -31,10 +33,15 @@ _CHUNK = 16  # images that a process takes at a time
 _STREAMS = 8  # on Drive each file costs its latency: each process waits for several at once
 _shared: Any = None  # in a worker process
 _MANY_CROWDS = 0.1  # of the objects: COCO has 1 %
+_RARE = 10  # objects, below which a class is not learnt
+_SMALL, _MEDIUM = 32**2, 96**2  # COCO's limits, in pixels of the mask
+_SIZES = {"small, under 32² px": _SMALL, "medium": _MEDIUM, "large, over 96² px": np.inf}
+_RATIOS = {"under 1:3": 1 / 3, "1:3 to 2:3": 2 / 3, "2:3 to 3:2": 1.5, "3:2 to 3:1": 3, "over 3:1": np.inf}
+_COUNTS = {"0": 1, "1": 2, "2 to 4": 5, "5 to 9": 10, "10 to 19": 20, "20 and more": np.inf}
 
 # what each kind of defect does to preprocessing and training; "note" costs nothing, or nothing that can be mended
 _KINDS = {
-    "stops preprocess": "no images|unknown image|unknown category",
+    "stops preprocess": "no images|repeated image id|unknown image|unknown category",
     "stops training: masks are needed, as polygons or RLE": "no instances",
     "image is skipped": "unsafe file_name|missing image|empty file|truncated image|bad image|size mismatch|"
     "bad annotation|object without mask|bad mask",
@@ -63,12 +70,8 @@ _KINDS = {
 }
 _EFFECTS = {kind: effect for effect, kinds in _KINDS.items() for kind in kinds.split("|")}
 _SERIOUS = {kind for kind, effect in _EFFECTS.items() if not effect.startswith("note")}
-_COMMON = {
-    "grey image",
-    "image without objects",
-    "EXIF rotation, annotated upright",
-    "wrong extension",
-}  # no worst ones
+# of which an image is none of the worst
+_COMMON = {"grey image", "image without objects", "EXIF rotation, annotated upright", "wrong extension"}
 # by a key that only their annotations have
 _PURPOSES = {
     "caption": "captions", "segments_info": "panoptic segments", "keypoints": "keypoints without masks",
@@ -97,6 +100,39 @@ class WorstImage:
     file_name: str
     defects: tuple[str, ...]
     """The kind of each."""
+
+
+@dataclass(frozen=True)
+class ClassCount:
+    """How often a class is there to learn from."""
+
+    name: str
+    objects: int
+    images: int
+
+
+@dataclass(frozen=True)
+class DatasetStatistics:
+    """The usable objects in numbers; crowds are left out."""
+
+    objects: int
+    classes: tuple[ClassCount, ...]
+    """The most frequent first."""
+    sizes: dict[str, int]
+    """Objects by the pixels of their mask, in COCO's three sizes."""
+    aspect_ratios: dict[str, int]
+    """Objects by width : height of their box."""
+    objects_per_image: dict[str, int]
+    """Images by their number of objects."""
+    median_width_px: float
+    """Of the images."""
+    median_height_px: float
+    enlarged_share: float
+    """Of the images, 0 to 1: those that Mask R-CNN enlarges to 800 / 1333 pixels, torchvision's default."""
+    enlarged_work: float
+    """Pixels that the model sees in place of one of theirs."""
+    advice: tuple[str, ...]
+    """What to do, in sentences."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +189,10 @@ def check_dataset(
     return sum_up(dataset, findings, more)
 
 
-def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
-    """What is wrong with each image and its annotations, in the dataset's order.
+def inspect_images(
+    images: Path, dataset: CocoDataset, headers: Sequence[Header] = (), *, deep: bool = False
+) -> list[Findings]:
+    """What is wrong with each image and its annotations, in the dataset's order; its ``headers``, where known already.
 
     Raises:
         ColabUtilsError: if there is no such folder, or a process was ended.
@@ -162,30 +200,17 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
     """
     if not images.is_dir():
         raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-    starts, settings = range(0, len(dataset), _CHUNK), (images, dataset, deep)
+    starts, settings = range(0, len(dataset), _CHUNK), (images, dataset, headers, deep)
     workers = max(1, min(count_cores(), len(starts)))
-    try:
-        with (
-            show_progress("check", total=len(dataset), unit="image") as bar,
-            fork_pool(workers, _share, settings) as pool,
-        ):
-            futures = [pool.submit(_inspect_chunk, start) for start in starts]
-            pending = set(futures)
-            try:
-                while pending:
-                    bar.update(sum(len(future.result()) for future in pop_done(pending)))
-            finally:
-                for future in pending:
-                    future.cancel()
-            return [found for future in futures for found in future.result()]
-    except BrokenExecutor:
-        raise ColabUtilsError(
-            "expected every process to finish, found one that the system ended, most often for want of memory. "
-            "Close what else runs here, and run check again."
-        ) from None
+    with show_progress("check", total=len(dataset), unit="image") as bar, fork_pool(workers, _share, settings) as pool:
+        findings = list[Findings]()
+        for found in pool.map(_inspect_chunk, starts):
+            findings += found
+            bar.update(len(found))
+        return findings
 
 
-def _share(settings: tuple[Path, CocoDataset, bool]) -> None:
+def _share(settings: tuple[Path, CocoDataset, Sequence[Header], bool]) -> None:
     from PIL import Image
 
     global _shared
@@ -195,11 +220,11 @@ def _share(settings: tuple[Path, CocoDataset, bool]) -> None:
 
 def _inspect_chunk(start: int) -> list[Findings]:
     """Some images, in a process that has the dataset from the one that forked it."""
-    images, dataset, deep = _shared
+    images, dataset, known, deep = _shared
     chosen = range(start, min(start + _CHUNK, len(dataset)))
     read = partial(read_header, images, dataset, retries=Retries(), deep=deep)
     with ThreadPoolExecutor(_STREAMS) as pool:
-        headers = pool.map(read, chosen)
+        headers = known[start : start + _CHUNK] or pool.map(read, chosen)
         return [check_image(dataset, i, header) for i, header in zip(chosen, headers, strict=True)]
 
 
@@ -210,7 +235,7 @@ def sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tu
         for kind, text in found.defects:
             examples[kind].append(text)
             scores[i] += 1000 if kind in _SERIOUS else kind not in _COMMON
-    statistics = measure_dataset(
+    statistics = _measure_dataset(
         dataset, findings, [dataset.file_name(i) for i, score in scores.most_common(3) if score > 999]
     )
     for kind, text in (*_find_in_all(dataset, findings, statistics), *more):
@@ -236,6 +261,11 @@ def _find_in_all(
     """What no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
+    seen = set[int]()
+    for i, number in enumerate(dataset.image_ids.tolist()):
+        if number in seen:
+            yield "repeated image id", f"{escape(dataset.file_name(i))}: id {number}"
+        seen.add(number)
     for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
         yield from ((kind, f"annotation {number}") for number in ids.tolist())
     entries = defaultdict[str, list[bytes]](list)
@@ -254,7 +284,7 @@ def _find_in_all(
     yield from (("name of several categories", name) for name, count in named.items() if count > 1)
     yield from (("category id 0", one["name"]) for one in dataset.categories if one["id"] == 0)
     for one in statistics.classes:
-        if one.objects < RARE:
+        if one.objects < _RARE:
             yield "rare category" if one.objects else "unused category", f"{one.name} ({one.objects})"
     work = f"{statistics.enlarged_work:.1f} times the pixels"
     yield from [("enlarged image", work)] * round(statistics.enlarged_share * len(findings))
@@ -291,3 +321,63 @@ def _find_shared(
     retries = Retries()
     with ThreadPoolExecutor(_STREAMS) as pool:
         return [*filter(None, pool.map(compare, range(len(other))))]
+
+
+def _measure_dataset(dataset: CocoDataset, findings: Sequence[Findings], look_at: Sequence[str]) -> DatasetStatistics:
+    """The numbers of a dataset, from what was found in each image; ``look_at``: files with problems."""
+    objects = np.concatenate([np.zeros((0, 4)), *(found.objects for found in findings)])
+    counts = np.array([len(found.objects) for found in findings], np.int64)
+    stored = np.array([found.header.size for found in findings]).reshape(-1, 2)
+    sizes = np.where(dataset.sizes.all(1, keepdims=True), dataset.sizes, stored)
+    sizes = sizes[(sizes > 0).all(1)].astype(float)
+    scales = find_scale(*sizes.T)
+    larger = scales > 1
+    pixels = sizes.prod(1)
+    work = float((pixels * scales**2)[larger].sum() / pixels[larger].sum()) if larger.any() else 1.0
+    owners = np.repeat(np.arange(len(findings)), counts)
+    classes = [_count_class(one, objects, owners) for one in dataset.categories]
+    share = float(larger.mean()) if len(sizes) else 0.0
+    height, width = np.median(sizes, 0).tolist() if len(sizes) else (0.0, 0.0)
+    advice = [_advise_size(objects, height, width, share, work)] if len(objects) else []
+    rare = [f"{one.name} ({one.objects:,})" for one in classes if one.objects < _RARE]
+    if rare:
+        more = f" and {len(rare) - 5} more" if len(rare) > 5 else ""
+        advice.append(f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:5])}{more}.")
+    if look_at:
+        advice.append(f"Look at {', '.join(look_at)} first.")
+    return DatasetStatistics(
+        objects=len(objects),
+        classes=tuple(sorted(classes, key=lambda one: -one.objects)),
+        sizes=_count_bins(objects[:, 3], _SIZES),
+        aspect_ratios=_count_bins(objects[:, 1] / objects[:, 2], _RATIOS),
+        objects_per_image=_count_bins(counts, _COUNTS),
+        median_width_px=width,
+        median_height_px=height,
+        enlarged_share=share,
+        enlarged_work=work,
+        advice=tuple(advice),
+    )
+
+
+def _count_class(category: dict[str, object], objects: NDArray[np.float64], owners: NDArray[np.int64]) -> ClassCount:
+    mine = objects[:, 0] == category["id"]
+    return ClassCount(str(category["name"]), int(mine.sum()), len(np.unique(owners[mine])))
+
+
+def _count_bins(values: NDArray[np.float64] | NDArray[np.int64], limits: dict[str, float]) -> dict[str, int]:
+    """How many values lie below each limit, and not below the one before."""
+    below = np.searchsorted(np.sort(values), [*limits.values()])
+    return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
+
+
+def _advise_size(objects: NDArray[np.float64], height: float, width: float, share: float, work: float) -> str:
+    """An input size: as the images are where their objects are large, else torchvision's."""
+    shorter, longer = (32 * max(1, round(side / 32)) for side in sorted((height, width)))
+    small = float((objects[:, 3] < _SMALL).mean())
+    default = f"--min-size {MODEL_SIZES[0]} --max-size {MODEL_SIZES[1]}"
+    if share < 0.5 or work < 1.3:
+        return f"Train at {default}, the default: most images are as large, or larger."
+    cost = f"the default enlarges {share:.0%} of the images and makes {work:.1f} times the work"
+    if small < 0.3:
+        return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."
+    return f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, which gain by it."

@@ -32,7 +32,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import find_free_memory, write_file
 
 __all__ = [
-    "CocoDataset", "decode_text", "open_coco", "read_bytes", "read_coco", "resolve_image", "take_base_name",
+    "CocoDataset", "decode_text", "open_coco", "read_bytes", "read_coco", "require_new", "take_base_name",
     "write_subset",
 ]  # fmt: skip
 
@@ -50,7 +50,7 @@ class CocoDataset:
     """A COCO dataset's annotations, grouped by image; make one with :func:`read_coco`.
 
     I images, A annotations. Annotations whose image or category is unknown are not among the A; their
-    ids are in ``unknown_images`` and ``unknown_categories``.
+    ids are in ``unknown_images`` and ``unknown_categories``. Of images with the same id, the first has the annotations.
     """
 
     fingerprint: str
@@ -77,6 +77,8 @@ class CocoDataset:
     """int64 [A, 2]: where each annotation starts and ends in ``texts``."""
     shared_names: frozenset[str]
     """Base names that several images have, in folders of their own: no image is found by one of them alone."""
+    repeated_ids: NDArray[np.int64]
+    """Ids that several images have, once for each image but the first."""
     unknown_images: NDArray[np.int64]
     unknown_categories: NDArray[np.int64]
 
@@ -109,13 +111,13 @@ class CocoDataset:
             DriveLostError: Drive went away.
         """
         name = self.file_name(index)
-        path = None if _leads_out(name) else resolve_image(folder, name)
+        path = None if _leads_out(name) else _resolve(folder, name)
         slashed = name.replace("\\", "/")
         if path:
             if (slashed == name and "/" not in name and name.isascii()) or os.path.exists(path):
                 return path, False
             for other in {normalize(form, slashed) for form in ("NFC", "NFD")} - {name}:
-                if os.path.exists(alike := resolve_image(folder, other)):
+                if os.path.exists(alike := _resolve(folder, other)):
                     return alike, False
             if slashed == name and os.path.isdir(path.parent):
                 return path, False
@@ -147,12 +149,8 @@ class CocoDataset:
             raise ColabUtilsError(f"annotation {number}: {reason}")
         return sound
 
-    def list_faults(self, index: int) -> list[tuple[int, str]]:
-        """The image's faulty annotations: id, and what is wrong with it."""
-        return self.read_annotations(index)[1]
-
     def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-        """The image's sound annotations as :meth:`annotations` gives them, and its faulty ones."""
+        """The image's sound annotations as :meth:`annotations` gives them; id and fault of each of the others."""
         sound, faults = list[dict[str, Any]](), list[tuple[int, str]]()
         masks = MaskEncoder(*self.sizes[index])
         for row in range(self.first[index], self.first[index + 1]):
@@ -191,7 +189,7 @@ def read_coco(annotations: str | Path) -> CocoDataset:
 
     What tools write beside the format is understood: numbers as text, ids of annotations that are no numbers, LVIS's
     ``coco_url`` for a ``file_name``, and boxes and areas that are missing, which come from the mask as in pycocotools.
-    A faulty annotation refuses its image alone, and only when you ask for it: see `CocoDataset.list_faults`.
+    A faulty annotation refuses its image alone, and only when you ask for it: see `CocoDataset.read_annotations`.
 
     Args:
         annotations: the JSON file.
@@ -239,7 +237,18 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     if columns.ids and not columns.has_shapes:
         found = f"{len(columns.ids):,} annotations without bbox and segmentation (captions, or panoptic?)"
         raise _expect(path, found, _NAME_INSTANCES)
-    return _group(columns, fingerprint, path)
+    return _group(columns, fingerprint)
+
+
+def require_new(path: Path) -> Path:
+    """The path of a file to write, where nothing is yet.
+
+    Raises:
+        ColabUtilsError: something is there.
+    """
+    if path.exists():
+        raise ColabUtilsError(f"expected a new file to write, found {path}. Name another: nothing is overwritten.")
+    return path
 
 
 def read_bytes(path: Path) -> bytes:
@@ -273,20 +282,8 @@ def decode_text(data: bytes, path: Path) -> str:
         raise _expect(path, "bytes that are not UTF-8 text, perhaps Latin-1", "Save the JSON as UTF-8.") from None
 
 
-def resolve_image(folder: str | Path, file_name: str) -> Path:
-    """The file of a COCO ``file_name`` as it is named: always below the image folder, whatever the JSON says.
-
-    Raises:
-        ColabUtilsError: the name, or a link in its place, leads out of the folder.
-
-    Example:
-        >>> resolve_image("photos", "a/b.jpg").as_posix()
-        'photos/a/b.jpg'
-    """
-    if _leads_out(file_name):
-        raise ColabUtilsError(
-            f"expected a file_name below {folder}, found {file_name!r:.80}, which leads out of it. Put the image there."
-        )
+def _resolve(folder: str | Path, file_name: str) -> Path:
+    """The file of a COCO ``file_name`` as it is named, where no link leads out of the folder."""
     path = Path(folder) / file_name
     if not (real := Path(os.path.realpath(path))).is_relative_to(os.path.realpath(folder)):
         raise ColabUtilsError(
@@ -297,19 +294,27 @@ def resolve_image(folder: str | Path, file_name: str) -> Path:
 
 
 def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
-    """As `read_coco`, for those who read the images: no annotation may be left over.
+    """As `read_coco`, for those who read the images: each annotation must be of one image and one category.
 
     Raises:
-        ColabUtilsError: as `read_coco`; or annotations are of unknown images or categories.
+        ColabUtilsError: as `read_coco`; or there is no image folder, images have the same id, or annotations are of
+            unknown images or categories.
         DriveLostError: Drive went away.
     """
-    dataset = read_coco(annotations)
+    with guard_drive(images):
+        if not Path(images).is_dir():
+            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+    dataset, cure = read_coco(annotations), "which lists them and can write a repaired file (--repair OUT.json)"
+    if dataset.repeated_ids.size:
+        raise ColabUtilsError(
+            f"expected images with ids of their own in {annotations}, found {dataset.repeated_ids.size} with the id of "
+            f"another, such as id {dataset.repeated_ids[0]}. See `check`, {cure}."
+        )
     for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
         if unknown.size:
             raise ColabUtilsError(
                 f"expected annotations of known images and categories in {annotations}, found {unknown.size} of an "
-                f"unknown {name}, such as annotation {unknown[0]}. See `check`, which lists them and can write a "
-                "repaired file (--repair OUT.json)."
+                f"unknown {name}, such as annotation {unknown[0]}. See `check`, {cure}."
             )
     _warn_of_found_images(images, dataset)
     return dataset
@@ -467,9 +472,9 @@ class _Columns:
     def add_annotation(self, entry: Any, text: str) -> None:
         """One annotation, of which only the ids and iscrowd are read here: a fault refuses its image, not the file."""
         entry = entry if isinstance(entry, dict) else {}
-        self.ids.append(_read_id(entry, len(self.ids) + 1))
-        self.owners.append(_read_reference(entry, "image_id"))
-        self.categories.append(_read_reference(entry, "category_id"))
+        self.ids.append(_read_integer(entry, "id", otherwise=len(self.ids) + 1))  # a UUID is no number
+        self.owners.append(_read_integer(entry, "image_id", otherwise=_UNREADABLE))
+        self.categories.append(_read_integer(entry, "category_id", otherwise=_UNREADABLE))
         self.is_crowd.append(entry.get("iscrowd") in (1, "1"))  # true is 1
         self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
         self.texts += text.encode()
@@ -481,19 +486,11 @@ class _Columns:
             raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
 
 
-def _read_id(entry: dict[str, Any], row: int) -> int:
-    """An annotation's id; ``row`` where it has none, one that is no number (a UUID), or a faulty one."""
-    try:
-        return _to_integer(entry["id"], "id")
-    except _FAULTS:
-        return row
-
-
-def _read_reference(entry: dict[str, Any], name: str) -> int:
+def _read_integer(entry: dict[str, Any], name: str, *, otherwise: int) -> int:
     try:
         return _to_integer(entry[name], name)
     except _FAULTS:
-        return _UNREADABLE
+        return otherwise
 
 
 def _read_annotation(entry: dict[str, Any], number: int, masks: MaskEncoder) -> dict[str, Any]:
@@ -558,15 +555,11 @@ def _explain(error: Exception) -> str:
     return f"no {error}" if isinstance(error, KeyError) else f"{error}"
 
 
-def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
+def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
     """Sort the annotations by image and set aside those whose image or category is unknown."""
     image_ids, ids, owners = (np.array(one, np.int64) for one in (columns.image_ids, columns.ids, columns.owners))
     order = np.argsort(image_ids, kind="stable")
     ordered = image_ids[order]
-    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-    if repeated.size:
-        found = f"image id {repeated[0]} twice ({repeated.size} such ids)"
-        raise _expect(path, found, "Export the dataset again, or give the images ids of their own.")
     known_image = np.isin(owners, image_ids)
     categories = [*columns.category_names, _UNREADABLE]  # one that cannot be read is a fault of its annotation
     known_category = np.isin(np.array(columns.categories, np.int64), categories)
@@ -574,10 +567,11 @@ def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
     image_of = order[np.searchsorted(ordered, owners[kept])] if kept.size else kept
     kept = kept[np.argsort(image_of, kind="stable")]
     ends = np.array(columns.text_ends, np.int64)
+    names = {columns.names[start:end].decode() for start, end in pairwise(columns.name_ends)}
     return CocoDataset(
         fingerprint=fingerprint,
         categories=tuple({"id": number, "name": name} for number, name in sorted(columns.category_names.items())),
-        shared_names=_find_shared_names(columns),
+        shared_names=frozenset(base for base, uses in Counter(map(take_base_name, names)).items() if uses > 1),
         image_ids=image_ids,
         sizes=np.array(columns.sizes, np.int32).reshape(-1, 2),
         names=bytes(columns.names),
@@ -587,12 +581,7 @@ def _group(columns: _Columns, fingerprint: str, path: Path) -> CocoDataset:
         is_crowd=np.array(columns.is_crowd, np.bool_)[kept],
         texts=bytes(columns.texts),
         spans=np.stack([ends[kept], ends[kept + 1]], axis=1),
+        repeated_ids=ordered[1:][ordered[1:] == ordered[:-1]],
         unknown_images=ids[~known_image],
         unknown_categories=ids[known_image & ~known_category],
     )
-
-
-def _find_shared_names(columns: _Columns) -> frozenset[str]:
-    ends = columns.name_ends
-    names = {columns.names[start:end].decode() for start, end in pairwise(ends)}
-    return frozenset(base for base, count in Counter(map(take_base_name, names)).items() if count > 1)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import MOST_PIXELS, open_image, read_orientation, to_rgb
+from colab_utils.data.decoding import MOST_PIXELS, find_jpeg_damage, open_image, read_orientation, to_rgb
 from colab_utils.data.masks import MaskEncoder, measure_mask
 from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
 from colab_utils.errors import ColabUtilsError, escape
@@ -70,9 +70,7 @@ def read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *,
     except DriveLostError:
         raise
     except ColabUtilsError:
-        return Header(
-            ("unsafe file_name", "leaves the image folder, and no other file, or several, have its base name")
-        )
+        return Header(("unsafe file_name", "leaves the image folder, where no file, or several, have its base name"))
 
     def read() -> Header:
         with guard_drive(path), open_file(path) as file:
@@ -104,7 +102,9 @@ def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
     if width * height > MOST_PIXELS:
         raise ColabUtilsError(f"{width} x {height} pixels, more than {MOST_PIXELS:,}")
     if deep or not _ends_with(file, _ENDS.get(kind, b"")):  # cut short, or much of something else after its end
-        open_image(_read_again(file))
+        open_image(data := _read_again(file))
+        if deep and kind in ("JPEG", "MPO") and (damage := find_jpeg_damage(data)):
+            raise ColabUtilsError(f"damaged: {damage}")
     to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
     belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
     if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
@@ -137,26 +137,19 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         >>> check_image(read_coco("annotations.json"), 0, Header(size=(480, 640))).defects  # doctest: +SKIP
         []
     """
-    name, found, size = (
-        escape(dataset.file_name(i)),
-        [*filter(None, [header.fault]), *header.notes],
-        tuple(dataset.sizes[i]),
-    )
+    name, size = escape(dataset.file_name(i)), tuple(dataset.sizes[i])
+    found = [*filter(None, [header.fault]), *header.notes]
     compared = compare_sizes(size, header) if all(header.size) else []
     found += compared
     height, width = size if all(size) else header.size
     if compared and compared[0][0] == "size mismatch":
         height = width = 0  # whose pixels the masks are is not known
-    (annotations, faults), objects, seen = (
-        dataset.read_annotations(i),
-        list[tuple[float, ...]](),
-        set[tuple[int, str]](),
-    )
+    (annotations, faults), masks = dataset.read_annotations(i), MaskEncoder(height, width)
+    objects, seen = list[tuple[float, ...]](), set[tuple[int, str]]()
     found += [("bad annotation", f"annotation {number}: {reason}") for number, reason in faults]
     if not annotations and not faults:
         found.append(("image without objects", ""))
     defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
-    masks = MaskEncoder(height, width)
     for one in annotations:
         found, pixels = _check_object(one, height, width, masks) if height and width else ([], 0)
         key = one["category_id"], repr(one["segmentation"]) if pixels else ""

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from colab_utils.data.coco import require_new
 from colab_utils.data.decoding import read_orientation
 from colab_utils.data.masks import measure_mask
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import show_progress, write_file
 
@@ -46,9 +48,7 @@ def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, 
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of image files at PNGImages, found none. Check the name.
     """
-    output = Path(output)
-    if output.exists():
-        raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
+    output = require_new(Path(output))
     rows, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
     pairs = _pair_files(Path(images), Path(masks))
     with show_progress("masks", total=len(pairs), unit="image") as bar:
@@ -63,10 +63,8 @@ def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, 
                 })  # fmt: skip
             bar.update()
     content = {"images": rows, "annotations": annotations, "categories": [{"id": 1, "name": category}]}
-    try:
+    with explain_write(output.parent):
         write_file(output, json.dumps(content).encode())
-    except OSError as error:
-        raise ColabUtilsError(f"expected to write {output}, found: {error.strerror}. Name another file.") from None
     return output
 
 

@@ -53,7 +53,7 @@ class MaskEncoder:
 
     Example:
         >>> MaskEncoder(6, 8).encode([[1, 1, 4, 1, 4, 3, 1, 3]])
-        {'size': [6, 8], 'counts': b'71100000O10'}
+        {'size': [6, 8], 'counts': b'724000g0'}
     """
 
     def __init__(self, height: int, width: int) -> None:

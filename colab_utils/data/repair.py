@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from colab_utils.data.checks import EXAMPLES, DatasetReport, Problem, check_dataset, inspect_images
-from colab_utils.data.coco import CocoDataset, decode_text, read_bytes, read_coco
+import numpy as np
+
+from colab_utils.data.checks import EXAMPLES, DatasetReport, Problem, inspect_images, sum_up
+from colab_utils.data.coco import CocoDataset, decode_text, read_bytes, read_coco, require_new
 from colab_utils.data.defects import HARMLESS, NEAR, Header, compare_box, compare_sizes, is_normalised
 from colab_utils.data.masks import MaskEncoder, measure_mask
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import write_file
 
@@ -45,70 +49,124 @@ def repair_annotations(
     Raises:
         ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists, or no object would be left.
     """
-    source, folder, output = Path(annotations), Path(images), Path(output)
-    if output.exists():
-        raise ColabUtilsError(f"expected a new file to write, found {output}. Name another: nothing is overwritten.")
+    source, folder, output = Path(annotations), Path(images), require_new(Path(output))
     dataset = read_coco(source)
     findings = inspect_images(folder, dataset)
     raw = _read_json(source)
-    done, lost = defaultdict[str, list[str]](list), defaultdict[str, dict[str, int]](dict)
-    owned, categories = defaultdict[Any, list[int]](list), {category["id"] for category in dataset.categories}
-    for row, one in enumerate(raw["annotations"]):
-        owner = _to_numbers(one.get("image_id")) if isinstance(one, dict) else None
-        owned[owner if _is_number(owner) else None].append(row)
-    entries, kept = list[Any](), dict[int, Any]()
-    joined = _join_entries(dataset, raw["annotations"], owned)
+    done, lost = defaultdict[str, list[str]](list), defaultdict[str, list[tuple[str, int]]](list)
+    rows, are_apart = _sort_rows(dataset, raw["annotations"])
+    done["annotation of no image left out"] = [f"number {row + 1}" for row in rows.pop(-1, [])]
+    done["repeated image left out"] = [escape(dataset.file_name(i)) for i in range(len(dataset)) if i not in rows]
+    joined = _join_entries(dataset, rows, raw["annotations"])
     done["entries of one image joined"] = [escape(dataset.file_name(i)) for i in joined]
-    for i, found in enumerate(findings):
-        if i in joined:
-            continue
-        name, changes, mine = escape(dataset.file_name(i)), list[str](), owned.pop(int(dataset.image_ids[i]), [])
+    ids, categories = _choose_ids(dataset, [*rows], are_apart), {one["id"] for one in dataset.categories}
+    entries, headers, kept = list[Any](), list[Header](), dict[int, Any]()
+    for i, mine in rows.items():
+        name, changes = escape(dataset.file_name(i)), list[str]()
         try:
-            entry, rows = _read_numbers(raw["images"][i], changes), _read_rows(raw["annotations"], mine, changes)
-            size = _mend_image(entry, [*rows.values()], found.header, changes)
+            if ids[i] is None:
+                raise _LostObjectError("id of several images")
+            entry, objects = _read_numbers(raw["images"][i], changes), _read_rows(raw["annotations"], mine, changes)
+            size = _mend_image(entry, [*objects.values()], findings[i].header, changes)
             masks = MaskEncoder(*size)
             mended = {
                 row: _mend_object(one, size, masks, categories, changes, as_objects=crowds == "objects")
-                for row, one in rows.items()
+                for row, one in objects.items()
             }
         except (_LostObjectError, RecursionError) as error:
-            lost["bad annotation" if isinstance(error, RecursionError) else str(error)][name] = len(mine)
+            lost["bad annotation" if isinstance(error, RecursionError) else str(error)].append((name, len(mine)))
             continue
+        if ids[i] != dataset.image_ids[i]:
+            entry["id"] = ids[i]
+            mended = {row: one and {**one, "image_id": ids[i]} for row, one in mended.items()}
+            changes.append("id of its own instead of another image's")
         for change in changes:
             done[change].append(name)
         entries.append(entry)
+        notes = tuple(note for note in findings[i].header.notes if note[0] != "found by base name")
+        headers.append(findings[i].header._replace(notes=notes))
         kept |= {row: one for row, one in mended.items() if one}
-    done["annotation of no image left out"] = [f"number {row + 1}" for rest in owned.values() for row in rest]
     if all(one.get("iscrowd") for one in kept.values()):
-        reasons = [f"{len(where):,} x {kind}" for kind, where in lost.items()] + [f"{len(kept):,} x crowd"] * bool(kept)
+        why = [f"{len(where):,} x {kind}" for kind, where in lost.items()] + [f"{len(kept):,} x crowd"] * bool(kept)
         raise ColabUtilsError(
             f"expected objects to keep, found none in {source} that {folder} has an image and masks for "
-            f"({', '.join(reasons)}). Name the right image folder, export polygons, or take crowds as objects with "
+            f"({', '.join(why)}). Name the right image folder, export polygons, or take crowds as objects with "
             "--crowds objects."
         )
+    content = raw | {"images": entries, "annotations": [kept[row] for row in sorted(kept)]}
+    with explain_write(output.parent):
+        write_file(output, json.dumps(content).encode())
+    repaired = read_coco(output)
+    return replace(sum_up(repaired, inspect_images(folder, repaired, headers)), repairs=_list_repairs(done, lost))
+
+
+def _sort_rows(dataset: CocoDataset, annotations: list[Any]) -> tuple[dict[int, list[int]], bool]:
+    """The rows of each image's annotations, by the image's index, and whether images of the same id are told apart.
+
+    They are where the file holds exports one after another, whose images and annotations each count from the same
+    number. Of the same image twice only the first is there; rows of no image are under -1.
+    """
+    ids, names = dataset.image_ids.tolist(), [dataset.file_name(i) for i in range(len(dataset))]
+    first = {key: i for i, key in reversed([*enumerate(zip(ids, names, strict=True))])}
+    entries = [one if isinstance(one, dict) else {} for one in annotations]
+    owners = [owner if _is_number(owner := _to_numbers(one.get("image_id"))) else None for one in entries]
+    exports, parts = _number_exports(ids), _number_exports([_to_numbers(one.get("id")) for one in entries])
+    own, named = {*zip(ids, exports, strict=True)}, {*zip(owners, parts, strict=True)}
+    are_apart = 0 not in exports and {*exports} == {*parts} and named <= own
+    if not are_apart:
+        exports, parts = [0] * len(exports), [0] * len(parts)
+    images = reversed([*zip(ids, exports, names, strict=True)])
+    places = {(number, export): first[number, name] for number, export, name in images}
+    rows = {i: list[int]() for i in sorted(first.values())}
+    for row, key in enumerate(zip(owners, parts, strict=True)):
+        rows.setdefault(places.get(key, -1), []).append(row)
+    return rows, are_apart
+
+
+def _choose_ids(dataset: CocoDataset, chosen: list[int], are_apart: bool) -> dict[int, int | None]:
+    """An id of its own for each of these images; None where several have the same and nothing tells them apart."""
+    ids = [int(dataset.image_ids[i]) for i in chosen]
+    counts, own, given = Counter(ids), dict[int, int | None](), set[int]()
+    free = (number for number in count(1) if number not in counts)
+    for i, number in zip(chosen, ids, strict=True):
+        own[i] = None if counts[number] > 1 and not are_apart else next(free) if number in given else number
+        given.add(number)
+    return own
+
+
+def _number_exports(ids: list[Any]) -> list[int]:
+    """Which of several exports in one file each id is of, from 1; 0 where they do not all count up from one number.
+
+    Example:
+        >>> _number_exports([1, 2, 5, 1, 3]), _number_exports([1, 2, 5, 4])
+        ([1, 1, 1, 2, 2], [0, 0, 0, 0])
+    """
+    if not all(map(_is_number, ids)):
+        return [0] * len(ids)
+    begins = np.diff(np.array(ids, np.float64), prepend=np.inf) <= 0
+    counts = len({*np.array(ids)[begins].tolist()}) == 1
+    return (np.cumsum(begins) * counts).tolist()
+
+
+def _list_repairs(done: dict[str, list[str]], lost: dict[str, list[tuple[str, int]]]) -> tuple[Problem, ...]:
     repairs = [Problem(kind, len(where), tuple(where[:EXAMPLES]), "mended") for kind, where in done.items() if where]
     for kind, where in lost.items():
-        effect = f"images left out whole, with {sum(where.values()):,} objects, so that none becomes background"
-        repairs.append(Problem(kind, len(where), tuple(where)[:EXAMPLES], effect))
-    try:
-        write_file(
-            output, json.dumps(raw | {"images": entries, "annotations": [kept[row] for row in sorted(kept)]}).encode()
-        )
-    except OSError as error:
-        raise ColabUtilsError(f"expected to write {output}, found: {error.strerror}. Name another file.") from None
-    return replace(check_dataset(images, output), repairs=tuple(repairs))
+        objects = sum(count for _, count in where)
+        effect = f"images left out whole, with {objects:,} objects, so that none becomes background"
+        repairs.append(Problem(kind, len(where), tuple(name for name, _ in where[:EXAMPLES]), effect))
+    return tuple(repairs)
 
 
-def _join_entries(dataset: CocoDataset, annotations: list[Any], owned: dict[Any, list[int]]) -> list[int]:
+def _join_entries(dataset: CocoDataset, rows: dict[int, list[int]], annotations: list[Any]) -> list[int]:
     """Give the annotations of an image's later entries to its first one; returns the later entries."""
     first, later = dict[tuple[Any, ...], int](), list[int]()
-    for i, number in enumerate(dataset.image_ids.tolist()):
-        own = first.setdefault((dataset.file_name(i), *dataset.sizes[i]), number)
-        if own != number:
+    for i in [*rows]:
+        own = first.setdefault((dataset.file_name(i), *dataset.sizes[i]), i)
+        if own != i:
+            for row in rows.pop(i):
+                annotations[row]["image_id"] = int(dataset.image_ids[own])
+                rows[own].append(row)
             later.append(i)
-            for row in owned.pop(number, []):
-                annotations[row]["image_id"] = own
-                owned[own].append(row)
     return later
 
 

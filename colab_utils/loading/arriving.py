@@ -164,7 +164,7 @@ class Arrival:
         return f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target}"
 
     def _run(self) -> None:
-        error: Exception = ColabUtilsError("expected all shards, found the copy stopped")
+        error: Exception = ColabUtilsError("expected all shards, found that the copy was stopped")
         try:
             with explain_write(self.target):
                 remove_leftovers(self.target)

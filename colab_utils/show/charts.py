@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from colab_utils.data.statistics import DatasetStatistics
+from colab_utils.data.checks import DatasetStatistics
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.pictures import PALETTE, make_figure
 

@@ -158,7 +158,7 @@ def write_check(
     pairs = list[tuple[str, CocoDataset, int]]()
     for i, number in enumerate(before.image_ids.tolist()):
         name = escape_controls(before.file_name(i))
-        if name in changed and number in places:
+        if name in changed and number in places and number not in before.repeated_ids:  # those get other ids
             heading = textwrap.shorten(name, 30)
             pairs += (f"{heading}, before", before, i), (f"{heading}, after", after, places[number])
     serious = [one for one in report.problems if not one.effect.startswith("note")]

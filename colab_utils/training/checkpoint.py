@@ -157,8 +157,8 @@ class CheckpointFolder:
             Retries().run(write) if patiently else write()
         except OSError as error:
             raise ColabUtilsError(
-                f"could not write checkpoint {path} ({error.strerror or error}); the newest complete one is "
-                f"{self.newest}. Free disk space or choose another run folder, then start again: training resumes."
+                f"expected to write the checkpoint {path}, found: {error.strerror or error}. The newest complete one "
+                f"is {self.newest}. Free disk space or choose another run folder, then start again: training resumes."
             ) from error
         with suppress(OSError):  # one file too many does no harm
             others = [other for other in _list_files(path.parent, which) if other != path]

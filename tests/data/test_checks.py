@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 from bisect import bisect
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 from colab_utils.data.checks import check_dataset
+from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, escape
@@ -179,6 +181,13 @@ def shrink(dataset):
     ]
 
 
+def share_id(dataset):
+    three, four = (dataset.coco["images"][i] for i in (3, 4))
+    for one in dataset.coco["annotations"]:
+        one["image_id"] = three["id"] if one["image_id"] == four["id"] else one["image_id"]
+    four["id"] = three["id"]
+
+
 def repeat_annotation(dataset):
     dataset.coco["annotations"].append({**dataset.coco["annotations"][2], "id": 999})
 
@@ -224,6 +233,8 @@ DEFECTS = [
     (turn(3), "EXIF rotation, unclear", False, 12),  # upside down
     (turn(2), "EXIF rotation, unclear", False, 12),  # mirrored
     (spoil_annotation(image_id=10**9), "unknown image", True, 12),
+    (lambda d: d.coco["images"].append(d.coco["images"][4]), "repeated image id", True, 12),
+    (share_id, "repeated image id", True, 10),  # whose the objects are is not known
     (spoil_annotation(category_id=10**9), "unknown category", True, 11),
     (spoil_annotation(segmentation=[]), "object without mask", True, 11),
     (spoil_annotation(segmentation=[[1, 2, 3]]), "bad mask", True, 11),
@@ -275,6 +286,7 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
     report = dataset.check()
     assert list_kinds(report).get(kind, 0) == before.get(kind, 0) + 1
     others = list_kinds(report).keys() - before.keys() - {kind}
+    others -= {"image without objects", "repeated file_name"} if kind == "repeated image id" else set()
     assert others <= {"unused category", "wrong extension", "polygon beyond the image"}
     assert report.ok is not serious
     problem = next(problem for problem in report.problems if problem.kind == kind)
@@ -467,6 +479,39 @@ def test_ids_that_start_again_in_each_image(dataset, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["annotations"] == dataset.coco["annotations"][1:]
 
 
+def test_merged_exports_that_each_count_from_one(dataset, tmp_path):
+    """Their images and annotations follow one another: each annotation is that of its own export's image."""
+    images, rows = dataset.coco["images"], dataset.coco["annotations"]
+    numbers = {image["id"]: i % 6 + 1 for i, image in enumerate(images)}
+    parts = [[one for one in rows if one["image_id"] in {image["id"] for image in images[k : k + 6]}] for k in (0, 6)]
+    expected = [[one["segmentation"] for one in rows if one["image_id"] == image["id"]] for image in images]
+    dataset.coco["images"] = [{**image, "id": numbers[image["id"]]} for image in images]
+    dataset.coco["annotations"] = [
+        {**one, "id": number, "image_id": numbers[one["image_id"]]}
+        for part in parts
+        for number, one in enumerate(part, 1)
+    ]
+    report = dataset.check()
+    assert ("repeated image id", 6) in list_kinds(report).items()
+    with pytest.raises(ColabUtilsError, match=r"images with ids of their own .* found 6 .*\(--repair OUT.json\)"):
+        write_shards(dataset.images, dataset.annotations, shards=tmp_path / "shards", workers=1)
+    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "out.json")
+    assert report.ok
+    assert [(one.kind, one.count) for one in report.repairs] == [("id of its own instead of another image's", 6)]
+    repaired = read_coco(tmp_path / "out.json")
+    assert repaired.image_ids.tolist() == [*range(1, 13)]
+    assert [[one["segmentation"] for one in repaired.annotations(i)] for i in range(12)] == expected
+    # where one annotation is of no image of its export, nothing tells which export it is of
+    dataset.coco["annotations"][-1]["image_id"] = 7
+    dataset.coco["images"][0]["id"] = 7
+    dataset.save()
+    report = repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "again.json")
+    assert report.images == 2
+    lost = next(one for one in report.repairs if one.kind == "id of several images")
+    assert lost.count == 10
+    assert "objects, so that none becomes background" in lost.effect
+
+
 def test_repair_without_ids_in_utf_16(dataset, tmp_path):
     for one in dataset.coco["annotations"]:
         del one["id"]
@@ -517,6 +562,46 @@ def test_what_only_decoding_shows(dataset, tmp_path):
     names = {dataset.coco["images"][i]["file_name"] for i in (4, 5)}
     assert {image.file_name for image in report.skipped} == names
     assert all("not a complete image" in image.reason for image in report.skipped)
+
+
+def spoil_pixels(block):
+    """The middle of a JPEG's pixels replaced by these bytes."""
+
+    def spoil(data):
+        place = (len(data) + data.index(b"\xff\xda")) // 2
+        return data[:place] + block + data[place + len(block) :]
+
+    return spoil
+
+
+BYTES = np.random.default_rng(0).bytes(512)
+
+
+@pytest.mark.parametrize(
+    ("saved", "spoil", "found"),
+    [
+        ({}, spoil_pixels(BYTES), "no marker of a JPEG at byte|not a complete image"),
+        ({"progressive": True}, spoil_pixels(BYTES), "no marker of a JPEG at byte|not a complete image"),
+        ({}, lambda data: spoil_pixels(data[:512])(data), "no marker of a JPEG|not a complete"),  # the start of a file
+        ({}, spoil_pixels(b"\xff\xd3"), "restart markers out of order"),
+        ({"restart_marker_rows": 1}, spoil_pixels(bytes(4096)), "restart markers out of order"),
+        ({}, lambda data: data, ""),
+        ({"progressive": True}, lambda data: data, ""),
+        ({"restart_marker_blocks": 3}, lambda data: data, ""),
+        ({"progressive": True, "restart_marker_rows": 1}, lambda data: data, ""),
+        ({"comment": b"\xff\xd9\xff\xd8"}, lambda data: data, ""),
+        ({}, lambda data: data.replace(b"\xff\xdb", b"\0\0\xff\xff\xdb", 1), ""),  # bytes between segments
+        ({}, lambda data: data + b"\0" * 50 + BYTES, ""),  # of a telephone
+    ],
+)
+def test_damage_amid_the_pixels_of_a_jpeg(dataset, saved, spoil, found):
+    """Decoders only warn of it, and their warning is hidden."""
+    paint(size=(160, 128), **saved)(dataset)
+    dataset.file(4).write_bytes(spoil(dataset.file(4).read_bytes()))
+    assert dataset.check().ok
+    report = dataset.check(deep=True)
+    assert list_serious(report) == (["bad image"] if found else [])
+    assert not found or re.search(found, report.problems[0].examples[0])
 
 
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EIO])

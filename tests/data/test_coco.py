@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
-from colab_utils.data.coco import _list_files, _warn_of_found_images, read_coco, resolve_image, write_subset
+from colab_utils.data.coco import _list_files, _warn_of_found_images, open_coco, read_coco, write_subset
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -213,8 +213,8 @@ def nest(depth: int) -> Any:
 def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, reason):
     good = {**make_coco()["annotations"][0], "image_id": 3, "id": 9}
     dataset = read(path, make_coco(annotations=[{**make_coco()["annotations"][0], **changes}, good]))
-    [(number, found)] = dataset.list_faults(0)
-    assert (number, dataset.list_faults(1)) == (1, [])
+    [(number, found)] = dataset.read_annotations(0)[1]
+    assert (number, dataset.read_annotations(1)[1]) == (1, [])
     assert reason in found
     assert len(found) < 200
     with pytest.raises(ColabUtilsError, match=r"^annotation 1: "):
@@ -222,7 +222,7 @@ def test_a_faulty_annotation_costs_its_image_and_not_the_file(path, changes, rea
     assert [one["id"] for one in dataset.annotations(1)] == [9]
     assert dataset.crowds == 0
     part = read_coco(write_subset(dataset, [1, 0], path.parent / "part.json"))
-    assert [reason for _, reason in part.list_faults(1)] == [found]
+    assert [reason for _, reason in part.read_annotations(1)[1]] == [found]
 
 
 @pytest.mark.parametrize("image_id", [None, "a.jpg", [7], 7.5, float("inf"), True])
@@ -249,7 +249,7 @@ def test_boxes_and_areas_come_from_the_mask_as_in_pycocotools(path, coco_mini):
 def test_no_box_and_no_size_of_the_image_is_a_fault(path):
     images = [{"id": 7, "file_name": "a"}]
     dataset = read(path, {**change_annotation(bbox=None), "images": images})
-    assert "expected an image of 1 to 128,000,000 pixels" in dataset.list_faults(0)[0][1]
+    assert "expected an image of 1 to 128,000,000 pixels" in dataset.read_annotations(0)[1][0][1]
     assert read(path, {**change_annotation(area=None), "images": images}).annotations(0)[0]["area"] == 16
 
 
@@ -287,6 +287,16 @@ def test_unknown_references_are_set_aside(path):
     assert dataset.unknown_images.tolist() == [1]
     assert dataset.unknown_categories.tolist() == [2]
     assert dataset.ids.tolist() == [3]
+
+
+def test_images_of_the_same_id_are_refused_with_the_way_out(path):
+    """The first has the annotations; who reads images is told of `check`."""
+    images = [*make_coco()["images"], {"id": 7, "file_name": "d.jpg", "height": 6, "width": 8}]
+    dataset = read(path, make_coco(images=images))
+    assert dataset.repeated_ids.tolist() == [7]
+    assert [len(dataset.annotations(i)) for i in range(3)] == [1, 0, 0]
+    with pytest.raises(ColabUtilsError, match=r"found 1 with the id of another, such as id 7\. See `check`.*--repair"):
+        open_coco(path.parent, path)
 
 
 def test_empty_lists(path):
@@ -332,7 +342,6 @@ WHOLE = json.dumps(make_coco()).encode()
         (make_coco(images=[{"id": float("nan"), "file_name": "a"}]), "NaN"),
         (make_coco(images=[{"id": 2**70, "file_name": "a"}]), "id 1180591620717411303424 where"),
         (make_coco(images=[{"id": 7, "file_name": "a", "height": 2**40}]), "'images' (id 7)"),
-        (make_coco(images=make_coco()["images"] * 2), "image id 3 twice"),
         (make_coco(annotations=[{"id": 4, "image_id": 7, "caption": "a dog"}]), "without bbox and segmentation"),
         (make_coco(categories=[{"id": 1}]), "'categories' (id 1) with no 'name'"),
         (make_coco(categories=[5]), "'categories' (id 5)"),
@@ -430,10 +439,10 @@ def test_lost_drive_is_no_bad_file(path, monkeypatch):
 )
 def test_no_name_leaves_the_folder(tmp_path, name, safe):
     if safe:
-        assert resolve_image(tmp_path, name) == tmp_path / name
+        assert find(tmp_path, [name], files=[name]) == (os.path.normpath(name), False)
     else:
         with pytest.raises(ColabUtilsError, match="leads out of it"):
-            resolve_image(tmp_path, name)
+            find(tmp_path, [name], files=["x.jpg"])
 
 
 def find(tmp_path, names, *, files, index=0):

@@ -21,7 +21,7 @@ from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.copy import verify_shards
 from tests.fuzz import mutate
 from tests.fuzz.originals import HEIGHT, WIDTH, read_tree, store, write_tree
 from tests.fuzz.pool import REFUSED, Case
@@ -139,6 +139,25 @@ def json_hostile(case: Case) -> None:
                 counts = rng.choice(["0" * 800, "_" * 50, "oooo0" * 9, "Pm8", ""])
                 other["segmentation"] = {"size": [HEIGHT, WIDTH], "counts": counts}
     _judge(case, f"{json.dumps(coco)[:-1]}{added}}}".encode())
+
+
+def json_ids(case: Case) -> None:
+    """Ids that images share: one twice, two files of one id, an export behind another that counts anew."""
+    rng, coco = case.rng, _begin(case)
+    images, rows = coco["images"], coco["annotations"]
+    if rng.random() < 0.3:
+        images.insert(rng.randrange(len(images)), dict(rng.choice(images)))
+    match rng.randrange(3):
+        case 0:
+            rng.choice(images)["id"] = rng.choice(images)["id"]
+        case 1:
+            numbers, behind = {}, rng.randrange(1, len(images))
+            for place, image in enumerate(images):
+                numbers[image["id"]] = image["id"] = place % behind + 1
+            for row, one in enumerate(rows):
+                one["image_id"] = numbers.get(one["image_id"], 1)
+                one["id"] = row % max(1, len(rows) // 2) + 1
+    _judge(case, json.dumps(coco).encode())
 
 
 def image_kind(names: list[str], change: Callable[[Random, bytes], bytes]) -> Callable[[Case], None]:

@@ -11,6 +11,7 @@ KINDS: Kinds = {  # with weights: how many of some hundred cases
     "json_tree": (9, datasets.json_tree),
     "json_field": (12, datasets.json_field),
     "json_hostile": (3, datasets.json_hostile),
+    "json_ids": (2, datasets.json_ids),
     "image_bytes": (8, datasets.image_kind(_IMAGES, mutate.change_bytes)),
     "image_png": (4, datasets.image_kind(["sub/1.png", "3.png"], mutate.change_png)),
     "image_jpeg": (4, datasets.image_kind(["0.jpg"], mutate.change_jpeg)),

@@ -22,9 +22,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import arriving, make_loader
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards.copy import Copying, copy_shards
+from colab_utils.shards.copy import Copying, copy_shards, verify_shards
 from colab_utils.shards.format import read_index
-from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import write_shards
 from tests.drive_mount import mount_or_skip
 
@@ -188,7 +187,7 @@ def test_a_reader_of_a_copy_that_is_stopped_does_not_wait_for_ever(drive, tmp_pa
     timer = threading.Timer(0.5, dataset.stop)
     timer.start()
     with pytest.raises(
-        ColabUtilsError, match=r"found the copy stopped; 0 of \d+ shards in .*ssd are safe, and the same"
+        ColabUtilsError, match=r"found that the copy was stopped; 0 of \d+ shards in .*ssd are safe, and the same"
     ):
         READERS[reader](dataset)
     timer.join()

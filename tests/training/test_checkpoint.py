@@ -95,7 +95,7 @@ def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # the kernel refuses to write any further
     try:
         with pytest.raises(
-            ColabUtilsError, match=r"could not write checkpoint .*0020.pt.* newest complete one is .*0010.pt"
+            ColabUtilsError, match=r"expected to write the checkpoint .*0020.pt.* newest complete one is .*0010.pt"
         ):
             folder.save(make_state(), step=20)
     finally:

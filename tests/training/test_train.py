@@ -553,7 +553,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tiny_shards, t
     real, steps = TrainingStep.__call__, []
 
     def fail(self, state, *, step, **options):
-        raise ColabUtilsError("could not write checkpoint (No space left on device)")
+        raise ColabUtilsError("expected to write the checkpoint x, found: No space left on device")
 
     def count(self, batch, **options):
         steps.append(1)
