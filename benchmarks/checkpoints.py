@@ -35,7 +35,7 @@ def time_run(model: str, way: str, work: Path, folder: Path, steps: int) -> dict
         marks_s: list[float] = []
         train(
             work / "shards", Path(run) / "run", steps=steps + 1, model=model, weights=None, min_size=64, batch_size=2,
-            checkpoint_steps=1 if way == "every step" else None, log_steps=1,
+            checkpoint_steps=1 if way == "every step" else None,
             log=lambda line: marks_s.append(perf_counter()),
         )  # fmt: skip
         seconds = perf_counter() - marks_s[1]  # the plan was logged first

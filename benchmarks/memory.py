@@ -26,8 +26,7 @@ from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from benchmarks.step import Batch, make_model, prepare_batches
 from colab_utils.show.table import make_table
-from colab_utils.training.memory import checkpoint_activations
-from colab_utils.training.step import TrainingStep
+from colab_utils.training.step import TrainingStep, checkpoint_activations
 
 __all__ = ["CountedMemory", "main", "measure_step", "tabulate_runs"]
 

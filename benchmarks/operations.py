@@ -26,7 +26,7 @@ from colab_utils.loading import masks
 from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.runtime import write_file
 from colab_utils.show.table import make_table
-from colab_utils.training import regions
+from colab_utils.training import losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, fold_norms
 from colab_utils.training.step import TrainingStep
 
@@ -105,8 +105,8 @@ def count_step(model: Any, batch: Batch, *, ours: bool) -> dict[str, int]:
         step.optimizer = torch.optim.SGD(trainable, lr=1e-4, momentum=0.9, weight_decay=1e-4, foreach=True)
     with ExitStack() as stack:
         for limits, share in (
-            (regions._PAIRS, (side / USUAL_SIZE) ** 2),
-            (regions._NMS_BOXES, candidates),
+            (losses._PAIRS, (side / USUAL_SIZE) ** 2),
+            (losses._NMS_BOXES, candidates),
             (masks.CHUNK_BYTES, 1.0),
         ):
             stack.enter_context(patch.dict(limits, cpu=int(limits["cuda"] * share)))

@@ -33,9 +33,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, PIECE_BYTES, copy_shards
 from colab_utils.shards.format import read_index
-from colab_utils.shards.images import Storage, StoredImage, store_image
+from colab_utils.shards.images import Storage, StoredImage, read_image, store_image
 from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.write import read_image, write_shards
+from colab_utils.shards.write import write_shards
 from colab_utils.show.table import make_table
 
 __all__ = ["main"]
@@ -66,11 +66,10 @@ def _store_all(images: Path, dataset: CocoDataset, recipe: dict[str, Any], masks
 
 
 def _store_mask(segmentation: Any, stored: StoredImage) -> None:
-    drawn = coco_mask.frPyObjects(segmentation, stored.original_height, stored.original_width)
+    drawn = coco_mask.frPyObjects(segmentation, *stored.original)
     dense = coco_mask.decode(coco_mask.merge(drawn) if isinstance(drawn, list) else drawn)
-    size = stored.height, stored.width
-    if dense.shape != size:
-        resized = torch.nn.functional.interpolate(torch.from_numpy(dense)[None, None].float(), size)
+    if dense.shape != stored.size:
+        resized = torch.nn.functional.interpolate(torch.from_numpy(dense)[None, None].float(), stored.size)
         dense = np.asfortranarray(resized[0, 0].byte().numpy())
     coco_mask.encode(dense)
 

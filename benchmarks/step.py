@@ -32,10 +32,9 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch, collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.show.table import make_table
-from colab_utils.training import losses, regions
-from colab_utils.training.augment import resize_all
+from colab_utils.training import losses
+from colab_utils.training.losses import Samples
 from colab_utils.training.model import LIGHT_MODEL, assemble_mask_rcnn, fold_norms
-from colab_utils.training.regions import Samples
 from colab_utils.training.step import TrainingStep
 
 __all__ = [
@@ -125,10 +124,8 @@ def move_dense(batch: Batch, device: str) -> tuple[list[Tensor], list[dict[str, 
     return [image.to(device) for image in batch.images], targets
 
 
-def make_step(
-    model: Any, device: str, changes: Sequence[str], batches: Sequence[Batch] = ()
-) -> Callable[[Batch], Tensor]:
-    """The references' step without `CHANGES`; with some of them, `TrainingStep`, compiled for these ``batches``."""
+def make_step(model: Any, device: str, changes: Sequence[str]) -> Callable[[Batch], Tensor]:
+    """The references' step without `CHANGES`; with some of them, `TrainingStep`."""
     if not changes:
         return ReferenceStep(model, device)
     if "folded norms" in changes:
@@ -139,8 +136,8 @@ def make_step(
     optimizer = torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, weight_decay=1e-4, fused=device == "cuda" or None)
     step = TrainingStep(model, device, optimizer=optimizer)
     if COMPILED in changes:
-        sizes = np.concatenate([batch.packed.sizes.numpy() for batch in batches])
-        step.compile(resize_all(sizes, model.transform), batch_size=len(batches[0].packed))
+        for part in (model.backbone, model.rpn.head):
+            part.compile(mode="reduce-overhead", dynamic=False)  # with CUDA graphs
     if "packed batches" in changes:
         return lambda batch: step(batch.packed.to(device))
     return lambda batch: step(*move_dense(batch, device))
@@ -156,7 +153,7 @@ def record_choices() -> Iterator[list[Any]]:
 
     with ExitStack() as stack:
         for name in ("find_proposals", "sample_regions"):
-            stack.enter_context(patch.object(regions, name, note(getattr(regions, name))))
+            stack.enter_context(patch.object(losses, name, note(getattr(losses, name))))
         yield found
 
 
@@ -225,7 +222,7 @@ def time_steps(model: nn.Module, batches: Sequence[Batch], device: str, changes:
 
 
 def _time_steps(model: nn.Module, batches: Sequence[Batch], device: str, changes: Sequence[str]) -> dict[str, float]:
-    step, on_gpu = make_step(copy.deepcopy(model), device, changes, batches), device == "cuda"
+    step, on_gpu = make_step(copy.deepcopy(model), device, changes), device == "cuda"
     finish: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
     order = cycle(batches)
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ _MODULE_OF = {
     "make_loader": "loading.loader",
     "simulate": "diagnosis.simulator",
     "train": "training.train",
-    "verify_shards": "shards.verify",
+    "verify_shards": "shards.copy",
     "watch": "diagnosis.watchdog",
     "write_shards": "shards.write",
 }
@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from colab_utils.loading.arriving import ArrivingShards
     from colab_utils.loading.dataset import CocoFolder, ShardDataset
     from colab_utils.loading.loader import make_loader
-    from colab_utils.shards.copy import copy_shards
-    from colab_utils.shards.verify import verify_shards
+    from colab_utils.shards.copy import copy_shards, verify_shards
     from colab_utils.shards.write import write_shards
     from colab_utils.training.model import build_mask_rcnn, load_trained_model
     from colab_utils.training.train import train

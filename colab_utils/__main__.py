@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -139,7 +139,7 @@ def _diagnose(
     images: str = "", annotations: str = "", shards: str = "", step_ms: float = 100, batch_size: int = 4,
     workers: int | Literal["auto"] = "auto", verify: bool = False, against: str = "", fail_below: float | None = None,
 ) -> Any:  # fmt: skip
-    from colab_utils.diagnosis.change import compare_runs, read_run
+    from colab_utils.diagnosis.diagnose import compare_runs, read_run
     from colab_utils.diagnosis.timing import EmulatedStep
 
     if fail_below is not None and not against:
@@ -151,11 +151,8 @@ def _diagnose(
         dataset = colab_utils.CocoFolder(images, annotations)
     else:
         raise ColabUtilsError("expected --images and --annotations, or --shards alone, found others. See --help.")
-    loader = colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)
-    try:
+    with closing(colab_utils.make_loader(dataset, batch_size=batch_size, workers=workers)) as loader:
         found = colab_utils.diagnose(loader, EmulatedStep(step_ms), verify=verify)
-    finally:
-        loader.close()
     if before is None:
         return found
     now = {"images_per_second": found.images_per_second, "wait_share": found.stall_share, "error": found.error}
@@ -168,9 +165,8 @@ def _preprocess(
 ) -> Any:  # fmt: skip
     from colab_utils.shards.write import find_recipe
 
-    begun = None if plan else find_recipe(shards)
-    if begun is not None:  # what is not asked for stays as it was begun
-        storage = begun["storage"] if storage == "auto" else storage
+    if storage == "auto" and (begun := find_recipe(shards)):
+        storage = begun["storage"]  # what is not asked for stays as it was begun
     if plan or storage == "auto":
         from colab_utils.shards.plan import plan_shards
         from colab_utils.show.table import make_table
@@ -296,7 +292,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("train", "--augment", {"choices": ("none", "flip", "multiscale")}, "how images are varied (flip)"),
     ("train", "--norms", {"choices": ("frozen", "trained")}, "batch norms of pretrained weights (frozen)"),
     ("train", "--ema", _NUMBER, "decay: average the weights, say 0.999, and evaluate those"),
-    ("train", "--compile", {"action": "store_true"}, "compile the network first, for minutes (not tried on a GPU yet)"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),
     ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
     ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one a minute, and at an epoch's end)"),
@@ -317,9 +312,7 @@ def _make_parser() -> argparse.ArgumentParser:
     for name, (run, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
         command.set_defaults(run=run)
-        command.add_argument(
-            "--json", metavar="FILE", default="", help="write the result as JSON (- for standard output)"
-        )
+        command.add_argument("--json", metavar="FILE", default="", help="write the result as JSON (-: standard output)")
         for names, flag, kind, meaning in _OPTIONS:
             if name in names.split():
                 command.add_argument(flag, **kind, help=meaning)

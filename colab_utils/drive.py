@@ -199,7 +199,7 @@ def guard_drive(path: str | Path) -> Iterator[None]:
         mount = find_mount(path) or COLAB_ROOT / "drive"
         raise DriveLostError(
             f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): remount it with "
-            f"drive.mount('{mount}', force_remount=True), or restart the session; then run again"
+            f"drive.mount('{mount}', force_remount=True), or restart the session; then run again: what is done is safe"
         ) from error
 
 

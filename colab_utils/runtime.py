@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -30,9 +30,9 @@ from colab_utils.errors import ColabUtilsError
 
 __all__ = [
     "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
-    "find_free_space", "fork_pool", "format_bytes", "format_seconds", "is_colab", "is_notebook", "is_watched",
-    "list_children", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_space", "show_progress",
-    "write_file",
+    "find_free_space", "fork_pool", "format_bytes", "format_seconds", "hash_bytes", "is_colab", "is_notebook",
+    "is_watched", "list_children", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_space",
+    "show_progress", "write_file",
 ]  # fmt: skip
 
 COLAB_ROOT = Path("/content")
@@ -219,10 +219,21 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 
+class _ForkPool(ProcessPoolExecutor):
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, BrokenExecutor):
+            raise ColabUtilsError(
+                "expected every process to finish, found one that the system ended, most often for want of memory. "
+                "Close what else runs here, or use fewer workers (--workers 1), and run the same again."
+            ) from None
+
+
 def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:
     """A pool of forked processes that end with this one and that Ctrl-C does not reach: it is the parent's to answer.
 
-    Each calls ``initializer(*arguments)`` first.
+    Each calls ``initializer(*arguments)`` first. Where the system ends one, the ``with`` block ends with an error that
+    says so.
 
     Example:
         >>> with fork_pool(2) as pool:
@@ -236,7 +247,7 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
         end_with_parent()
         initializer(*arguments)
 
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), begin)
+    pool = _ForkPool(workers, multiprocessing.get_context("fork"), begin)
     # blocked from the first moment on: a handler is set too late for a process that has only begun
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -287,16 +298,26 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        expected = xxhash.xxh3_64()
-        for part in parts:
-            expected.update(part)
         drop_cached(temporary)  # or it would be read from memory, which proves nothing
         with open(temporary, "rb", buffering=0) as file:
-            if hashlib.file_digest(file, xxhash.xxh3_64).digest() != expected.digest():
+            if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != hash_bytes(*parts):
                 raise OSError(errno.EIO, "what was written reads back differently")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def hash_bytes(*parts: Any) -> str:
+    """XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
+
+    Example:
+        >>> hash_bytes(b"")
+        '2d06800538d394c2'
+    """
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
 
 
 def drop_cached(path: Path) -> None:

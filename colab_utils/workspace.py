@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +16,13 @@ import xxhash
 from colab_utils.data.archive import is_archive, unpack_dataset
 from colab_utils.data.coco import read_bytes
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
 from colab_utils.shards.write import find_recipe, write_shards
 
-__all__ = [
-    "SCENES", "EnsuredDataset", "EnsuredShards", "Workspace", "ensure_dataset", "ensure_shards",
-]  # fmt: skip
+__all__ = ["SCENES", "EnsuredDataset", "EnsuredShards", "Workspace", "ensure_dataset", "ensure_shards"]
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
 """What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive, as it is."""
@@ -47,9 +44,8 @@ class Workspace:
 
     @classmethod
     def open(
-        cls, drive: str | Path | None = None, *, ssd: str | Path | None = None, scene: str = "bad day",
-        profile: str | DriveProfile | None = None, use_google_drive: bool | None = None,
-    ) -> Workspace:  # fmt: skip
+        cls, drive: str | Path | None = None, *, ssd: str | Path | None = None, scene: str = "bad day"
+    ) -> Workspace:
         """Make the two folders, and slow the first one down as the scene says, in child processes too.
 
         "bad day" and "good day" ask for nothing: a slowed folder on this machine stands for Google Drive, and
@@ -60,14 +56,11 @@ class Workspace:
             drive: the slow folder, used as given. Default: ``/content/slow_drive``, or ``colab_utils`` in your Google
                 Drive where the scene mounts it; outside Colab ``./runs/drive``.
             ssd: the fast folder. Default: ``/content/colab_utils``; outside Colab ``./runs/ssd``.
-            scene: a name in `SCENES`; the next two arguments, for scripts, take its place.
-            profile: how slow the slowed folder is: a name in `DRIVE_PROFILES`, a profile, or ``"none"`` ("typical").
-            use_google_drive: mount Google Drive on Colab (True); where that fails, a slowed folder takes its place,
-                and ``note`` and a `ColabUtilsWarning` tell it.
+            scene: a name in `SCENES`.
 
         Raises:
-            ColabUtilsError: a folder cannot be made, there is no such scene or profile, or Google Drive, which the
-                scene or ``drive`` asks for, cannot be mounted.
+            ColabUtilsError: a folder cannot be made, there is no such scene, or Google Drive, which the scene asks
+                for, cannot be mounted.
 
         Example:
             >>> import tempfile
@@ -78,16 +71,11 @@ class Workspace:
         """
         if scene not in SCENES:
             raise ColabUtilsError(f"expected SCENE as one of {', '.join(SCENES)}; found {scene!r}: choose one of them")
-        if profile is None and use_google_drive is None:
-            profile = SCENES[scene]
-            slow, note = _choose_drive(drive, scene, mounts=profile is None)
-        else:
-            slow, note = _choose_drive(drive, "", mounts=use_google_drive is not False)
-            profile = profile or "typical"
+        slow, note = _choose_drive(drive, scene)
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
             raise ColabUtilsError(f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one")
-        speed = None if is_on_drive(slow) else get_profile(profile)
+        speed = None if is_on_drive(slow) else get_profile(SCENES[scene])
         for folder, named in ((slow, drive), (fast, ssd)):
             try:
                 with guard_drive(folder):
@@ -105,11 +93,6 @@ class Workspace:
         import torch
 
         return self.profile is not None or not torch.cuda.is_available()
-
-    @property
-    def shards_on_drive(self) -> Path:
-        """The shards on Drive."""
-        return self.drive / "shards"
 
     @property
     def runs(self) -> Path:
@@ -136,29 +119,23 @@ class Workspace:
         return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}\nNote: {self.note}"
 
 
-def _choose_drive(drive: str | Path | None, scene: str, *, mounts: bool) -> tuple[Path, str]:
-    """The slow folder, and one line on why it was chosen; without a scene, it is chosen for a script."""
-    mount, slowed = COLAB_ROOT / "drive", COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive")
-    chosen = _to_path(drive) if drive else None
-    if chosen and scene and not mounts and is_on_drive(chosen):
+def _choose_drive(drive: str | Path | None, scene: str) -> tuple[Path, str]:
+    """The slow folder, and one line on why it was chosen."""
+    mount, mounts, chosen = COLAB_ROOT / "drive", SCENES[scene] is None, _to_path(drive) if drive else None
+    if chosen and not mounts and is_on_drive(chosen):
         cure = "leave it empty, or choose the SCENE that mounts Drive"
         raise ColabUtilsError(f"expected a DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: {cure}")
-    if not (is_colab() and (chosen.is_relative_to(mount) if chosen else mounts)):
-        folder = chosen or slowed
+    if not (mounts and is_colab() and (chosen is None or chosen.is_relative_to(mount))):
+        folder = chosen or (COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive"))
         return folder, f"{folder} {'lies on' if is_on_drive(folder) else 'takes the place of'} Google Drive"
-    failure = _mount_google_drive(mount)
-    if not failure:
-        return chosen or mount / "MyDrive" / "colab_utils", (
-            "Google Drive is mounted: what you put there lasts; at the end, drive.flush_and_unmount() uploads it"
-        )
-    if chosen or scene:
+    if failure := _mount_google_drive(mount):
         cure = f"sign in when it asks, choose another SCENE, or name a DRIVE_FOLDER outside {mount}"
         raise ColabUtilsError(
             f"expected {chosen or 'files'} in Google Drive, found Drive not mounted ({failure}): {cure}"
         )
-    note = f"Google Drive is not mounted ({failure}): {slowed} takes its place, and is lost with this machine"
-    warnings.warn(note, ColabUtilsWarning, stacklevel=3)
-    return slowed, note
+    return chosen or mount / "MyDrive" / "colab_utils", (
+        "Google Drive is mounted: what you put there lasts; at the end, drive.flush_and_unmount() uploads it"
+    )
 
 
 def _mount_google_drive(mount: Path) -> str:
@@ -181,7 +158,7 @@ def _to_path(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class EnsuredDataset:
-    """A dataset that is there, and the folders that bear its name."""
+    """A dataset that is there, and the folder that bears its name."""
 
     name: str
     """Made of the names of image folder and JSON; of a zip's, its address is a part."""
@@ -190,8 +167,7 @@ class EnsuredDataset:
     note: str
     """Where it comes from."""
     shards_on_drive: Path
-    shards_on_ssd: Path
-    runs: Path
+    """Where its shards belong."""
 
     def __str__(self) -> str:
         return f"{self.note}\nimages: {self.images}\nannotations: {self.annotations}"
@@ -207,7 +183,6 @@ class EnsuredShards:
     """Where they lie, on Drive."""
     local: Path
     """Where their copy belongs, on the SSD."""
-    runs: Path
     index: ShardIndex
     note: str
     """Where they come from."""
@@ -240,7 +215,7 @@ def ensure_dataset(
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", profile="none")
+        >>> workspace = Workspace.open(folder / "drive", ssd=folder / "ssd", scene="my Drive, my GPU")
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
@@ -264,8 +239,7 @@ def ensure_dataset(
         settings = {**_read_settings(workspace), part: paths}
         with guard_drive(workspace.drive):
             write_file(workspace.drive / "settings.json", json.dumps(settings).encode())
-    folders = (folder / name for folder in (workspace.shards_on_drive, workspace.ssd / "shards", workspace.runs))
-    return EnsuredDataset(name, found[0], found[1], note, *folders)
+    return EnsuredDataset(name, found[0], found[1], note, workspace.drive / "shards" / name)
 
 
 def ensure_shards(
@@ -286,7 +260,7 @@ def ensure_shards(
         ColabUtilsError: as `ensure_dataset` and `write_shards` do; the shards there are of another dataset.
     """
     name, paths = _choose_source(workspace, images, annotations, part)
-    folder = workspace.shards_on_drive / name
+    folder = workspace.drive / "shards" / name
     with guard_drive(folder), read_at_full_speed():
         is_there, text, changed = (folder / INDEX_NAME).is_file(), Path(*paths[1:]), False
         if is_there and text.is_file():  # your own annotations, which have changed since, perhaps
@@ -298,7 +272,7 @@ def ensure_shards(
             settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
             write_shards(data.images, data.annotations, shards=folder, **settings)
     note = "Found on Drive." if is_there else "Made now."
-    return EnsuredShards(name, folder, workspace.ssd / "shards" / name, workspace.runs / name, read_index(folder), note)
+    return EnsuredShards(name, folder, workspace.ssd / "shards" / name, read_index(folder), note)
 
 
 def _read_settings(workspace: Workspace) -> dict[str, list[str]]:
@@ -312,14 +286,11 @@ def _choose_source(workspace: Workspace, images: str, annotations: str, part: st
     """The dataset's name; if it is your own, where its images and annotations are, as you name or named them."""
     if bool(images) != bool(annotations) and not is_archive(images) and images != BUILT_IN:
         raise ColabUtilsError("expected IMAGES and ANNOTATIONS, found only one of them: name both or neither")
-    settings = _read_settings(workspace)
-    paths = settings.get(part, [])
+    paths = _read_settings(workspace).get(part, [])
     if images:
-        inside = is_archive(images)  # of the zip is the name of the annotations
-        paths = [
-            images if "://" in images else str(_to_path(images)),
-            annotations if inside else str(_to_path(annotations)),
-        ]
+        paths = [images if "://" in images else str(_to_path(images)), annotations]
+        if not is_archive(images):  # else it is a name in the zip
+            paths[1] = str(_to_path(annotations))
     if not paths or images == BUILT_IN:
         return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}", []
     stem = Path(paths[0]).name

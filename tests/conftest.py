@@ -81,6 +81,12 @@ def few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_utils.training.losses._REGIONS", 1)
 
 
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training writes a line of its log after each step."""
+    monkeypatch.setattr("colab_utils.training.trainer._LOG_STEPS", 1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def short_waits() -> None:
     """What is tried again where Drive fails is tried at once."""

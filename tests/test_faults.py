@@ -275,7 +275,7 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
             if getattr(line, "step", 0) == 1 and not lost:
                 lost.append(world.mount.fail(lost=True))
 
-        return loop_train(*arguments, **{**options, "log": look, "log_steps": 1})
+        return loop_train(*arguments, **{**options, "log": look})
 
     loop_train = loop.train
     assert world.run("copy")[0] == 0

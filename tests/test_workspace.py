@@ -22,11 +22,10 @@ from colab_utils import workspace as module
 from colab_utils.__main__ import main
 from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DRIVE_PROFILES, get_profile, read_file, slow_down
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.verify import verify_shards
+from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.write import write_shards
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint
@@ -96,7 +95,6 @@ def test_importing_makes_no_folder(tmp_path, monkeypatch):
 
 def test_properties_name_what_lies_where(tmp_path):
     workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
-    assert workspace.shards_on_drive == tmp_path / "d" / "shards"
     assert workspace.runs == tmp_path / "d" / "runs"
     with pytest.raises(FrozenInstanceError):
         workspace.drive = tmp_path
@@ -111,10 +109,10 @@ def test_relative_paths_stay_valid_after_a_change_of_folder(tmp_path, monkeypatc
 
 
 def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
-    text = str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", profile="bad"))
+    text = str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s"))
     assert f"Drive: {tmp_path / 'd'} (bad: 606 ms per file" in text
     assert f"SSD: {tmp_path / 's'}" in text
-    assert "full speed" in str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", profile="none"))
+    assert "full speed" in str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=REAL))
     assert "(Google Drive)" in str(Workspace.open(ssd=tmp_path / "s", scene=REAL))
 
 
@@ -134,7 +132,7 @@ def test_a_scene_asks_for_nothing_and_slows_drive_down(colab, scene, profile):
     assert workspace.drive == colab.content / "slow_drive"
     assert workspace.profile is DRIVE_PROFILES[profile]
     assert workspace.emulated  # also where there is a GPU
-    assert get_profile(None, workspace.shards_on_drive / "shard-000000.tar") == DRIVE_PROFILES[profile]
+    assert get_profile(None, workspace.drive / "shards" / "shard-000000.tar") == DRIVE_PROFILES[profile]
     assert get_profile(None, workspace.ssd / "shards" / "shard-000000.tar") is None
     assert list(SCENES) == ["bad day", "good day", REAL]
 
@@ -167,16 +165,6 @@ def test_a_folder_on_drive_in_a_scene_that_mounts_none_is_told(colab, scene):
         Workspace.open(scene="fog")
 
 
-def test_a_declined_drive_is_told_and_nothing_else_is_measured_in_its_place(colab):
-    colab.failure = MessageError("Error: credential propagation was unsuccessful")
-    with pytest.raises(ColabUtilsError, match=r"credential propagation.*sign in.*another SCENE"):
-        Workspace.open(scene=REAL)
-    assert not (colab.content / "slow_drive").exists()
-    assert not Workspace.open().note.startswith("Google Drive is mounted")  # the next Run all, with another scene
-    colab.failure = None
-    assert Workspace.open(scene=REAL).drive == colab.content / "drive" / "MyDrive" / "colab_utils"
-
-
 def test_on_colab_google_drive_is_mounted(colab):
     workspace = Workspace.open(scene=REAL)
     assert workspace.drive == colab.content / "drive" / "MyDrive" / "colab_utils"
@@ -186,7 +174,6 @@ def test_on_colab_google_drive_is_mounted(colab):
     assert workspace.profile is None
     assert colab.calls == [{"force_remount": True, "timeout_ms": 120000}]
     assert Workspace.open(scene=REAL) == workspace  # mounted already: nobody is asked again
-    assert Workspace.open(use_google_drive=True).drive == workspace.drive  # as a script asks
     assert "drive.flush_and_unmount()" in workspace.note
     assert len(colab.calls) == 1
 
@@ -194,30 +181,21 @@ def test_on_colab_google_drive_is_mounted(colab):
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
-        (
-            MessageError("Error: credential propagation was unsuccessful"),
-            "credential propagation",
-        ),  # declined
+        (MessageError("Error: credential propagation was unsuccessful"), "credential propagation"),  # declined
         (ValueError("mount failed"), "mount failed"),  # also what a timeout raises
         (NotImplementedError(), "NotImplementedError"),  # Enterprise
-        (
-            AttributeError("'NoneType' object has no attribute 'kernel'"),
-            "AttributeError",
-        ),  # a terminal on Colab
-        (ValueError("several\nlines"), "several lines"),  # the note stays one line
+        (AttributeError("'NoneType' object has no attribute 'kernel'"), "AttributeError"),  # a terminal on Colab
+        (ValueError("several\nlines"), "several lines"),  # the error stays one line
     ],
 )
-def test_a_failed_mount_is_replaced_and_told(colab, failure, words):
+def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab, failure, words):
     colab.failure = failure
-    with pytest.warns(ColabUtilsWarning, match="Google Drive is not mounted") as caught:
-        workspace = Workspace.open(profile="fast")
-    assert Path(caught[0].filename) == Path(__file__)
-    assert workspace.drive == colab.content / "slow_drive"
-    assert workspace.drive.is_dir()
-    assert workspace.profile is DRIVE_PROFILES["fast"]
-    assert words in workspace.note
-    assert "\n" not in workspace.note
-    assert workspace.note in str(workspace)
+    with pytest.raises(ColabUtilsError, match=rf"{words}.*sign in.*another SCENE"):
+        Workspace.open(scene=REAL)
+    assert not (colab.content / "slow_drive").exists()
+    assert not Workspace.open().note.startswith("Google Drive is mounted")  # the next Run all, with another scene
+    colab.failure = None
+    assert Workspace.open(scene=REAL).drive == colab.content / "drive" / "MyDrive" / "colab_utils"
 
 
 @pytest.mark.parametrize("cause", ["files", "symlink", "nothing"])
@@ -229,19 +207,8 @@ def test_a_mount_point_that_cannot_be_used_is_told(colab, tmp_path, cause):
         mount_point.symlink_to(tmp_path)
     else:  # mount came back, but the folder stayed empty
         colab.empty = True
-    with pytest.warns(ColabUtilsWarning, match=r"must not already contain|must not be a symlink|no MyDrive appeared"):
-        assert Workspace.open(use_google_drive=True).drive == colab.content / "slow_drive"
-
-
-def test_without_google_drive_nobody_is_asked_and_nothing_warns(colab):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        workspace = Workspace.open(use_google_drive=False)
-    assert colab.calls == []
-    assert workspace.drive == colab.content / "slow_drive"
-    assert workspace.profile is DRIVE_PROFILES["typical"]
-    Workspace.open(scene=REAL)  # a Drive that is mounted already is left alone as well
-    assert Workspace.open(use_google_drive=False) == workspace
+    with pytest.raises(ColabUtilsError, match=r"must not already contain|must not be a symlink|no MyDrive appeared"):
+        Workspace.open(scene=REAL)
 
 
 def test_a_folder_named_in_google_drive_mounts_it(colab):
@@ -261,7 +228,7 @@ def test_a_folder_named_in_google_drive_is_never_replaced(colab):
 
 
 def test_a_folder_elsewhere_on_colab_is_slowed_and_nobody_is_asked(colab, tmp_path):
-    workspace = Workspace.open(tmp_path / "bucket", profile="bad")
+    workspace = Workspace.open(tmp_path / "bucket")
     assert workspace.drive == tmp_path / "bucket"
     assert workspace.profile is DRIVE_PROFILES["bad"]
     assert colab.calls == []
@@ -280,15 +247,13 @@ def test_a_mount_at_another_path_is_drive(tmp_path, monkeypatch):
 
 def test_mistakes_are_named(tmp_path, colab):
     (tmp_path / "file").touch()
-    slow, ssd = tmp_path / "d", tmp_path / "s"
+    slow = tmp_path / "d"
     with pytest.raises(ColabUtilsError, match=r"nowhere.*No such file or directory: name another DRIVE_FOLDER"):
-        Workspace.open(tmp_path / "nowhere" / "d", ssd=ssd)
+        Workspace.open(tmp_path / "nowhere" / "d", ssd=tmp_path / "s")
     with pytest.raises(ColabUtilsError, match=r"File exists|Not a directory"):
-        Workspace.open(tmp_path / "file", ssd=ssd)
+        Workspace.open(tmp_path / "file", ssd=tmp_path / "s")
     with pytest.raises(ColabUtilsError, match=r"(File exists|Not a directory): name another SSD_FOLDER"):
         Workspace.open(slow, ssd=tmp_path / "file" / "ssd")
-    with pytest.raises(ColabUtilsError, match="'slowly'"):
-        Workspace.open(slow, ssd=ssd, profile="slowly")
     with pytest.raises(ColabUtilsError, match="own disk"):
         Workspace.open(slow, ssd=tmp_path / "x" / ".." / "d")
     with pytest.raises(ColabUtilsError, match=r"own disk.*on Drive"):
@@ -306,7 +271,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def workspace(tmp_path):
-    return Workspace.open(tmp_path / "drive", ssd=tmp_path / "ssd", profile="none")
+    return Workspace.open(tmp_path / "drive", ssd=tmp_path / "ssd", scene=REAL)
 
 
 @pytest.fixture
@@ -346,12 +311,9 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
     assert (builtin.name, mine.name) == ("built-in", "images-annotations")
     for data in (builtin, mine):
         assert data.shards_on_drive == workspace.drive / "shards" / data.name
-        assert data.shards_on_ssd == workspace.ssd / "shards" / data.name
-        assert data.runs == workspace.drive / "runs" / data.name
     shards = ensure_shards(workspace)
-    assert (shards.name, shards.folder, shards.local, shards.runs) == (
-        mine.name, mine.shards_on_drive, mine.shards_on_ssd, mine.runs,
-    )  # fmt: skip
+    assert (shards.name, shards.folder) == (mine.name, mine.shards_on_drive)
+    assert shards.local == workspace.ssd / "shards" / mine.name
 
 
 @pytest.mark.parametrize(
@@ -373,7 +335,7 @@ def test_names_of_datasets(workspace, images, annotations, name):
 
 def test_your_own_data_is_remembered_on_drive(workspace, own, tmp_path):
     named = ensure_dataset(workspace, **own)
-    again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", profile="none")
+    again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", scene=REAL)
     assert (ensure_dataset(again).images, ensure_dataset(again).name) == (named.images, named.name)
     assert not (workspace.drive / "dataset").exists()
     assert ensure_dataset(again, images="built-in", n=2).name == "built-in"
@@ -419,7 +381,7 @@ def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
     assert (shards.index.images, shards.folder) == (12, workspace.drive / "shards" / data.name)
     assert not list(workspace.drive.rglob("*.jpg"))
     os.remove(source)  # a fresh machine, a lost upload: the shards are enough
-    again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", profile="none")
+    again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", scene=REAL)
     kept = replace(shards, local=again.ssd / "shards" / data.name, note="Found on Drive.")
     assert ensure_shards(again) == kept
     with pytest.raises(ColabUtilsError, match=r"expected a zip at .*export\.zip, found none"):

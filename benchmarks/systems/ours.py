@@ -27,7 +27,7 @@ class Packed(System):
     crews: ClassVar[tuple[Crew, ...]] = (
         Crew(1, "processes"), Crew(2, "processes"), Crew(1, "loader_process"), Crew(2, "loader_process"),
         Crew(3, "loader_process"),
-        Crew(0, "threads"), Crew(1, "threads"), Crew(2, "threads"),
+        Crew(0, "processes"),
     )  # fmt: skip
     options: ClassVar[dict[str, Any]] = {"deliver": "packed"}
 

@@ -75,8 +75,6 @@ class PreparedData:
         profile: DriveProfile | None,
     ) -> None:  # fmt: skip
         self.images, self.folder, self.profile = Path(images), Path(folder), profile
-        if not self.images.is_dir():
-            raise ColabUtilsError(f"expected an image folder, found nothing at {images}. On Colab, mount Drive first.")
         coco = read_coco(annotations)
         self.total, self.fingerprint = len(coco), coco.fingerprint
         self.drive = self.folder / "drive"

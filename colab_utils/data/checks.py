@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -163,25 +163,16 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
         raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
     starts, settings = range(0, len(dataset), _CHUNK), (images, dataset, deep)
     workers = max(1, min(count_cores(), len(starts)))
-    try:
-        with (
-            show_progress("check", total=len(dataset), unit="image") as bar,
-            fork_pool(workers, _share, settings) as pool,
-        ):
-            futures = [pool.submit(_inspect_chunk, start) for start in starts]
-            pending = set(futures)
-            try:
-                while pending:
-                    bar.update(sum(len(future.result()) for future in pop_done(pending)))
-            finally:
-                for future in pending:
-                    future.cancel()
-            return [found for future in futures for found in future.result()]
-    except BrokenExecutor:
-        raise ColabUtilsError(
-            "expected every process to finish, found one that the system ended, most often for want of memory. "
-            "Close what else runs here, and run check again."
-        ) from None
+    with show_progress("check", total=len(dataset), unit="image") as bar, fork_pool(workers, _share, settings) as pool:
+        futures = [pool.submit(_inspect_chunk, start) for start in starts]
+        pending = set(futures)
+        try:
+            while pending:
+                bar.update(sum(len(future.result()) for future in pop_done(pending)))
+        finally:
+            for future in pending:
+                future.cancel()
+        return [found for future in futures for found in future.result()]
 
 
 def _share(settings: tuple[Path, CocoDataset, bool]) -> None:

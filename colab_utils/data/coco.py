@@ -300,9 +300,13 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     """As `read_coco`, for those who read the images: no annotation may be left over.
 
     Raises:
-        ColabUtilsError: as `read_coco`; or annotations are of unknown images or categories.
+        ColabUtilsError: as `read_coco`; or there is no image folder, or annotations are of unknown images or
+            categories.
         DriveLostError: Drive went away.
     """
+    with guard_drive(images):
+        if not Path(images).is_dir():
+            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
     dataset = read_coco(annotations)
     for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
         if unknown.size:

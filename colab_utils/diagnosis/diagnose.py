@@ -1,11 +1,18 @@
-"""What training waits for: headspace first, then each stage of loading alone, then what would cure it."""
+"""What training waits for: headspace first, then each stage of loading alone, then what would cure it.
+
+And what changed since an earlier diagnosis, or an earlier run under `watch`.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -14,18 +21,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.causes import Cause, refine_causes
-from colab_utils.diagnosis.change import Change
 from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
 from colab_utils.diagnosis.resources import Resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
+from colab_utils.diagnosis.summary import Cause, refine_causes
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, make_stage, put_back, time_batches
 from colab_utils.diagnosis.watchdog import WatchedLoader
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import find_free_memory
 
-__all__ = ["Diagnosis", "Fix", "Stage", "diagnose"]
+__all__ = ["Change", "Diagnosis", "compare_runs", "diagnose", "read_run"]
 
 _WARMUP = 4  # batches
 _CACHED_BATCHES = 4
@@ -34,6 +40,23 @@ _SAMPLED, _VERIFIED = 16, 64  # images that the fixes for the data are forecast 
 _SHOWN_FIXES = 3
 _TIMEOUT_S = 60.0  # for a batch
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
+_SURE = 2  # standard errors
+
+
+@dataclass(frozen=True)
+class Change:
+    """One run beside an earlier one."""
+
+    ratio: float
+    """Images per second, over those before."""
+    noise: float
+    """How far the ratio of two equal runs may be from 1: two standard errors."""
+    fails: bool
+    """Whether the ratio is below what was asked for."""
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 @dataclass(frozen=True)
@@ -80,7 +103,7 @@ class Diagnosis:
 
 def diagnose(
     loader: Iterable[Any], step: Callable[..., Any] | None = None, *, seconds: float = 20, verify: bool = False,
-    min_size: int = 800, max_size: int = 1333, restore: Sequence[Any] = (),
+    restore: Sequence[Any] = (),
 ) -> Diagnosis:  # fmt: skip
     """Find what training waits for, how much could be won at most, and what would win it.
 
@@ -103,8 +126,6 @@ def diagnose(
             times that with a slow loader), and ``verify`` 0.4 of it more. Without ``verify``, no fix is tried any more
             after six times these seconds.
         verify: also measure the fixes for longer with your own step, those for the data on a sample of the images.
-        min_size: the shorter side that training needs, pixels.
-        max_size: the longer side that training needs, pixels.
         restore: what your step changes: a model, its optimizer, a scheduler; anything with ``state_dict`` and
             ``load_state_dict``.
 
@@ -125,7 +146,7 @@ def diagnose(
     if not seconds > 0:
         raise ColabUtilsError(f"expected seconds over 0, found {seconds!r}: give a number, like 20")
     with put_back(loader, restore):
-        return _diagnose(loader, step, seconds, verify, {"min_size": min_size, "max_size": max_size})
+        return _diagnose(loader, step, seconds, verify)
 
 
 def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
@@ -143,19 +164,18 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
     kept[number] = copy.deepcopy(batch)  # a loader may use its memory again
 
 
-def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[str, int]) -> Diagnosis:
-    began_s, kept, count = perf_counter(), dict[int, Any](), 0
+def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
+    began_s, kept, numbers = perf_counter(), dict[int, Any](), count(1)
 
     def count_and_step(*batch: Any) -> None:
-        nonlocal count
-        count += 1
+        number = next(numbers)
         try:
             _ = step is None or step(*batch)
         except Exception as error:
-            found = f"expected a step that takes batch {count}, found {describe_error(error)}"
+            found = f"expected a step that takes batch {number}, found {describe_error(error)}"
             raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
 
-    watched = WatchedLoader(loader, _TIMEOUT_S, "raise", looks={})
+    watched = WatchedLoader(loader, _TIMEOUT_S, "raise", pss_s=2)
     on_batch = partial(_keep_batch, kept)
     now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, on_batch=on_batch)
     rate, size = now.images_per_second, round(now.images / len(now.wait_s))
@@ -169,37 +189,36 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool, sizes: dict[
     fixes, waits = [], step is None or ceiling >= _FINE_HEADSPACE * rate
     if waits and isinstance(loader, Loader | DataLoader):
         indices = found.indices[: _VERIFIED if verify else _SAMPLED]
-        situation = Situation(loader, step, now, cached, found.of_sample, indices, seconds, verify, began_s)
-        fixes = find_fixes(situation, **sizes)
-    stages = [*found.of_sample.values(), *found.of_batch]
-    if isinstance(loader, Loader) and found.of_sample and waits:
-        stages.append(_estimate_handoff(now, found.of_sample, count_workers(loader)))
+        situation = Situation(loader, step, now, cached, found.stages, indices, seconds, verify, began_s)
+        fixes = find_fixes(situation)
+    stages = [*found.stages.values()]
+    if isinstance(loader, Loader) and stages and waits:
+        stages.append(_estimate_handoff(now, stages, count_workers(loader)))
     summary = watched.summary()
     causes = refine_causes(summary.causes, stages, slower=slower, waits=waits)
     stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
-    confidence, resources = _describe_confidence(now), summary.resources
-    verdict = describe_verdict(now, ceiling, slower, stages, fixes, name, confidence)
-    unseen = [f"The stages of a sample could not be timed: {found.unseen}"] if found.unseen else []
+    verdict = [describe_verdict(now, ceiling, slower, stages, fixes, name)]
+    verdict += summary.resources.dangers if summary.resources else ()
+    verdict += [f"The stages of a sample could not be timed: {found.unseen}"] if found.unseen else []
     return Diagnosis(
-        " ".join((verdict, *(resources.dangers if resources else ()), *unseen)), ceiling / rate, rate, now.wait_share,
-        tuple(stages), tuple(fixes), confidence, len(now.wait_s), name, resources, now.error, causes=tuple(causes),
+        " ".join(verdict), ceiling / rate, rate, now.wait_share, tuple(stages), tuple(fixes), _describe_confidence(now),
+        len(now.wait_s), name, summary.resources, now.error, causes=tuple(causes),
     )  # fmt: skip
 
 
 def describe_verdict(
-    now: BatchTimes, ceiling: float, slower: float, stages: Sequence[Stage], fixes: Sequence[Fix], step: str,
-    confidence: str,
-) -> str:  # fmt: skip
+    now: BatchTimes, ceiling: float, slower: float, stages: Sequence[Stage], fixes: Sequence[Fix], step: str
+) -> str:
     """The verdict: a few short sentences with their numbers, and how sure it is.
 
     ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step takes ``slower`` times
     as long.
     """
-    sure = f"({confidence.partition(':')[0]} confidence, {len(now.wait_s)} batches)"
-    rate = now.images_per_second
+    rate, sure = now.images_per_second, _describe_confidence(now).partition(":")[0]
+    sure = f"({sure} confidence, {len(now.wait_s)} batches)"
     loading = [stage for stage in stages if stage.name not in ("wait", "step")]
     largest = max(loading, key=lambda stage: stage.mean_ms, default=None)
     part = f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image." if largest else ""
@@ -220,10 +239,11 @@ def describe_verdict(
     return f"Training waits {now.wait_share:.0%} of its time: {rates}.{contention}{part}{cure}"
 
 
-def _estimate_handoff(now: BatchTimes, stages: dict[str, Stage], workers: int) -> Stage:
+def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) -> Stage:
     """What is left of a worker's time for one image: collate, the way between processes, and waiting for a core."""
-    wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages.values())
-    cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages.values())
+    stages = [stage for stage in stages if stage.name != "transfer"]
+    wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages)
+    cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages)
     return make_stage("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
 
 
@@ -231,3 +251,39 @@ def _describe_confidence(now: BatchTimes) -> str:
     count, error = len(now.batch_s), now.error
     level = "high" if count >= 20 and error < 0.05 else "medium" if count >= 8 and error < 0.15 else "low"
     return f"{level}: {count} batches, the mean batch time is sure to {error:.0%}"
+
+
+def compare_runs(before: Mapping[str, float], after: Mapping[str, float], *, fail_below: float = 0.0) -> Change:
+    """Compare two runs as `read_run` gives them; ``fail_below`` is a ratio.
+
+    Example:
+        >>> before = {"images_per_second": 12.0, "wait_share": 0.8, "error": 0.02}
+        >>> print(compare_runs(before, {"images_per_second": 48.0, "wait_share": 0.1, "error": 0.02}))
+        12.0 → 48.0 images/s, 4.00 times as many: more than the noise (6%). Waits 80% → 10%.
+    """
+    rates, waits = ([run[key] for run in (before, after)] for key in ("images_per_second", "wait_share"))
+    ratio = rates[1] / max(rates[0], 1e-9)
+    noise = _SURE * math.hypot(before["error"], after["error"])
+    size = "more than the noise" if abs(ratio - 1) > noise else "within the noise"
+    sentence = f"{rates[0]:.1f} → {rates[1]:.1f} images/s, {ratio:.2f} times as many: {size} ({noise:.0%})."
+    return Change(ratio, noise, ratio < fail_below, f"{sentence} Waits {waits[0]:.0%} → {waits[1]:.0%}.")
+
+
+def read_run(path: str | Path) -> dict[str, float]:
+    """``images_per_second``, ``wait_share`` and ``error`` of what `Summary.save` or ``diagnose --json`` wrote.
+
+    Raises:
+        ColabUtilsError: there is no such file, or it is something else.
+
+    Example:
+        >>> read_run("no/such/before.json")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected the JSON of an earlier run at no/such/before.json, found none: ...
+    """
+    try:
+        run = json.loads(Path(path).read_text(encoding="utf-8"))
+        run.setdefault("wait_share", run.get("stall_share"))  # of a diagnosis
+        return {key: float(run[key]) for key in ("images_per_second", "wait_share", "error")}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        found = f"expected the JSON of an earlier run at {path}, found none"
+        raise ColabUtilsError(f"{found}: write one with --json or Summary.save") from None

@@ -39,6 +39,7 @@ FIXES = {  # the name of each fix, and what it is; those that cost you least com
     "data_and_workers": ("other data, with more workers", "Both together"),
 }
 
+_SIDES = {"min_size": 800, "max_size": 1333}  # in pixels: what training needs, as `write_shards` has it
 _SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
 _SAME = 0.95  # of the best rate: as good
 _TIMEOUT_S = 60.0  # for a batch of a trial
@@ -81,12 +82,12 @@ class Situation:
 
     loader: Any
     step: Callable[..., Any] | None
-    now: BatchTimes
+    loop: BatchTimes
     """Your loader with your step."""
     cached: BatchTimes
     """Your step on batches that lie ready."""
     stages: dict[str, Stage]
-    """Of an image's way to a sample."""
+    """Of loading, by name."""
     indices: Sequence[int]
     """Of the images that these were timed on."""
     seconds: float
@@ -99,7 +100,7 @@ class Situation:
     @property
     def batch_size(self) -> int:
         """Images in a batch."""
-        return round(self.now.images / len(self.now.wait_s))
+        return round(self.loop.images / len(self.loop.wait_s))
 
     @property
     def prefetch(self) -> int:
@@ -174,18 +175,23 @@ class _Plan(NamedTuple):
     name: str = ""
 
 
-def find_fixes(now: Situation, *, min_size: int, max_size: int) -> list[Fix]:
+def find_fixes(now: Situation) -> list[Fix]:
     """Every fix that applies: its forecast by a short trial and, where that is wanted, its measured rate.
 
     Those of the data are tried first, on a sample of it in a temporary folder. A fix that cannot be tried, or for which
-    there is no time left, has no forecast: its sentence says why. ``min_size`` and ``max_size`` are the sides in pixels
-    that training needs.
+    there is no time left, has no forecast: its sentence says why.
 
     Returns:
         The best first; of those within 5 %, the one that costs you least.
     """
+    workers = count_workers(now.loader)
+    count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
-        plans = _plan_data(now, Path(folder), (min_size, max_size)) | _plan_settings(now)
+        plans = _plan_data(now, Path(folder))
+        plans["workers"] = partial(_Plan, f"Use workers={count}, not {workers}", {"workers": count})
+        if workers:
+            name = f"Keep {2 * now.prefetch} batches ahead for each worker, not {now.prefetch}"
+            plans["prefetch"] = partial(_Plan, name, {"prefetch": 2 * now.prefetch})
         return rank_fixes([_try_out(now, id, plans[id]) for id in reversed(FIXES) if id in plans])
 
 
@@ -210,7 +216,7 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
                 plan = make_plan()
             rate = _time(now, plan, now.make_placeholder(), share=_TRIAL_SHARE, least=_TRIAL_BATCHES)
             measured = _time(now, plan, now.step, share=_VERIFY_SHARE) if now.verify else None
-            gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.now.images_per_second else "wins nothing"
+            gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.loop.images_per_second else "wins nothing"
             return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}.")
         except Exception as error:  # what was found out so far is worth more
             why = describe_error(error)
@@ -225,61 +231,50 @@ def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share
     return times.images_per_second
 
 
-def _plan_settings(now: Situation) -> dict[str, Callable[[], _Plan]]:
-    """What any loader can have: more workers, more batches ahead."""
-    plans: dict[str, Callable[[], _Plan]] = {"workers": partial(_plan_workers, now)}
-    if count_workers(now.loader):
-        name = f"Keep {2 * now.prefetch} batches ahead for each worker, not {now.prefetch}"
-        plans["prefetch"] = partial(_Plan, name, {"prefetch": 2 * now.prefetch})
-    return plans
-
-
-def _plan_workers(now: Situation) -> _Plan:
-    workers = count_workers(now.loader)
-    count = now.choose_workers(now.now.find_load_ms(workers), now.now.cpu_ms_per_image)
-    return _Plan(f"Use workers={count}, not {workers}", {"workers": count})
-
-
-def _plan_data(now: Situation, folder: Path, sizes: tuple[int, int]) -> dict[str, Callable[[], _Plan]]:
+def _plan_data(now: Situation, folder: Path) -> dict[str, Callable[[], _Plan]]:
     """Other forms and places of the data."""
-    dataset, packs = now.loader.dataset, isinstance(now.loader, Loader)
+    dataset, plans = now.loader.dataset, dict[str, Callable[[], _Plan]]()
     if not isinstance(dataset, CocoFolder | ShardDataset):
-        return {}
-    local, plans = dataset.profile is None and not is_on_drive(dataset.folder), dict[str, Callable[[], _Plan]]()
-    if isinstance(dataset, CocoFolder) or not local:
+        return plans
+    if isinstance(dataset, CocoFolder) or _is_slow(dataset):
         plans["shards"] = partial(_plan_shards, now, folder, "shards")
-    if not packs:
+    if not isinstance(now.loader, Loader):
         plans["packed_masks"] = partial(_plan_shards, now, folder, "packed_masks")
     if isinstance(dataset, CocoFolder):
         had = [*map(tuple, dataset.coco.sizes[[*now.indices]].tolist())]
-        planned = [plan_size(*size, min_size=sizes[0], max_size=sizes[1]) for size in had]
+        planned = [plan_size(*size, **_SIDES) for size in had]
         share = sum(h * w for h, w in planned) / max(sum(h * w for h, w in had), 1)
         if share <= _SMALLER:
-            plans["resize"] = partial(_plan_shards, now, folder, "resize", sizes, f"to {share:.0%} of the pixels")
-        if not local:
+            plans["resize"] = partial(_plan_shards, now, folder, "resize", f" to {share:.0%} of the pixels")
+        if _is_slow(dataset):
             plans["local_files"] = partial(_plan_files, now, folder / "files")
     if best := [id for id in ("shards", "packed_masks", "resize") if id in plans][-1:]:
         plans["data_and_workers"] = partial(_plan_both, now, plans[best[0]], FIXES[best[0]][0])
     return plans
 
 
-def _plan_shards(now: Situation, folder: Path, id: str, sizes: tuple[int, int] | None = None, note: str = "") -> _Plan:
-    """Shards of the images that were timed, on the local disk, with images as they are or shrunk to these ``sizes``."""
-    dataset, shards = now.loader.dataset, folder / f"shards-{sizes}"
+def _is_slow(dataset: CocoFolder | ShardDataset) -> bool:
+    return dataset.profile is not None or is_on_drive(dataset.folder)
+
+
+def _plan_shards(now: Situation, folder: Path, id: str, note: str = "") -> _Plan:
+    """Shards of the images that were timed, on the local disk, with images as they are or resized."""
+    dataset, shards = now.loader.dataset, folder / ("resized" if id == "resize" else "shards")
     if isinstance(dataset, CocoFolder):
         annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
-        limits = {"min_size": sizes[0], "max_size": sizes[1]} if sizes else {"storage": "keep"}
+        limits = _SIDES if id == "resize" else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
         os.sync()  # it is written now, and not during the trial
-    elif dataset.profile or is_on_drive(dataset.folder):
+    elif _is_slow(dataset):
         first = dataset.index.shards[0]
         copy_shards(dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9))
     sample = ShardDataset(shards if shards.exists() else dataset.folder)
-    return _Plan(f"{FIXES[id][1]} {note}".strip(), {"dataset": sample, "packs": id == "packed_masks"})
+    return _Plan(FIXES[id][1] + note, {"dataset": sample, "packs": id == "packed_masks"})
 
 
 def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
-    plan, cpu_ms = make_plan(), sum(stage.cpu_ms for stage in now.stages.values())
+    of_sample = [stage for stage in now.stages.values() if stage.name in ("read", "decode", "masks")]
+    plan, cpu_ms = make_plan(), sum(stage.cpu_ms for stage in of_sample)
     workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
     return plan._replace(name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
 

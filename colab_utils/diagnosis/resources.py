@@ -19,7 +19,7 @@ from colab_utils.runtime import find_free_memory, format_bytes, list_children, l
 
 __all__ = ["Reading", "ResourceLog", "Resources", "summarise_readings"]
 
-_LONGEST_LOOK_S = 0.1  # that counts: finding the PSS of a process takes the kernel 20 ms
+_PAUSE_S = 0.25  # between two looks
 _LEAST_READINGS, _MOST_READINGS = 5, 1000
 _PAUSES = 12  # in the time so far, at most
 _NEARLY_FULL = 0.8
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 @dataclass(frozen=True)
 class Resources:
     """What a loader used. Memory is PSS (proportional set size), which counts pages that processes share once; in the
-    first half minute of `watch`, each process counts whole what it shares with the one that forked it.
+    first 100 seconds of `watch`, each process counts whole what it shares with the one that forked it.
     """
 
     main_mb: float
@@ -69,49 +69,42 @@ class Resources:
         """What will end the training if it goes on: one sentence each."""
         found = []
         if self.growth_mb_per_batch is not None:
-            found.append(
-                f"Memory grows by {self.growth_mb_per_batch:.2f} MB a batch ({', '.join(self.growing)}): at step "
-                f"{self.full_at_batch:,} it is full. Keep no lists of Python objects in the dataset, and no losses "
-                "with their graphs."
-            )
+            grows = f"Memory grows by {self.growth_mb_per_batch:.2f} MB a batch ({', '.join(self.growing)})"
+            cure = "Keep no lists of Python objects in the dataset, and no losses with their graphs."
+            found.append(f"{grows}: at step {self.full_at_batch:,} it is full. {cure}")
         if self.shm_used_mb > _NEARLY_FULL * self.shm_total_mb > 0:
-            found.append(
-                f"/dev/shm is nearly full: {self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB. Use fewer workers, "
-                "a smaller prefetch_factor, or make_loader, which does not need it."
-            )
+            used = f"{self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB"
+            cure = "Use fewer workers, a smaller prefetch_factor, or make_loader, which does not need it."
+            found.append(f"/dev/shm is nearly full: {used}. {cure}")
         return tuple(found)
 
 
 class ResourceLog:
     """Readings of the resources that this process and its children use.
 
-    One is taken each ``interval_s`` seconds, later after each twelfth of the time so far. PSS is looked at after
-    ``delay_s`` for the first time, and then as often as takes this ``share`` of the time: more would slow down the
-    loader.
+    One is taken each quarter of a second, later after each twelfth of the time so far. PSS is measured every ``pss_s``
+    seconds: it takes the kernel 20 ms a process, which more often would slow down the loader.
 
     Example:
-        >>> log = ResourceLog()
+        >>> log = ResourceLog(pss_s=2)
         >>> log.look(batches=0)
         >>> summarise_readings(log.readings).main_mb > 1
         True
     """
 
-    def __init__(self, *, delay_s: float = 0, interval_s: float = 0.25, share: float = 0.03) -> None:
+    def __init__(self, *, pss_s: float) -> None:
         self.readings = deque[Reading](maxlen=_MOST_READINGS)
-        self._interval_s, self._share = interval_s, share
         self._began_s = self._due_s = perf_counter()
-        self._pss_due_s, self._pss = self._began_s + delay_s, dict[int, int]()
+        self._pss_s, self._pss_due_s, self._pss = pss_s, self._began_s + pss_s, dict[int, int]()
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due; there were so many batches."""
         if (now_s := perf_counter()) < self._due_s:
             return
-        self._due_s = now_s + max(self._interval_s, (now_s - self._began_s) / _PAUSES)
+        self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) / _PAUSES)
         if now_s >= self._pss_due_s:
-            self._pss = _measure_pss()
-            self._pss_due_s = now_s + min(perf_counter() - now_s, _LONGEST_LOOK_S) / self._share
-        shm = shutil.disk_usage("/dev/shm").used if os.path.isdir("/dev/shm") else 0
-        self.readings.append(Reading(batches, shm, _measure_own(), self._pss))
+            self._pss, self._pss_due_s = _measure_pss(), now_s + self._pss_s
+        self.readings.append(Reading(batches, shutil.disk_usage("/dev/shm").used, _measure_own(), self._pss))
 
 
 def summarise_readings(readings: Sequence[Reading]) -> Resources:
@@ -129,7 +122,7 @@ def summarise_readings(readings: Sequence[Reading]) -> Resources:
         full_at_batch=readings[-1].batches + int(free / total) if growth else None,
         free_mb=free / 1e6,
         shm_used_mb=max(reading.shm_bytes for reading in readings) / 1e6,
-        shm_total_mb=shutil.disk_usage("/dev/shm").total / 1e6 if os.path.isdir("/dev/shm") else 0,
+        shm_total_mb=shutil.disk_usage("/dev/shm").total / 1e6,
         growing=tuple(f"{names[pid]}: {growth[pid] / 1e6:.2f}" for pid in sorted(growth)),
     )
 
@@ -157,7 +150,7 @@ def _find_growth(readings: Sequence[Reading]) -> dict[int, float]:
 def _measure_own() -> dict[int, int]:
     """Of this process and each one below it: what is in memory, less what it shares; in few lines, as it is often."""
     used = dict[int, int]()
-    with suppress(OSError):  # elsewhere than on Linux nothing is known; a process may have ended
+    with suppress(OSError):  # a process may have ended
         for pid in (os.getpid(), *list_children(os.getpid())):
             with open(f"/proc/{pid}/statm", "rb") as file:
                 _, resident, shared, *_ = file.read().split()
@@ -170,6 +163,5 @@ def _measure_pss() -> dict[int, int]:
     used = dict[int, int]()
     for process in list_processes():
         with suppress(psutil.Error):  # it has ended, or is another user's
-            info = process.memory_full_info()
-            used[process.pid] = int(getattr(info, "pss", 0) or info.uss)
+            used[process.pid] = process.memory_full_info().pss
     return used

@@ -93,8 +93,7 @@ def simulate(
     lanes, ahead = max(1, workers), max(1, workers * prefetch)  # without workers the training process itself loads
     loading = _draw_times(load_s, load_cv, seed, stream=0)
     training = _draw_times(step_s, step_cv, seed, stream=1)
-    loads: list[tuple[int, float, float]] = []
-    steps: list[tuple[int, float, float]] = []
+    loads, steps = list[tuple[int, float, float]](), list[tuple[int, float, float]]()
     for batch in count():
         asked_s = steps[batch - ahead][1 if workers else 2] if batch >= ahead else 0.0
         if asked_s > seconds - _ROUNDING_S:

@@ -12,10 +12,11 @@ import operator
 import os
 import platform
 import re
+import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -43,6 +44,12 @@ _NUMBERS = (
     "clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 preadv 295 preadv2 327 statx 332"
 )  # of system calls: asm/unistd_64.h of x86_64
 _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
+_ROW = np.dtype([  # what a worker notes
+    ("pid", np.int64),
+    ("at", np.int64, (_THREADS, 2)),  # of each thread: the sample, or -1, and since when it is at it
+    ("sums", np.int64, 5),  # samples so far, their wall, CPU and queueing time in ns, and the bytes that they read
+    ("slowest", np.int64, (_SLOWEST, 2)),  # their time in ns, and their index
+])  # fmt: skip
 
 
 class Activity(NamedTuple):
@@ -106,33 +113,29 @@ class WorkerMonitor:
         while hasattr(dataset, "dataset"):  # below a Subset
             dataset = dataset.dataset
         self.dataset = dataset
-        # a row for each worker: its pid; for each of its threads the sample, and since when it is at it; then how many
-        # samples it had, their wall, CPU and queueing time in ns, the bytes that they read, and the slowest ones with
-        # their time in ns
-        columns = 6 + 2 * (_THREADS + _SLOWEST)
-        self._notes = np.frombuffer(mmap.mmap(-1, 8 * _ROWS * columns), np.int64).reshape(_ROWS, columns)
-        self._ended = SampleTimes()
+        self._notes = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
         self._file = os.memfd_create("colab_utils")  # stacks of workers
         weakref.finalize(self, os.close, self._file)
 
     def enter(self) -> None:
         """In a worker: be seen from now on."""
         row, kind = self._notes[os.getpid() % _ROWS], type(self.dataset)
-        row[:], row[1 + 2 * _THREADS :] = -1, 0
-        faulthandler.register(_SIGNAL, file=self._file)
-        row[0] = os.getpid()
+        row["at"] = -1
+        signal.signal(_SIGNAL, signal.SIG_IGN)  # chained, which keeps errno: else a call at that moment fails with 0
+        faulthandler.register(_SIGNAL, file=self._file, chain=True)
+        row["pid"] = os.getpid()
         for name in _METHODS:
             if hasattr(kind, name):
                 setattr(kind, name, self._wrap(getattr(kind, name), row))
 
     def _wrap(self, method: Callable[..., Any], row: Any) -> Callable[..., Any]:
-        times, counts = row[1 + 2 * _THREADS :], _ThreadCounts()
+        threads, sums, slowest, counts = row["at"], row["sums"], row["slowest"], _ThreadCounts()
 
         @wraps(method)
         def noted(me: Any, index: Any, *rest: Any) -> Any:
             if me is not self.dataset:
                 return method(me, index, *rest)
-            note = row[1 + 2 * (threading.get_native_id() % _THREADS) :][:2]
+            note = threads[threading.get_native_id() % _THREADS]
             began_ns, began_cpu_ns, began = monotonic_ns(), thread_time_ns(), counts.read()
             before, note[:] = note.tolist(), (_read_index(index), began_ns)
             try:
@@ -140,31 +143,30 @@ class WorkerMonitor:
             finally:
                 wall_ns, sample, note[:] = monotonic_ns() - began_ns, note[0], before
                 if before[0] < 0:  # one method may call another
-                    times[:5] += 1, wall_ns, thread_time_ns() - began_cpu_ns, *(counts.read() - began)
-                    fastest = 5 + 2 * int(times[6::2].argmin())
-                    if wall_ns > times[fastest + 1]:
-                        times[fastest : fastest + 2] = sample, wall_ns
+                    sums[:] += 1, wall_ns, thread_time_ns() - began_cpu_ns, *(counts.read() - began)
+                    fastest = slowest[:, 0].argmin()
+                    if wall_ns > slowest[fastest, 0]:
+                        slowest[fastest] = wall_ns, sample
 
         return noted
 
     def list_samples(self) -> dict[int, list[tuple[int, int]]]:
         """By the pid of each worker: since when (ns) it is at which samples, the first begun in front."""
-        return {
-            pid: sorted((since, sample) for sample, since in zip(notes[::2], notes[1::2], strict=True) if sample >= 0)
-            for pid, *notes in sorted(self._notes[:, : 1 + 2 * _THREADS].tolist())
-            if pid > 0
-        }
+        rows = sorted((row["pid"].item(), row["at"].tolist()) for row in self._notes if row["pid"])
+        return {pid: sorted((since, sample) for sample, since in at if sample >= 0) for pid, at in rows}
 
     def read_times(self) -> SampleTimes:
         """How long samples took so far."""
-        return _sum_times(self._ended, [row for row in self._notes if row[0] > 0])
+        count, wall, cpu, queued, read = self._notes["sums"].sum(axis=0).tolist()
+        times = self._notes["slowest"].reshape(-1, 2).tolist()
+        slowest = sorted(((ns / 1e9, sample) for ns, sample in times if ns), reverse=True)[:_SLOWEST]
+        return SampleTimes(count, wall / 1e9, cpu / 1e9, queued / 1e9, tuple(slowest), read)
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""
-        ended = [row for row in self._notes if row[0] > 0 and read_ending(int(row[0]))]
-        self._ended = _sum_times(self._ended, ended)
-        for row in ended:
-            row[0] = 0
+        for row in self._notes:
+            if row["pid"] and read_ending(int(row["pid"])):
+                row["pid"] = 0
 
     def find_sample(self, pid: int) -> int | None:
         """The sample that a worker is at; where its threads are at several, the one begun first."""
@@ -217,16 +219,6 @@ class WorkerMonitor:
         threads = re.split(r"^(?:Current thread|Thread) ", text.decode(errors="replace"), flags=re.M)[1:]
         lines = (re.findall(r'File "(.*)", line (\d+) in (.*)', thread) for thread in threads)
         return [[f"{file}:{line} {name}" for file, line, name in found] for found in lines]
-
-
-def _sum_times(before: SampleTimes, rows: Sequence[Any]) -> SampleTimes:
-    times = [row[1 + 2 * _THREADS :].tolist() for row in rows]
-    count, wall, cpu, queued, read = map(sum, list(zip(*times, strict=True))[:5]) if times else (0, 0, 0, 0, 0)
-    slowest = [(ns / 1e9, sample) for row in times for sample, ns in zip(row[5::2], row[6::2], strict=True) if ns]
-    return SampleTimes(
-        before.samples + count, before.wall_s + wall / 1e9, before.cpu_s + cpu / 1e9, before.queued_s + queued / 1e9,
-        tuple(sorted([*before.slowest, *slowest], reverse=True)[:_SLOWEST]), before.bytes_read + read,
-    )  # fmt: skip
 
 
 def _read_progress(base: str) -> tuple[int, int]:

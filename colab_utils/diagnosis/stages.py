@@ -34,13 +34,11 @@ _TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of t
 class LoadingStages(NamedTuple):
     """What `time_stages` found; all of it is empty where a loader does not let itself be taken apart."""
 
-    of_sample: dict[str, Stage] = {}  # noqa: RUF012
-    """Of an image's way to a sample, by name."""
-    of_batch: list[Stage] = []  # noqa: RUF012
-    """Of a whole batch."""
-    indices: list[int] = []  # noqa: RUF012
+    stages: dict[str, Stage]
+    """By name: of an image's way to a sample, then of a whole batch."""
+    indices: list[int]
     """Of the images that were timed."""
-    unseen: str = ""
+    unseen: str
     """Why samples could not be timed."""
 
 
@@ -56,26 +54,21 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     streams = isinstance(dataset, IterableDataset) and isinstance(loader, DataLoader)
     if streams or (has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)):
         indices = [] if streams else np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
-        collate, begin, context = (
-            getattr(loader, name, None) for name in ("collate_fn", "worker_init_fn", "multiprocessing_context")
-        )
-        dense = not isinstance(loader, Loader)
+        dense, collate = not isinstance(loader, Loader), getattr(loader, "collate_fn", None)
         in_worker = partial(_time_in_worker, indices, images=images, dense=dense, collate=collate, seconds=seconds)
         if streams:  # where the loader makes no batches, each item is one
             in_worker = partial(_time_stream, images=images if loader.batch_size is None else 1, seconds=seconds / 2)
-        worker = DataLoader(
-            dataset, batch_sampler=None if streams else [indices[-1:]], collate_fn=in_worker, num_workers=1,
-            worker_init_fn=begin, multiprocessing_context=context, timeout=_TIMEOUT_S + 3 * seconds,
-        )  # fmt: skip
+        names = ("worker_init_fn", "multiprocessing_context")
+        settings: dict[str, Any] = {name: getattr(loader, name, None) for name in names}
+        settings |= {"batch_sampler": None if streams else [indices[-1:]], "timeout": _TIMEOUT_S + 3 * seconds}
+        worker = DataLoader(dataset, collate_fn=in_worker, num_workers=1, **settings)
         try:
             with closing(fetch_batches(worker)) as batches:
                 stages = next(batches)
         except ColabUtilsError as error:  # whatever somebody's own dataset does
-            unseen = str(error).partition("found ")[2]
+            indices, unseen = [], str(error).partition("found ")[2]
     of_batch = time_batch_stages(loader, batch, images=images, seconds=0.4 * seconds)
-    if collated := stages.pop("collate", None):
-        of_batch.insert(0, collated)
-    return LoadingStages(stages, of_batch, indices if stages else [], unseen)
+    return LoadingStages(stages | {stage.name: stage for stage in of_batch}, indices, unseen)
 
 
 def _time_in_worker(
@@ -134,8 +127,7 @@ def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dic
     if not has:
         return {"sample": whole}
     try:
-        for name in has:
-            setattr(bare, name, None)
+        vars(bare).update(dict.fromkeys(has))
         without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
     except Exception:  # it cannot do without its transforms
         return {"sample": whole}

@@ -6,29 +6,63 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import distributed
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from colab_utils.diagnosis.causes import Cause, Facts, find_causes
 from colab_utils.diagnosis.resources import ResourceLog, Resources, summarise_readings
-from colab_utils.diagnosis.stacks import SampleTimes
-from colab_utils.diagnosis.timing import count_workers, find_error, measure_tree_cpu
+from colab_utils.diagnosis.stacks import SampleTimes, WorkerMonitor
+from colab_utils.diagnosis.timing import Stage, count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
-from colab_utils.runtime import format_seconds, is_notebook, write_file
+from colab_utils.runtime import count_cores, format_bytes, format_seconds, is_notebook, write_file
 
-__all__ = ["LOOKS", "LoopRecord", "Part", "SlowBatch", "Summary"]
+__all__ = ["Cause", "LoopRecord", "Summary", "find_causes", "refine_causes"]
 
+_Seconds = NDArray[np.float64]
+_Flags = NDArray[np.bool_]
 _WORST = 10  # batches
 _SHOWN_S = 10.0  # of the steps
 _KEPT = 1000  # batches whose samples are kept
-LOOKS = {"delay_s": 30.0, "interval_s": 1.0, "share": 0.001}  # at memory, during a whole run
+_LEAST_SHARE, _LEAST_S = 0.1, 0.5  # of the loop, and of all of it: less is not worth a cure
+_RARE = 0.25  # of the batches
+_HOLDS = 0.6  # of what a part of the loop takes, by rare batches
+_TIMES_SLOWER = 8  # than the mean of the others: a slow sample
+_LEAST_SLOW_S = 0.05
+_SENDS_MB_PER_S = 20  # a third of what Drive gives where it is reached (`drive.DRIVE_PROFILES`)
+_ALL_CORES = 0.85  # of the cores are busy
+_SLOWER = 1.3  # times, for a step beside a loader
+_STAGES = {  # what takes most: the cause, and what to do
+    "read": ("read", "Store the data on the local disk, in few large files: preprocess, then copy."),
+    "sample": ("work", "Decode, resize and parse once, offline. Use more workers where cores are free."),
+    "decode": ("decode", "Shrink images once, offline (preprocess), to the size that training needs."),
+    "masks": ("masks", "Load shards with make_loader: masks stay packed until the device has them."),
+    "transform": ("transform", "Make transforms cheaper, run them on the device, or do what is not random offline."),
+    "collate": ("collate", "Make collate_fn cheaper: stack tensors, and do all else in the dataset."),
+    "hand-off": ("hand-off", "Make batches smaller: uint8 images, packed masks; or use make_loader's own buffers."),
+    "collate and hand-off": ("hand-off", "Make batches smaller: uint8 images, packed masks."),
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the loop takes longer than its steps, and what to do."""
+
+    id: str
+    share: float
+    """Of the loop's time, 0 to 1."""
+    why: str
+    next: str
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} {self.id}\n  why:  {self.why}\n  next: {self.next}"
 
 
 @dataclass(frozen=True)
@@ -107,10 +141,8 @@ class Summary:
             arrow = "  <--" if part is most else ""
             lines.append(f"{part.name:14}{part.share:6.0%}{part.median_ms:7.1f} ms{part.p95_ms:7.1f} ms{arrow}")
         ends = f"; between passes {format_seconds(self.ends_s)}" if self.passes > 1 else ""
-        lines.append(
-            f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}; "
-            f"{self.batches:,} batches, {self.images_per_second:,.1f} images/s"
-        )
+        starts = f"first batches {format_seconds(self.start_s)} of {format_seconds(self.seconds)}{ends}"
+        lines.append(f"{starts}; {self.batches:,} batches, {self.images_per_second:,.1f} images/s")
         return "\n".join([*lines, *map(str, self.causes), *self.unseen])
 
     def save(self, path: str | Path) -> None:
@@ -124,17 +156,36 @@ class LoopRecord:
 
     Args:
         loader: that is watched.
-        looks: how often to look at memory, as `ResourceLog` takes it.
+        pss_s: how often to measure memory closely, as `ResourceLog` takes it.
+
+    Attributes:
+        workers: worker processes of the loader.
+        persistent: whether they live on between two passes.
+        passes_s: wall time of all passes.
+        cpu_s: CPU time of this process and its workers in them.
+        main_cpu_s: of it, that of the thread that trains.
+        waited_s: wall time of those of its waits whose CPU time was looked at.
+        waited_cpu_s: this CPU time.
+        times: of samples in workers.
+        seen: batch to the samples that were loaded while it was waited for.
+        used: memory.
+        stalls: every `Stall`.
     """
 
-    def __init__(self, loader: Any, looks: Mapping[str, float]) -> None:
-        self.clock, self._loader = LoopClock(), loader
-        self.resources = ResourceLog(**looks)
-        self._seen: dict[int, tuple[int, ...]] = {}
-        self._cpu_s = self._main_cpu_s = self._passes_s = 0.0
-        self._waited_s = self._waited_cpu_s = 0.0  # of the waits whose CPU time was looked at
-        self._printed = 0
-        self._told: list[str] | None = None
+    def __init__(self, loader: Any, pss_s: float) -> None:
+        self.clock, self.monitor = LoopClock(), WorkerMonitor(getattr(loader, "dataset", None))
+        self.resources = ResourceLog(pss_s=pss_s)
+        self.workers, self.persistent = count_workers(loader), bool(getattr(loader, "persistent_workers", True))
+        self.passes_s = self.cpu_s = self.main_cpu_s = self.waited_s = self.waited_cpu_s = 0.0
+        self.times = SampleTimes()
+        self.used: Resources | None = None
+        self.seen, self.stalls = dict[int, tuple[int, ...]](), list[Any]()
+        self._printed: Summary | None = None
+
+    @property
+    def busy(self) -> float:
+        """Cores that this process and its workers kept busy, in the mean."""
+        return self.cpu_s / max(self.passes_s, 1e-9)
 
     @contextmanager
     def measure_pass(self) -> Iterator[LoopClock]:
@@ -145,81 +196,65 @@ class LoopRecord:
             if threading.get_ident() == thread:
                 self.clock.end_step()
 
-        handle = None
-        with suppress(ImportError):  # without this hook, a step ends with the loop's body
-            from torch.optim.optimizer import register_optimizer_step_post_hook
-
-            handle = register_optimizer_step_post_hook(end_step)
+        handle = register_optimizer_step_post_hook(end_step)
         try:
             yield self.clock
         finally:
             self.clock.stop()
-            if handle is not None:
-                handle.remove()
-            self._passes_s += perf_counter() - began_s
-            self._main_cpu_s += thread_time() - main_s
-            self._cpu_s += measure_tree_cpu() - all_s
-
-    def add_wait(self, wall_s: float, cpu_s: float) -> None:
-        """A wait whose CPU time was looked at."""
-        self._waited_s += wall_s
-        self._waited_cpu_s += cpu_s
+            handle.remove()
+            self.passes_s += perf_counter() - began_s
+            self.main_cpu_s += thread_time() - main_s
+            self.cpu_s += measure_tree_cpu() - all_s
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """These are being loaded while a batch is waited for."""
-        if samples and len(self._seen) < _KEPT:
-            self._seen[self.clock.count] = tuple(dict.fromkeys((*self._seen.get(self.clock.count, ()), *samples)))[-16:]
+        seen, number = self.seen, self.clock.count
+        if samples and len(seen) < _KEPT:
+            seen[number] = tuple(dict.fromkeys((*seen.get(number, ()), *samples)))[-16:]
 
-    def summarise(self, times: SampleTimes, stalls: Sequence[Any]) -> Summary | None:
+    def summarise(self) -> Summary | None:
         """The summary so far; None before the first batch is over."""
+        self.times = self.monitor.read_times()
+        if self.resources.readings:
+            self.used = summarise_readings(self.resources.readings)
+        clock = self.clock
+        clock.read()
+        waits, steps, between = clock.waits_s, clock.steps_s, clock.between_s
+        if not len(waits):
+            return None
+        is_first = np.isin(np.arange(len(waits)), clock.firsts)
+        later = waits[~is_first] if (~is_first).any() else np.zeros(1)
+        whole = float(waits.sum() + steps.sum() + between.sum()) + clock.ends_s
+        parts = tuple(
+            Part(name, float(values.sum()) / max(whole, 1e-9), *(1000 * np.percentile(values, (50, 95))).tolist())
+            for name, values in (("wait", later), ("step", steps), ("between steps", between))
+        )
+        start_s, each_s = float(waits[is_first].sum()), np.where(is_first, 0, waits) + steps + between
+        order = np.argsort(-each_s)[:_WORST].tolist()
+        worst = tuple(SlowBatch(n, waits[n], steps[n], between[n], self.seen.get(n, ())) for n in order)
+        causes = find_causes(waits, between, is_first, whole - clock.ends_s, self)
         unseen = []
-        if not self.clock.between_s.any():
+        if not between.any():
             unseen.append("No optimizer of torch stepped: the step is all that the loop does with a batch.")
-        if count_workers(self._loader) and not times.samples:
+        if self.workers and not self.times.samples:
             unseen.append("Samples in the workers were not seen: they are no items of a forked worker's dataset.")
-        resources = summarise_readings(self.resources.readings) if self.resources.readings else None
-        facts = Facts(
-            count_workers(self._loader), bool(getattr(self._loader, "persistent_workers", True)), self._cpu_s,
-            self._main_cpu_s, self._waited_cpu_s / max(self._waited_s, 1e-9), self._passes_s, times, dict(self._seen),
-            resources, tuple(stalls), tuple(unseen),
+        came_s = np.cumsum(waits + steps + between) - steps - between
+        spans_s = [(s, s + step) for s, step in zip(came_s.tolist(), steps.tolist(), strict=True) if s < _SHOWN_S]
+        return Summary(
+            _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
+            len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
+            max(0.0, self.cpu_s - self.main_cpu_s) / max(self.passes_s, 1e-9), self.used,
+            tuple(map(str, self.stalls)), tuple(unseen), _find_rank(),
         )  # fmt: skip
-        return summarise_loop(self.clock, facts)
 
-    def print_summary(self, summary: Summary | None, *, only_news: bool) -> None:
+    def print_summary(self, *, only_news: bool) -> None:
         """Print a summary if the loop has come further since the last one; ``only_news`` if it has other causes."""
-        if summary is None or summary.batches == self._printed:
+        summary, last = self.summarise(), self._printed
+        if summary is None or (last and summary.batches == last.batches):
             return
-        causes = [cause.id for cause in summary.causes]
-        if not only_news or causes != self._told:
-            self._printed, self._told = summary.batches, causes
+        if not only_news or not last or [cause.id for cause in summary.causes] != [cause.id for cause in last.causes]:
+            self._printed = summary
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")  # at once: other processes write, too
-
-
-def summarise_loop(clock: LoopClock, facts: Facts) -> Summary | None:
-    """What a clock and the facts beside it say; None before the first batch is over."""
-    clock.read()
-    waits, steps, between = (np.array(values) for values in (clock.waits_s, clock.steps_s, clock.between_s))
-    if not len(waits):
-        return None
-    is_first = np.isin(np.arange(len(waits)), clock.firsts)
-    later = waits[~is_first] if (~is_first).any() else np.zeros(1)
-    whole = float(waits.sum() + steps.sum() + between.sum()) + clock.ends_s
-    parts = tuple(
-        Part(name, float(values.sum()) / max(whole, 1e-9), *(1000 * np.percentile(values, (50, 95))).tolist())
-        for name, values in (("wait", later), ("step", steps), ("between steps", between))
-    )
-    start_s, each_s = float(waits[is_first].sum()), np.where(is_first, 0, waits) + steps + between
-    order = np.argsort(-each_s)[:_WORST].tolist()
-    worst = tuple(SlowBatch(n, waits[n], steps[n], between[n], facts.seen.get(n, ())) for n in order)
-    causes = find_causes(waits, between, is_first, whole - clock.ends_s, facts)
-    came_s = np.cumsum(waits + steps + between) - steps - between
-    spans_s = [(s, s + step) for s, step in zip(came_s.tolist(), steps.tolist(), strict=True) if s < _SHOWN_S]
-    return Summary(
-        _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
-        len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
-        max(0.0, facts.cpu_s - facts.main_cpu_s) / max(facts.passes_s, 1e-9), facts.resources,
-        tuple(map(str, facts.stalls)), facts.unseen, _find_rank(),
-    )  # fmt: skip
 
 
 def _find_rank() -> int | None:
@@ -236,3 +271,180 @@ def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> s
     if not causes:
         return f"The step is the limit: {told}. Your loader is fine: a faster step is all that helps."
     return f"{causes[0].why} ({told})"
+
+
+def find_causes(waits: _Seconds, between: _Seconds, is_first: _Flags, loop_s: float, record: LoopRecord) -> list[Cause]:
+    """What costs a tenth of the loop or more, the most first; and growing memory, whatever it costs.
+
+    Args:
+        waits: seconds of each batch.
+        between: seconds after each step.
+        is_first: whether a batch began a pass.
+        loop_s: seconds of the whole loop without what lay between the passes.
+        record: what else was seen.
+    """
+    crowded = _explain_crowd(waits, loop_s, record)
+    found = [_explain_between(between, loop_s), crowded]
+    if crowded is None:
+        late = np.where(is_first, 0.0, waits)
+        found += [_explain_starts(waits, is_first, loop_s, record), _explain_waits(late, loop_s, record)]
+    worth = [cause for cause in found if cause and cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
+    causes = sorted(worth, key=lambda cause: -cause.share)
+    for stall in record.stalls:
+        causes.append(Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure))
+    for danger in record.used.dangers if record.used else ():
+        why, _, cure = danger.partition(". ")
+        causes.append(Cause("memory", 0.0, f"{why}.", cure))
+    return causes
+
+
+def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, slower: float, waits: bool) -> list[Cause]:
+    """Name the stage of loading that takes most, and contention where a step takes ``slower`` times as long as alone.
+
+    Args:
+        causes: of `find_causes`.
+        stages: of loading, timed alone.
+        slower: 1 where the step is as fast beside the loader as without it.
+        waits: whether loading has something to win; else only what will end the run is left.
+    """
+    if not waits:
+        return [cause for cause in causes if cause.id in ("hang", "memory")]
+    largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
+    found, works = [], False
+    for cause in causes:
+        if cause.id in ("between", "periodic"):  # a diagnosis copies batches there
+            continue
+        if largest and cause.id in ("work", "collate") and largest.name in _STAGES:
+            waits_for_data = largest.name == "sample" and largest.cpu_ms < largest.mean_ms / 2
+            id, cure = _STAGES["read" if waits_for_data else largest.name]
+            whole_ms = sum(stage.mean_ms for stage in stages)
+            why = f"{cause.why} {largest.name} takes {largest.mean_ms:.3g} of {whole_ms:.3g} ms an image."
+            cause, works = Cause(id, cause.share, why, cure), True
+        found.append(cause)
+    if slower > _SLOWER:
+        why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
+        cure = "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper."
+        found.append(Cause("contention", 1 - 1 / slower, why, cure))
+    # loading that takes the cores from the step is cured by cheaper loading: it comes first
+    return sorted(found, key=lambda cause: (works and cause.id == "contention", -cause.share))
+
+
+def _find_rare(seconds: _Seconds) -> NDArray[np.int64]:
+    """The few batches that hold most of it; none where many share it."""
+    large = np.flatnonzero(seconds > max(5 * float(np.median(seconds)), _LEAST_SLOW_S))
+    holds = seconds[large].sum() >= _HOLDS * seconds.sum()
+    return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
+
+
+def _explain_between(between: _Seconds, loop_s: float) -> Cause | None:
+    share, rare = float(between.sum()) / loop_s, _find_rare(between)
+    if len(rare) > 1:
+        every, each_s = len(between) / len(rare), float(between[rare].mean())
+        why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
+        cure = "If it writes checkpoints, write them in a thread or less often; if it evaluates, evaluate less often."
+        return Cause("periodic", share, why, cure)
+    each_ms = 1000 * float(between.mean())
+    why = f"After each step this process is busy for {each_ms:.3g} ms before it asks for a batch."
+    cure = "Look at what follows optimizer.step(): log or read losses (.item()) less often, or move it to a thread."
+    return Cause("between", share, why, cure)
+
+
+def _explain_starts(waits: _Seconds, is_first: _Flags, loop_s: float, record: LoopRecord) -> Cause | None:
+    passes = int(is_first.sum())
+    if passes < 2:  # every run starts once
+        return None
+    each_s = float(waits[is_first].mean())
+    why = f"Each of the {passes} passes waits {each_s:.2g} s for its first batch"
+    if record.workers and not record.persistent:
+        why, cure = f"{why}: workers start anew.", "Make the loader once, with persistent_workers=True."
+    else:
+        why, cure = f"{why}.", "Make passes longer: a sampler that repeats the data, or more images."
+    return Cause("restarts", each_s * passes / loop_s, why, cure)
+
+
+def _explain_crowd(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause | None:
+    """More workers than cores, which wait for one another, at the start of a pass most of all."""
+    cores = count_cores()
+    if record.workers <= cores or (record.busy < _ALL_CORES * cores and record.times.queued_s < record.times.cpu_s):
+        return None
+    why = f"{record.workers} workers share {cores} cores, and wait for one another."
+    cure = f"Use fewer workers: num_workers={cores}. Make a sample cheaper: more workers only take turns."
+    return Cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cure)
+
+
+def _explain_waits(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause | None:
+    """Why batches come late: a slow sample, too many workers, what happens to whole batches, reads, or work."""
+    share, times = float(waits.sum()) / loop_s, record.times
+    if slow := _find_slow_sample(waits, record):
+        name = slow.partition(" takes")[0].lower()
+        cure = f"Look at {name}: make it smaller, store it on the local disk, or leave it out."
+        return Cause("slow_sample", share, slow, cure)
+    outside_s, data_s = record.cpu_s - record.main_cpu_s - times.cpu_s, times.wall_s - times.cpu_s - times.queued_s
+    if not times.samples:
+        return _explain_unseen(share, record)
+    if outside_s > max(times.cpu_s, data_s):
+        part = outside_s / record.cpu_s
+        why = f"Workers spend {part:.0%} of the CPU time outside of samples: in collate_fn, or on the way here."
+        cure = "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both."
+        return Cause("collate", share, why, cure)
+    wall_ms, cpu_ms, queued_ms, data_ms = (
+        1000 * seconds / times.samples for seconds in (times.wall_s, times.cpu_s, times.queued_s, data_s)
+    )
+    if data_ms > max(cpu_ms, queued_ms):
+        why = f"A sample takes {wall_ms:.3g} ms, and waits {data_ms:.3g} ms of it for its data"
+        return _explain_reads(share, why, 1000 * data_ms, times.bytes_read / times.samples)
+    why = f"A sample takes {wall_ms:.3g} ms: {cpu_ms:.3g} ms of work, {queued_ms:.3g} ms until a core is free."
+    return _explain_work(share, why, record, is_queued=queued_ms > cpu_ms)
+
+
+def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause:
+    """Whether the first byte of a file is late, or all of them: a disk that sends gives `_SENDS_MB_PER_S` at least."""
+    if size / data_us > _SENDS_MB_PER_S:
+        why = f"{why}: {format_bytes(size)}, at {size / data_us:.2g} MB/s. It is the bandwidth."
+        return Cause("read", share, why, f"{_STAGES['decode'][1]} Store them on the local disk.")
+    if size > 0:
+        why = f"{why}: only {format_bytes(size)}, so mostly for the first byte of each file"
+    cure = "Store the data on the local disk, in few large files; until then use more workers."
+    return Cause("read", share, f"{why}.", cure)
+
+
+def _explain_unseen(share: float, record: LoopRecord) -> Cause:
+    if record.workers:
+        return _explain_work(share, "Workers deliver too slowly.", record)
+    if record.waited_cpu_s < 0.5 * record.waited_s:
+        why = "This process loads the samples itself, and mostly waits for their data."
+        return Cause("read", share, why, "Use worker processes (num_workers), and store the data on the local disk.")
+    why = "This process loads the samples itself, between its steps."
+    return Cause("work", share, why, "Use worker processes (num_workers): they load while this process trains.")
+
+
+def _explain_work(share: float, why: str, record: LoopRecord, *, is_queued: bool = False) -> Cause:
+    cores = count_cores()
+    if is_queued or record.busy > _ALL_CORES * cores:
+        why = f"{why} All {cores} cores are busy: more workers would not help."
+        cure = "Do the work once, offline, or make it cheaper: diagnose(loader, step) says which stage takes it."
+        return Cause("work", share, why, cure)
+    why = f"{why} {record.busy:.1f} of {cores} cores are busy."
+    return Cause("work", share, why, "Use more workers; diagnose(loader, step) says which stage takes the time.")
+
+
+def _find_slow_sample(waits: _Seconds, record: LoopRecord) -> str:
+    """The slowest sample in words, where a few samples hold much of the time of all; else nothing."""
+    times = record.times
+    slow = [(seconds, index) for seconds, index in times.slowest if seconds >= _LEAST_SLOW_S]
+    if times.samples > len(slow) > 0:
+        rest_s = (times.wall_s - sum(seconds for seconds, _ in slow)) / (times.samples - len(slow))
+        slow = [(seconds, index) for seconds, index in slow if seconds > _TIMES_SLOWER * rest_s]
+        held = sum(seconds for seconds, _ in slow) / times.wall_s
+        if slow and held > 1 - _HOLDS:
+            seconds, index = slow[0]
+            count = len({index for _, index in slow})
+            others = f"{count} samples hold" if count > 1 else "it holds"
+            return f"Sample {index} takes {seconds:.2g} s: {others} {held:.0%} of the time of all samples."
+    rare = [number for number in _find_rare(waits).tolist() if record.seen.get(number)]
+    if times.samples or not rare:
+        return ""
+    worst = max(rare, key=lambda number: waits[number])  # loaded in this process
+    return (
+        f"Sample {record.seen[worst][0]} takes {waits[worst]:.2g} s: {len(rare)} of {len(waits)} batches are so slow."
+    )

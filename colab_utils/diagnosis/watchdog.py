@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter, sleep, thread_time
 from typing import Any, Literal, get_args
 
-from colab_utils.diagnosis.stacks import Activity, WorkerMonitor, passes, read_ending
-from colab_utils.diagnosis.summary import LOOKS, LoopRecord, Summary
-from colab_utils.diagnosis.timing import count_images, count_workers
+from colab_utils.diagnosis.stacks import Activity, passes, read_ending
+from colab_utils.diagnosis.summary import LoopRecord, Summary
+from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
@@ -39,14 +38,11 @@ _INTERRUPT = 59  # a real-time signal that nothing known uses
 _END = object()
 _OWN = ("timeout_s", "on_stall", "stalls", "skipped")
 
-_READ = "Copy the data to the local disk, or leave this file out; on Drive, mount it again."
-_LOCK = "A thread held it when the worker was forked, so it stays locked: start threads after the workers."
-_LOST = "Where /dev/shm is full, use fewer workers or smaller batches, or make_loader, which needs none of it."
-_FINDINGS: dict[str, tuple[str, str]] = {  # what is found, what to do
+_FINDINGS = {  # what is found, what to do
     "dead": ("ended ({call})", ""),
-    "read": ("is stuck in a read ({call} of {file})", _READ),
-    "lock": ("waits for a lock", _LOCK),
-    "lost": ("is idle, but its batch never arrived", _LOST),
+    "read": ("is stuck in a read ({call} of {file})", "Leave this file out, copy it to the disk, or remount Drive."),
+    "lock": ("waits for a lock", "It was held when the worker was forked: start threads after the workers."),
+    "lost": ("is idle, but its batch never arrived", "Where /dev/shm is full, use smaller batches or make_loader."),
     "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
     "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
 }
@@ -94,9 +90,9 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
     """Watch a loader: its batches come unchanged, you see where the time goes, and why a batch does not come.
 
     When your loop ends, or is left, a summary is printed: waits, steps and what lies between them, the causes, and what
-    to do. A later pass prints one where its causes are others, and the end of the program a last one; ``summary()``
-    gives it at any time. A step ends where an optimizer of torch steps. A batch that takes too long is explained within
-    a second.
+    to do. A later pass prints one where its causes are others, and the end of the program, or of the watched loader, a
+    last one; ``summary()`` gives it at any time. A step ends where an optimizer of torch steps. A batch that takes too
+    long is explained within a second.
 
     The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
     which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
@@ -126,20 +122,13 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
-    restarts = isinstance(loader, Loader) and loader.workers > 0 and loader.backend != "threads"
+    restarts = isinstance(loader, Loader) and loader.workers > 0
     if on_stall in ("skip", "restart") and not restarts:
-        raise ColabUtilsError(
-            f"expected worker processes of make_loader for on_stall={on_stall!r}, found {type(loader).__name__} "
-            "without. Use on_stall='report' or 'raise'."
-        )
+        found = f"found {type(loader).__name__} without: use on_stall='report' or 'raise'"
+        raise ColabUtilsError(f"expected worker processes of make_loader for on_stall={on_stall!r}, {found}")
     watched = WatchedLoader(loader, timeout_s, on_stall, prints=True)
-    atexit.register(_print_rest, weakref.ref(watched))
+    weakref.finalize(watched, watched._record.print_summary, only_news=False)
     return watched
-
-
-def _print_rest(watched: weakref.ref[WatchedLoader]) -> None:
-    if (there := watched()) is not None:
-        there._print_summary(only_news=False)
 
 
 class WatchedLoader:
@@ -151,14 +140,12 @@ class WatchedLoader:
     """
 
     def __init__(
-        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False,
-        looks: Mapping[str, float] = LOOKS,
-    ) -> None:  # fmt: skip
+        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 100
+    ) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
-        self.stalls: list[Stall] = []
+        self._record = LoopRecord(loader, pss_s)
+        self.stalls: list[Stall] = self._record.stalls
         self.skipped: list[tuple[Any, ...]] = []
-        self._monitor = WorkerMonitor(getattr(loader, "dataset", None))
-        self._record = LoopRecord(loader, looks)
 
     def summary(self) -> Summary:
         """Where the time of all passes so far went, and why.
@@ -166,8 +153,7 @@ class WatchedLoader:
         Raises:
             ColabUtilsError: no batch has come yet.
         """
-        found = self._record.summarise(self._monitor.read_times(), self.stalls)
-        if found is None:
+        if (found := self._record.summarise()) is None:
             raise ColabUtilsError("expected a batch to look at, found none: loop over the watched loader first")
         return found
 
@@ -189,31 +175,20 @@ class WatchedLoader:
         else:
             setattr(self._loader, name, value)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """That of the loader: a framework that gives each process its share asks for a ``DataLoader``."""
         return type(self.__dict__["_loader"]) if "_loader" in self.__dict__ else WatchedLoader
 
-    @__class__.setter
-    def __class__(self, kind: Any) -> None:
-        raise TypeError(f"expected a watched loader to stay one, found {kind!r}")
-
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self, self._loader, self._monitor, self._record).run()
-
-    def _end_pass(self) -> None:
-        if self._prints and not sys.is_finalizing():
-            self._print_summary(only_news=True)
-
-    def _print_summary(self, *, only_news: bool) -> None:
-        self._record.print_summary(self._record.summarise(self._monitor.read_times(), self.stalls), only_news=only_news)
+        return _Pass(self, self._loader, self._record).run()
 
 
 class _Pass:
     """One pass over a loader: the caller waits for the batches, a thread watches it waiting."""
 
-    def __init__(self, watched: WatchedLoader, loader: Any, monitor: WorkerMonitor, record: LoopRecord) -> None:
-        self._watched, self._loader, self.monitor, self._record = watched, loader, monitor, record
+    def __init__(self, watched: WatchedLoader, loader: Any, record: LoopRecord) -> None:
+        self._watched, self._loader, self.monitor, self._record = watched, loader, record.monitor, record
         self.thread = 0
         self.asked_s: float | None = None  # since when it waits
         passes.add(self)
@@ -232,7 +207,7 @@ class _Pass:
         main = threading.current_thread() is threading.main_thread()
         self._can_interrupt = main and self._watched.on_stall == "raise"
         before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
-        record, alone, number = self._record, not count_workers(self._loader), 0
+        record, alone, number = self._record, not self._record.workers, 0
         try:
             with record.measure_pass() as clock:
                 while True:
@@ -243,7 +218,8 @@ class _Pass:
                     except (Exception, _StallInterrupt) as error:
                         batch = self._start_again(error, asked_s)
                     if began_cpu_s:
-                        record.add_wait(perf_counter() - asked_s, thread_time() - began_cpu_s)
+                        record.waited_s += perf_counter() - asked_s
+                        record.waited_cpu_s += thread_time() - began_cpu_s
                     if batch is _END:
                         break
                     clock.receive(count_images(batch))
@@ -254,7 +230,8 @@ class _Pass:
             thread.join()
             if before is not None:
                 signal.signal(_INTERRUPT, before)
-            self._watched._end_pass()
+            if self._watched._prints and not sys.is_finalizing():
+                record.print_summary(only_news=True)
 
     def _fetch(self, asked_s: float) -> Any:
         """The next batch."""

@@ -18,7 +18,6 @@ from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -29,7 +28,7 @@ from colab_utils.runtime import format_bytes
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
 from colab_utils.shards.format import ShardIndex, explain_write, hash_bytes, read_index, remove_leftovers, write_index
 
-__all__ = ["Arrival", "ArrivingShards", "plan_batches"]
+__all__ = ["Arrival", "ArrivingShards", "order_windows"]
 
 STATUS_NAME = "arriving.json"  # in the target: marks the folder, and tells all processes what has arrived
 _STATUS = {"key": str, "rolls": bool, "pid": int, "arrived": list, "error": str, "is_lost": bool}
@@ -126,10 +125,20 @@ class Arrival:
             windows.append(order[first : first + min(most, max(1, first))])
         return windows
 
-    def want(self, used: Collection[int], wanted: list[int]) -> None:
-        """Keep the shards that are in use; copy those that are wanted, in this order (and the others, if all stay)."""
-        with self._lock:
-            self._used, self._wanted = set(used), wanted if self.rolls else [*wanted, *self._order]
+    def wait_for(self, shards: set[int], windows: list[list[int]], place: int) -> Iterator[None]:
+        """Give None again and again until these shards are there, for an epoch that is at that place of its windows.
+
+        Raises:
+            ColabUtilsError: see `has`.
+        """
+        wanted = [*chain(*windows[place:])]
+        with self._lock:  # those in use are kept, and where all stay, the others are copied, too
+            self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
+            self._wanted = wanted if self.rolls else [*wanted, *self._order]
+        if self.rolls:  # what is left of earlier windows is read on Drive, if it was removed
+            shards = shards & {*chain(*windows[place : place + 1])}
+        while not self.has(shards):
+            yield None
 
     def has(self, shards: Collection[int]) -> bool:
         """Whether these shards are there.
@@ -289,15 +298,13 @@ class _ArrivingFiles(ShardFiles):
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         if not self._rolls:
             self._wait_for(shard)
+        try:
             super().read_into(shard, name, start, buffer)
-            return
-        for _ in range(2):
-            try:
-                super().read_into(shard, name, start, buffer)
-                return
-            except ColabUtilsError:
-                self._open.cache_clear()  # it was removed, and may have come back since
-        self._drive.read_into(shard, name, start, buffer)
+        except ColabUtilsError:
+            if not self._rolls:
+                raise
+            self._open.cache_clear()  # it was removed, and may come back
+            self._drive.read_into(shard, name, start, buffer)
 
     def _wait_for(self, shard: int) -> None:
         import psutil
@@ -377,32 +384,14 @@ class ArrivingShards(ShardDataset):
         return {**vars(self), "arrival": None}  # the copy stays in the process that began it
 
 
-def plan_batches(
-    order: BatchSampler, arrival: Arrival | None, shard_of: NDArray[np.int64] | None, windows: list[list[int]],
-    delivered: int, skipped: Collection[int],
-) -> Iterator[tuple[int, list[int]] | None]:  # fmt: skip
-    """The batches of an epoch but the first ``delivered`` ones and those ``skipped``, each with its number in the
-    epoch; None where the next one has to wait.
+def order_windows(order: BatchSampler, windows: list[list[int]], shard_of: Any) -> Iterator[tuple[int, list[int]]]:
+    """The batches of an epoch, each with the place of the window that it belongs to.
 
-    ``windows`` of shards (`Arrival.plan_windows`) are trained on one after another, each shuffled together with what
-    the one before left over; without windows it is the order of all images. ``shard_of``: int64 [I], of each image.
+    Windows of shards (`Arrival.plan_windows`) are trained on one after another, each shuffled together with what the
+    one before left over; without windows it is the order of all images. ``shard_of``: int64 [I], of each image.
     """
-    plan = _order_windows(order, windows, shard_of) if windows else ((0, indices) for indices in order)
-    for number, (place, indices) in enumerate(plan):
-        if number < delivered or number in skipped:
-            continue
-        if arrival is not None and shard_of is not None:
-            arrival.want([*chain(*windows[max(0, place - 1) : place + 1])], [*chain(*windows[place:])])
-            needed = set(shard_of[indices].tolist())
-            if arrival.rolls:  # what is left of earlier windows is read on Drive, if it was removed
-                needed.intersection_update(*windows[place : place + 1])
-            while not arrival.has(needed):
-                yield None
-        yield number, indices
-
-
-def _order_windows(order: BatchSampler, windows: list[list[int]], shard_of: Any) -> Iterator[tuple[int, list[int]]]:
-    """The batches of an epoch, each with the number of the window that it belongs to."""
+    if not windows:
+        yield from ((0, indices) for indices in order)
     left = np.zeros(0, np.int64)
     for place, window in enumerate(windows):
         left = order.shuffle(np.concatenate([left, np.flatnonzero(np.isin(shard_of, window))]), place)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from colab_utils.data.masks import PackedMasks, pack_pixels
+from colab_utils.data.masks import pack_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
@@ -36,20 +36,14 @@ _FLIPPED_ROWS = 64
 
 
 class PackedSample(NamedTuple):
-    """One image and its objects as they cross to the training process; N objects."""
+    """One image and its objects as they cross to the training process."""
 
     pixels: NDArray[np.uint8]
     """uint8 [H, W, 3]."""
-    image_id: int
-    boxes: NDArray[np.float32]
-    """float32 [N, 4]: x0, y0, x1, y1 in pixels."""
-    labels: NDArray[np.int64]
-    """int64 [N]."""
-    areas: NDArray[np.float32]
-    """float32 [N], in square pixels."""
-    iscrowd: NDArray[np.int64]
-    """int64 [N]: 0, or 1 for a crowd; shards give none."""
-    masks: PackedMasks
+    bits: NDArray[np.uint8]
+    """uint8 [bytes]: of all masks."""
+    tables: dict[str, NDArray[Any]]
+    """The rest, as that of a batch of one image: see `PackedSamples.describe`."""
 
 
 def pack_target(image: Tensor, target: Target) -> PackedSample:
@@ -81,15 +75,19 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
                 f"as uint8 or bool), found {_describe(target[key])} in image {image_id}. Correct the target that your "
                 "dataset gives."
             )
-    return PackedSample(
-        pixels=image.as_subclass(Tensor).numpy().transpose(1, 2, 0),
-        image_id=image_id,
-        boxes=parts["boxes"].astype(np.float32).reshape(count, 4),
-        labels=parts["labels"].astype(np.int64),
-        areas=parts["area"].astype(np.float32),
-        iscrowd=parts["iscrowd"].astype(np.int64),
-        masks=pack_pixels((0, mask) for mask in masks),
-    )
+    packed = pack_pixels((0, mask) for mask in masks)
+    tables: dict[str, NDArray[Any]] = {
+        "sizes": np.array([image.shape[1:]], np.int32),
+        "image_ids": np.array([image_id], np.int64),
+        "counts": np.array([count], np.int64),
+        "boxes": parts["boxes"].astype(np.float32).reshape(count, 4),
+        "labels": parts["labels"].astype(np.int64),
+        "areas": parts["area"].astype(np.float32),
+        "iscrowd": parts["iscrowd"].astype(np.int64),
+        "crops": packed.crops,
+        "mask_bytes": np.diff(packed.offsets),
+    }
+    return PackedSample(image.as_subclass(Tensor).numpy().transpose(1, 2, 0), packed.bits, tables)
 
 
 def _describe(value: Any) -> str:
@@ -108,30 +106,27 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> t
 
     Example:
         >>> from torchvision.transforms import v2
-        >>> target = {"boxes": torch.tensor([[0.0, 0, 2, 2]]), "masks": torch.ones(1, 2, 6, dtype=torch.uint8)}
-        >>> image, target = apply_transforms(v2.RandomHorizontalFlip(1), torch.zeros(3, 2, 6).byte(), target)
+        >>> image, masks = torch.zeros(3, 2, 6).byte(), torch.ones(1, 2, 6).byte()
+        >>> target = {"boxes": torch.tensor([[0.0, 0, 2, 2]]), "masks": masks, "image_id": 1}
+        >>> image, target = apply_transforms(v2.RandomHorizontalFlip(1), image, target)
         >>> target["boxes"].tolist()
         [[4.0, 0.0, 6.0, 2.0]]
     """
     from torchvision import tv_tensors
 
-    given: Target = dict(target)
     height, width = image.shape[-2:]
-    given["boxes"] = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(height, width))
-    given["masks"] = tv_tensors.Mask(target["masks"])
+    boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=(height, width))
+    given = {**target, "boxes": boxes, "masks": tv_tensors.Mask(target["masks"])}
     found = transforms(tv_tensors.Image(image), given)
     if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], dict):
         raise ColabUtilsError(
             f"expected (image, target) from your transforms, found {type(found).__name__}. See "
             "torchvision.transforms.v2 for the contract."
         )
-    image, target = found[0], dict(found[1])
+    image, target = found[0], {"image_id": given["image_id"], **found[1]}
     for key, value in target.items():
         target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
-    if "image_id" in given:
-        target.setdefault("image_id", given["image_id"])
-    count = len(target["boxes"])
-    if "area" in target and len(target["area"]) != count:
+    if "area" in target and len(target["area"]) != len(target["boxes"]):
         target["area"] = target["masks"].flatten(1).sum(1, dtype=torch.float32)
         target["iscrowd"] = torch.zeros_like(target["area"], dtype=torch.int64)
     return image.as_subclass(Tensor), target
@@ -223,12 +218,7 @@ class PackedBatch:
         images = replace(self, pixels=send(self.pixels, device)).split_images()
         if dtype == torch.uint8:
             return images
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # several would spin for a core that the workers need
-        try:
-            return [image.to(torch.float32, memory_format=torch.contiguous_format).div_(255) for image in images]
-        finally:
-            torch.set_num_threads(threads)
+        return [image.to(torch.float32, memory_format=torch.contiguous_format).div_(255) for image in images]
 
     def to_targets(self, device: torch.device | str) -> list[Target]:
         """The targets as torchvision models take them, with dense masks, on the device."""
@@ -335,19 +325,12 @@ class PackedSamples:
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
         """The tables of ``PackedBatch`` but the pixels, and ``mask_bytes`` int64 [T] in place of the offsets."""
-        samples = [self.samples[index] for index in indices]
-        return {
-            "sizes": np.array([sample.pixels.shape[:2] for sample in samples], np.int32),
-            "image_ids": np.array([sample.image_id for sample in samples], np.int64),
-            "counts": np.array([len(sample.labels) for sample in samples], np.int64),
-            **{name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _PARTS},
-            "crops": np.concatenate([sample.masks.crops for sample in samples]),
-            "mask_bytes": np.concatenate([np.diff(sample.masks.offsets) for sample in samples]),
-        }
+        tables = [self.samples[index].tables for index in indices]
+        return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
-        pixels[:], bits[:] = self.samples[index].pixels, self.samples[index].masks.bits
+        pixels[:], bits[:], _ = self.samples[index]
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:

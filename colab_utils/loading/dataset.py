@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import MaskEncoder, PackedMasks, number_within, pack_masks, unpack_masks
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
+from colab_utils.drive import DriveFile, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.shards.arrays import (
@@ -82,6 +82,10 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
         """
         # by numpy: torch's own copy uses OpenMP threads, which a forked process has lost
         return torch.from_numpy(np.ascontiguousarray(decode_pixels(data).transpose(2, 0, 1)))
+
+    def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
+        parts["iscrowd"] = np.zeros(len(parts["labels"]), np.int64)
+        return {"image_id": int(self.image_ids[index])} | {key: torch.from_numpy(part) for key, part in parts.items()}
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
@@ -165,12 +169,8 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
             "Copy it again, or run preprocess again on this folder."
         )
     try:
-        if not has_size(arrays_path, shard.arrays_bytes):
-            raise ColabUtilsError(f"expected {shard.arrays_bytes:,} bytes in {arrays_path}, found another size or none")
         arrays = load_arrays(arrays_path, shard, index.categories)
-    except DriveLostError:
-        raise
-    except ColabUtilsError as error:
+    except (ColabUtilsError, FileNotFoundError) as error:
         warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
         return rebuild_arrays(path, shard, index.categories)
     if profile := get_profile(profile, arrays_path):
@@ -230,16 +230,14 @@ class CocoFolder(_CocoSamples):
         except ColabUtilsError as error:
             raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
         height, width = image.shape[-2:]
-        annotations, boxes = self._keep(index, height, width)
-        labels = self._map_labels([a["category_id"] for a in annotations])
-        return image, {
-            "boxes": torch.from_numpy(boxes),
-            "labels": torch.from_numpy(labels),
-            "masks": torch.from_numpy(self._rasterise(annotations, height, width)),
-            "image_id": int(self.image_ids[index]),
-            "area": torch.tensor([a["area"] for a in annotations], dtype=torch.float32),
-            "iscrowd": torch.zeros(len(annotations), dtype=torch.int64),
-        }
+        annotations, boxes, masks = self._read_objects(index, height, width)
+        return image, self._make_target(
+            index,
+            boxes=boxes,
+            labels=self._map_labels([a["category_id"] for a in annotations]),
+            masks=masks,
+            area=np.array([a["area"] for a in annotations], np.float32),
+        )
 
     def read(self, index: int) -> bytes:
         """The image file's bytes."""
@@ -254,8 +252,7 @@ class CocoFolder(_CocoSamples):
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the annotations give."""
         index = self._check(index)
-        height, width = self.sizes[index].tolist()
-        return self._rasterise(self._keep(index, height, width)[0], height, width)
+        return self._read_objects(index, *self.sizes[index].tolist())[2]
 
     def find_path(self, index: int) -> Path:
         """The image's file.
@@ -269,20 +266,20 @@ class CocoFolder(_CocoSamples):
         """The image's annotations in COCO form, crowds included."""
         return self.coco.annotations(self._check(index))
 
-    def _keep(self, index: int, height: int, width: int) -> tuple[list[dict[str, Any]], NDArray[np.float32]]:
+    def _read_objects(
+        self, index: int, height: int, width: int
+    ) -> tuple[list[dict[str, Any]], NDArray[np.float32], NDArray[np.uint8]]:
+        """The annotations that are trained on, with their boxes and dense masks."""
         annotations = [a for a in self.list_annotations(index) if not a["iscrowd"]]
         boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
-        return [a for a, kept in zip(annotations, keep.tolist(), strict=True) if kept], boxes[keep]
-
-    @staticmethod
-    def _rasterise(annotations: list[dict[str, Any]], height: int, width: int) -> NDArray[np.uint8]:
+        annotations = [a for a, kept in zip(annotations, keep.tolist(), strict=True) if kept]
         rles, masks = [], MaskEncoder(height, width)
         for annotation in annotations:
             try:
                 rles.append(masks.encode(annotation["segmentation"]))
             except ColabUtilsError as error:
                 raise ColabUtilsError(f"annotation {annotation['id']}: {error}. Run check on the dataset.") from None
-        return unpack_masks(pack_masks(rles), height, width)
+        return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)
 
 
 class ShardDataset(_CocoSamples):
@@ -348,14 +345,14 @@ class ShardDataset(_CocoSamples):
             return np.concatenate([getattr(shard, name) for shard in (empty, *shards)])
 
         self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
-        self.image_ids, self.sizes, counts = join("image_ids"), join("sizes"), join("counts")
+        tables = {name: join(name) for name in ("sizes", "image_ids", "counts", "boxes", "areas", "crops")}
+        self.image_ids, self.sizes, counts = tables["image_ids"], tables["sizes"], tables["counts"]
+        self._tables = tables | {"labels": self._map_labels(join("labels"))}
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
         self._image_spans, self._record_spans, self._checks = join("image_spans"), join("record_spans"), join("checks")
-        self._boxes, self._areas, self._crops = join("boxes"), join("areas"), join("crops")
-        self._labels = self._map_labels(join("labels"))
-        self._first = np.concatenate([[0], np.cumsum(counts)])
+        self._first = np.cumsum(counts) - counts
         # where the bits of each image start in its shard's file: a map of the file would hold it open, and kill the
         # process where the file goes away; bits that were made again are held
         starts = [shard.mask_ends[np.cumsum(shard.counts) - shard.counts] for shard in shards]
@@ -366,17 +363,11 @@ class ShardDataset(_CocoSamples):
         return f"{len(self):,} images in {len(self.index.shards)} shards, {len(self.class_names)} categories"
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
-        sample = self.read_packed(index)
-        height, width = sample.pixels.shape[:2]
-        image = torch.from_numpy(np.ascontiguousarray(sample.pixels.transpose(2, 0, 1)))
-        target = {
-            "boxes": torch.from_numpy(sample.boxes),
-            "labels": torch.from_numpy(sample.labels),
-            "masks": torch.from_numpy(unpack_masks(sample.masks, height, width)),
-            "image_id": sample.image_id,
-            "area": torch.from_numpy(sample.areas),
-            "iscrowd": torch.from_numpy(sample.iscrowd),
-        }
+        pixels, bits, tables = self.read_packed(index)
+        image = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+        masks = unpack_masks(_join_masks(bits, tables), *pixels.shape[:2])
+        parts = {"boxes": tables["boxes"], "labels": tables["labels"], "area": tables["areas"]}
+        target = self._make_target(index, masks=masks, **parts)
         return apply_transforms(self.transforms, image, target) if self.transforms else (image, target)
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:
@@ -387,40 +378,25 @@ class ShardDataset(_CocoSamples):
     def read_packed(self, index: int) -> PackedSample:
         """The sample with packed masks."""
         tables = self.describe([index])
-        pixels = np.empty((*tables["sizes"][0], 3), np.uint8)
-        self._read_pixels(self._check(index), pixels)
-        return PackedSample(
-            pixels=pixels,
-            image_id=int(tables["image_ids"][0]),
-            **{name: tables[name] for name in ("boxes", "labels", "areas", "iscrowd")},
-            masks=self.read_masks(index),
-        )
+        pixels, bits = np.empty((*tables["sizes"][0], 3), np.uint8), np.empty(tables["mask_bytes"].sum(), np.uint8)
+        self.read_into(index, pixels, bits)
+        return PackedSample(pixels, bits, tables)
 
     def read_masks(self, index: int) -> PackedMasks:
         """The image's packed masks."""
         tables = self.describe([index])
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(tables["mask_bytes"])])
-        bits = np.empty(offsets[-1], np.uint8)
+        bits = np.empty(tables["mask_bytes"].sum(), np.uint8)
         self._read_bits(self._check(index), bits)
-        return PackedMasks(bits, tables["crops"], offsets)
+        return _join_masks(bits, tables)
 
     def describe(self, indices: Sequence[int]) -> dict[str, NDArray[Any]]:
         """All but pixels and mask bits of some images, without reading a file: see `PackedSamples.describe`."""
         rows = np.array([self._check(index) for index in indices], np.int64)
-        first, counts = self._first[rows], self._first[rows + 1] - self._first[rows]
-        objects = np.repeat(first, counts) + number_within(counts)
-        crops = self._crops[objects]
-        return {
-            "sizes": self.sizes[rows],
-            "image_ids": self.image_ids[rows],
-            "counts": counts,
-            "boxes": self._boxes[objects],
-            "labels": self._labels[objects],
-            "areas": self._areas[objects],
-            "iscrowd": np.zeros(len(objects), np.int64),
-            "crops": crops,
-            "mask_bytes": count_mask_bytes(crops),
-        }
+        tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
+        objects = np.repeat(self._first[rows], tables["counts"]) + number_within(tables["counts"])
+        tables |= {name: self._tables[name][objects] for name in ("boxes", "labels", "areas", "crops")}
+        tables["iscrowd"] = np.zeros(len(objects), np.int64)
+        return tables | {"mask_bytes": count_mask_bytes(tables["crops"])}
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of that size."""
@@ -500,3 +476,7 @@ class ShardDataset(_CocoSamples):
             f"expected a complete image and record in {self.find_path(index)}, found image {self.image_ids[index]} "
             f"damaged ({found}). Run verify on the shards, and copy or preprocess again what it names."
         )
+
+
+def _join_masks(bits: NDArray[np.uint8], tables: dict[str, NDArray[Any]]) -> PackedMasks:
+    return PackedMasks(bits, tables["crops"], np.cumsum([0, *tables["mask_bytes"]]))

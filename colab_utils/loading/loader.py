@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.arriving import plan_batches
+from colab_utils.loading.arriving import order_windows
 from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
 from colab_utils.loading.sampler import BatchSampler
 from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
@@ -95,13 +95,11 @@ def make_loader(
             contract.
         batch_size: images in a batch; the last batch of an epoch may hold fewer.
         device: where the batches are delivered.
-        workers: worker processes or threads. 0 loads in this process, when a batch is asked for. "auto" tries what
-            this machine can do (``tune_workers``: at most five short trials), never more than its cores; for under 64
-            batches an epoch, or shards that still arrive, it is one process a core, at most 4.
-        backend: "processes"; "loader_process" for one loader process with threads; "threads" for threads here, for
-            images that need no decoding; where your own dataset or transforms may draw random numbers, they run in
-            a loader process instead, one sample at a time: your training draws from the same generators. "auto" is
-            what was tuned, or processes.
+        workers: how many. 0 loads in this process, when a batch is asked for. "auto" tries what this machine can do
+            (``tune_workers``: at most four short trials), never more than its cores; for under 64 batches an epoch,
+            or shards that still arrive, it is one process a core, at most 4.
+        backend: "processes"; or "loader_process" for one loader process with threads, where your own dataset or
+            transforms, which may draw random numbers, run one sample at a time. "auto" is what was tuned, or processes.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
@@ -145,12 +143,11 @@ def make_loader(
     flip = _find_flip(transforms) if dense else 0.0
     fetcher = Fetcher(dataset, dense=dense, flip=flip)
     is_shared = sampler is None and group.is_available() and group.is_initialized()
-    kind: Backend = "processes" if backend == "auto" else backend
     settings = LoaderSettings(
         batch_size=batch_size, device=torch_device, deliver=deliver, image_dtype=image_dtype, seed=seed,
         prefetch=prefetch, workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad,
         rank=group.get_rank() if is_shared else 0, ranks=group.get_world_size() if is_shared else 1,
-        backend="loader_process" if kind == "threads" and fetcher.may_draw else kind,
+        backend="processes" if backend == "auto" else backend,
         transforms=None if flip else transforms,
     )  # fmt: skip
     order = BatchSampler(
@@ -249,8 +246,7 @@ class Loader:
             self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
-            now = self.settings
-            seed = (now.seed, self.epoch) if now.ranks == 1 else (now.seed, self.epoch, now.rank)
+            seed = (self.settings.seed, self.epoch, self.settings.rank)
             yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
@@ -259,17 +255,19 @@ class Loader:
             raise
 
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
-        """The batches of the epoch that were not delivered yet."""
-        arrival, first, skipped = self._fetcher.arrival, self._delivered, set(self._skipped)
+        """The batches of the epoch that were not delivered yet, with their numbers; None while the next has to wait."""
+        first, skipped = self._delivered, set(self._skipped)
+        arrival, shard_of = self._fetcher.arrival, self._fetcher.shard_of
         is_new = not (first or skipped or self._windows or self._order.before)
         if is_new and arrival is not None and not arrival.is_complete:
             self._windows = arrival.plan_windows(self.epoch)
-        for due in plan_batches(self._order, arrival, self._fetcher.shard_of, self._windows, first, skipped):
-            if due is not None:
-                number, indices = due
-                self._totals[number] = len(indices)
-                due = number, indices[self.settings.rank :: self.settings.ranks]
-            yield due
+        for number, (place, indices) in enumerate(order_windows(self._order, self._windows, shard_of)):
+            if number < first or number in skipped:
+                continue
+            if arrival is not None and shard_of is not None:
+                yield from arrival.wait_for(set(shard_of[indices].tolist()), self._windows, place)
+            self._totals[number] = len(indices)
+            yield number, indices[self.settings.rank :: self.settings.ranks]
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first; of each, its worker."""
@@ -314,8 +312,10 @@ class Loader:
         epoch delivered in batches of another size.
         """
         return {
-            **self._describe_order(), "epoch": self.epoch, "batch": self._delivered, "skipped": sorted(self._skipped),
-            "joined": [list(one) for one in self._windows], "before": [list(one) for one in self._order.before],
+            "seed": self.settings.seed, "batch_size": self.batch_size, "shuffle": int(self._order.is_shuffled),
+            "images": len(self._fetcher), "epoch": self.epoch, "batch": self._delivered,
+            "skipped": sorted(self._skipped), "joined": [list(one) for one in self._windows],
+            "before": [list(one) for one in self._order.before],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -326,7 +326,8 @@ class Loader:
             ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or batch size where
                 shards were still arriving).
         """
-        here = self._describe_order()
+        now = self.state_dict()
+        here = {key: now[key] for key in ("seed", "batch_size", "shuffle", "images")}
         there = {key: state.get(key, value) for key, value in here.items()}
         size, count, skipped = there["batch_size"], state["batch"], set(state.get("skipped", ()))
         resized = size != self.batch_size and not state.get("joined") and self._order.sampler is None
@@ -339,15 +340,6 @@ class Loader:
         self._order.go_on([*state.get("before", ()), *done])
         self._delivered, self._skipped = (0, set()) if resized else (count, skipped)
         self._windows = [list(one) for one in state.get("joined", ())]
-
-    def _describe_order(self) -> dict[str, int]:
-        return {
-            "seed": self.settings.seed,
-            "batch_size": self.batch_size,
-            "shuffle": int(self._order.is_shuffled),
-            "grouped": int(self._order.is_grouped),
-            "images": len(self.dataset),  # type: ignore[arg-type]
-        }
 
     def close(self) -> None:
         """End the workers; the next pass starts new ones."""

@@ -45,7 +45,6 @@ class BatchSampler(Sampler[list[int]]):
     ) -> None:  # fmt: skip
         self.batch_size, self._size, self._seed = batch_size, size, seed
         self.is_shuffled = seed is not None
-        self.is_grouped = self.is_shuffled and sizes is not None
         self._wide = np.zeros(size, bool) if sizes is None or seed is None else sizes[:, 1] >= sizes[:, 0]
         self.epoch, self.sampler, self.drop_last = 0, sampler, drop_last
         self.before: tuple[tuple[int, ...], ...] = ()

@@ -1,4 +1,4 @@
-"""Who loads the batches: worker processes, one loader process with threads, threads here, or nobody else.
+"""Who loads the batches: worker processes, one loader process with threads, or nobody else.
 
 Batches are written into shared buffers, which are used again and again. Fresh shared memory is what limits torch's own
 hand-off: making it, copying into it and faulting it in, for each tensor anew. A buffer is made once, before the workers
@@ -54,8 +54,8 @@ from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes,
 
 __all__ = ["Backend", "Fetcher", "Prefetcher", "WorkerDiedError", "WorkerJob", "describe_workers", "explain_death"]
 
-Backend = Literal["processes", "loader_process", "threads"]
-"""Worker processes; one loader process with threads; threads in the training process."""
+Backend = Literal["processes", "loader_process"]
+"""Worker processes; one loader process with threads."""
 
 _LENT_BUFFERS = 4  # that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at
 _STEP_BYTES = 1 << 20  # by which a buffer grows
@@ -71,7 +71,6 @@ class Fetcher:
         writes_itself: whether the dataset writes batches without samples in between.
         may_draw: whether its samples may draw random numbers: your own dataset, or one with transforms.
         arrival: of shards that are still copied, where they are.
-        is_decoded: whether the images lie there as pixels.
         shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
     """
 
@@ -95,7 +94,6 @@ class Fetcher:
         self.may_draw = not (self.writes_itself or (plain and type(base) is CocoFolder))
         load_jpeg_decoder()  # now, so that workers need not
         self.arrival: Arrival | None = getattr(base, "arrival", None)
-        self.is_decoded: bool = getattr(base, "is_decoded", False)
         self.shard_of, self.sizes = (self._pick(getattr(base, name, None)) for name in ("shard_of", "sizes"))
 
     def __len__(self) -> int:
@@ -146,6 +144,7 @@ class SharedBuffer:
 
     def __init__(self) -> None:
         self._file = os.memfd_create("colab_utils")
+        weakref.finalize(self, os.close, self._file)
         self._map: mmap.mmap | None = None
 
     def reserve(self, size: int) -> NDArray[np.uint8]:
@@ -157,9 +156,8 @@ class SharedBuffer:
         have = os.fstat(self._file).st_size
         if size > have:
             wanted = -(-size * 5 // 4 // _STEP_BYTES) * _STEP_BYTES  # some more, so that it seldom grows
-            free = find_free_memory()
             try:
-                if size - have > free:
+                if size - have > (free := find_free_memory()):
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
                 os.posix_fallocate(self._file, 0, wanted)  # now, and not by a bus error on the first touch
             except OSError as error:
@@ -174,10 +172,6 @@ class SharedBuffer:
         if self._map is None or len(self._map) < size:
             self._map = mmap.mmap(self._file, os.fstat(self._file).st_size)
         return np.frombuffer(self._map, np.uint8, size)
-
-    def __del__(self) -> None:
-        with suppress(AttributeError):  # where it was never made
-            os.close(self._file)
 
 
 class SharedBufferPool:
@@ -276,25 +270,20 @@ def _do_job(
     return Result(number, bad=bad)
 
 
-class _Threads:
-    """Jobs run in this process: by threads, or, without any, when their results are asked for."""
+class _InProcess:
+    """Jobs run in this process, when their results are asked for."""
 
-    def __init__(self, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
+    def __init__(self, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
         self.pids = [os.getpid()]
         self._do_job = partial(_do_job, fetcher, buffers)
-        self._pool = ThreadPoolExecutor(threads, "loader") if threads else None
-        self._results: deque[Callable[[], Result]] = deque()
+        self._jobs: deque[tuple[Any, ...]] = deque()
+        self.close = self._jobs.clear
 
     def send(self, worker: int, *job: Any) -> None:
-        run = partial(self._do_job, *job)
-        self._results.append(self._pool.submit(run).result if self._pool else run)
+        self._jobs.append(job)
 
     def receive(self) -> Result:
-        return self._results.popleft()()
-
-    def close(self) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
+        return self._do_job(*self._jobs.popleft())
 
 
 class WorkerPool:
@@ -431,13 +420,13 @@ class Prefetcher:
     def __init__(self, fetcher: Fetcher, backend: Backend, workers: int, prefetch: int) -> None:
         self._ahead = max(1, workers * prefetch)
         self._buffers = SharedBufferPool(self._ahead, _LENT_BUFFERS)
-        self._pool: WorkerPool | _Threads
-        if workers and backend != "threads":
+        self._pool: WorkerPool | _InProcess
+        if workers:
             processes, threads = (workers, 1) if backend == "processes" else (1, workers)
             threads = 1 if fetcher.may_draw else threads  # the random generators belong to the whole process
             self._pool = WorkerPool(processes, threads, fetcher, self._buffers.buffers)
         else:
-            self._pool = _Threads(workers, fetcher, self._buffers.buffers)
+            self._pool = _InProcess(fetcher, self._buffers.buffers)
         self.close = self._pool.close
         self._sent: dict[int, tuple[WorkerJob, int]] = {}  # with the number of the buffer
         self._done: dict[int, Result] = {}

@@ -36,7 +36,6 @@ __all__ = [
     "dump_arrays", "load_arrays", "read_head", "rebuild_arrays",
 ]  # fmt: skip
 
-_OF_THE_TAR = ("name", "images", "annotations", "bytes", "xxh3_64")  # in the head, as in `ShardInfo`
 _START_BYTES = 16  # before the head
 _LARGEST_NUMBER = 1e15  # of a box
 
@@ -159,12 +158,12 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
     """The head of an arrays file, by its content, and its shard as an index lists it.
 
     Raises:
-        KeyError, TypeError, ValueError: if the file is damaged.
+        KeyError, OverflowError, TypeError, ValueError: if the file is damaged.
     """
     if bytes.fromhex(hash_bytes(content[_START_BYTES:])) != content[8:_START_BYTES]:
         raise ValueError("another checksum")
     head = _read_head(io.BytesIO(content))[1]
-    info = {name: head[name] for name in _OF_THE_TAR} | {
+    info = {name: head[name] for name in ("name", "images", "annotations", "bytes", "xxh3_64")} | {
         "arrays_name": head["name"].replace(".tar", ".arrays"),
         "arrays_bytes": len(content),
         "arrays_xxh3_64": hash_bytes(content),
@@ -181,7 +180,7 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
     """
     with _explain_damage(path), open(path, "rb") as file:
         start, head = _read_head(file)
-        tables = _read(file, head["tables_bytes"])
+        tables = file.read(head["tables_bytes"])
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
         *names, bits = (field.name for field in fields(ShardArrays))
@@ -200,8 +199,6 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
             if error.errno != errno.ENODEV:  # a mount whose files cannot be mapped
                 raise
             values[bits] = np.frombuffer(file.read(), np.uint8)
-        if any(head[name] != getattr(shard, name) for name in _OF_THE_TAR):
-            raise ValueError("arrays of another shard")
         return _check_arrays(ShardArrays(**values), shard, categories)
 
 
@@ -213,15 +210,12 @@ def rebuild_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, 
     """
     builder = ArraysBuilder()
     with _explain_damage(path), open(path, "rb") as file:
-        if hash_file(path) != shard.xxh3_64:
+        if hash_file(path) != (shard.bytes, shard.xxh3_64):
             raise ValueError("another checksum than the index has")
         with tarfile.open(fileobj=file, mode="r:") as tar:
             members = tar.getmembers()
         for pair in zip(members[::2], members[1::2], strict=True):
-            parts = []
-            for member in pair:
-                file.seek(member.offset_data)
-                parts.append(file.read(member.size))
+            parts = [os.pread(file.fileno(), member.size, member.offset_data) for member in pair]
             record = json.loads(parts[1])
             for one, rle in zip(record["annotations"], check_record(record), strict=True):
                 one["segmentation"] = rle
@@ -283,18 +277,8 @@ def count_mask_bytes(crops: NDArray[np.int32]) -> NDArray[np.int64]:
 def _read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     """The bytes of the start and the head, and the head."""
     start = file.read(_START_BYTES)
-    text = _read(file, int.from_bytes(start[:8], "little"))
+    text = file.read(int.from_bytes(start[:8], "little"))
     return start + text, dict(json.loads(text))
-
-
-def _read(file: BinaryIO, size: int) -> bytearray:
-    """So many bytes: a damaged size never takes more memory than the file holds."""
-    place = file.tell()
-    content = bytearray(min(size, file.seek(0, os.SEEK_END) - place))
-    file.seek(place)
-    if file.readinto(content) != size:  # type: ignore[attr-defined]
-        raise ValueError("cut short")
-    return content
 
 
 @contextmanager

@@ -1,16 +1,19 @@
-"""Copy shards from Drive to this machine's disk: a few big reads, checked on the way, index last."""
+"""Copy shards from Drive to this machine's disk, index last, and verify what lies there: a few big reads."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from queue import SimpleQueue
 from time import perf_counter
 
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, explain_write, get_profile, is_on_drive
+import xxhash
+
+from colab_utils.drive import DriveFile, DriveProfile, Retries, explain_write, get_profile, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, pop_done, require_space, show_progress
 from colab_utils.shards.format import (
@@ -23,9 +26,12 @@ from colab_utils.shards.format import (
     read_index,
     remove_leftovers,
     write_index,
-)  # fmt: skip
+)
 
-__all__ = ["COPY_STREAMS", "CopyReport", "Copying", "check_space", "copy_shards", "read_target"]
+__all__ = [
+    "COPY_STREAMS", "BadShard", "CopyReport", "Copying", "VerifyReport", "check_space", "copy_shards", "read_target",
+    "verify_shards",
+]  # fmt: skip
 
 COPY_STREAMS = 4  # files at the same time
 PIECE_BYTES = 1 << 20  # of a file, between two looks at whether to stop
@@ -55,12 +61,29 @@ class CopyReport:
         return text
 
 
+@dataclass(frozen=True)
+class BadShard:
+    """A shard that differs from its entry in the index, and why."""
+
+    shard: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify_shards` found; the shards are complete when ``bad`` is empty."""
+
+    shards: int
+    images: int
+    bad: tuple[BadShard, ...]
+
+    def __str__(self) -> str:
+        state = f"{len(self.bad)} bad" if self.bad else "all complete"
+        return f"{self.shards} shards, {self.images:,} images: {state}"
+
+
 def copy_shards(
-    source: str | Path,
-    target: str | Path,
-    *,
-    profile: str | DriveProfile | None = None,
-    limit_gb: float | None = None,
+    source: str | Path, target: str | Path, *, profile: str | DriveProfile | None = None, limit_gb: float | None = None
 ) -> CopyReport:
     """Copy a folder of shards, file by file, and check each against its checksum while it is copied.
 
@@ -97,12 +120,7 @@ def copy_shards(
         remove_leftovers(target)
     started = perf_counter()
     job = Copying(source, target, speed, retries, overwrite=previous is not None)
-    try:
-        job.run(files)
-    except DriveLostError as error:
-        raise DriveLostError(
-            f"{error}; {len(job.finished)} of {len(files)} files are safe in {target}, the copy continues there"
-        ) from error
+    job.run(files)
     with explain_write(target):
         write_index(target, merged := _merge(index, previous, chosen, target))
     return CopyReport(
@@ -114,6 +132,30 @@ def copy_shards(
     )
 
 
+def verify_shards(folder: str | Path) -> VerifyReport:
+    """Read every file of a folder of shards and compare its size and checksum with the index.
+
+    Raises:
+        ColabUtilsError: if there is no folder, no index, or the index is of a newer version.
+        DriveLostError: if Drive went away and did not come back; nothing was changed.
+
+    Example:
+        >>> verify_shards("no/such/folder")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
+    """
+    folder, retries = Path(folder), Retries()
+    index = read_index(folder, retries)
+    with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
+        bad = []
+        for shard in index.shards:
+            if reason := retries.run(partial(_find_fault, folder, shard.files())):
+                bad.append(BadShard(shard.name, reason))
+            bar.set_postfix_str(str(retries), refresh=False)
+            bar.update(shard.bytes + shard.arrays_bytes)
+    return VerifyReport(len(index.shards), index.images, tuple(bad))
+
+
 class Copying:
     """One copy under way; ``overwrite`` allows to replace damaged files, which the index in the target lists."""
 
@@ -123,7 +165,7 @@ class Copying:
         self.source, self.target, self.profile, self.overwrite = source, target, profile, overwrite
         self.retries, self.stop = retries, retries.stop
         self.finished: dict[str, bool] = {}  # by file name: whether it was copied, and not there before
-        self._progress: SimpleQueue[int] = SimpleQueue()
+        self._copied: dict[str, int] = {}  # by file name: bytes so far
 
     def run(self, files: list[tuple[str, int, str]]) -> None:
         """Copy what is not there yet. The bar moves in this thread: a notebook shows nothing from others."""
@@ -138,8 +180,7 @@ class Copying:
                     for future in pop_done(pending):
                         future.result()
                     bar.set_postfix_str(str(self.retries), refresh=False)
-                    while not self._progress.empty():
-                        bar.update(self._progress.get())
+                    bar.update(sum(list(self._copied.values())) - bar.n)
             finally:
                 self.stop.set()  # on an error or Ctrl-C the other threads end at their next piece
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -148,9 +189,8 @@ class Copying:
         """Copy one file unless it is there."""
         path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
         with explain_write(self.target):
-            if _is_there(path, size, checksum):
-                self._progress.put(size)
-                self.finished[name] = False
+            if not _find_fault(self.target, [(name, size, checksum)]):
+                self.finished[name], self._copied[name] = False, size
                 return
             if path.exists() and not self.overwrite:
                 raise ColabUtilsError(
@@ -158,13 +198,11 @@ class Copying:
                     "that file if it is a damaged copy"
                 )
             try:
-                if self._transfer(name, temporary) != (size, checksum):
-                    self._progress.put(-size)
-                    if self._transfer(name, temporary) != (size, checksum):
-                        raise ColabUtilsError(
-                            f"expected {name} in {self.source} to match its checksum in {INDEX_NAME}, found another "
-                            "one twice: the source is damaged. Run verify on it, then preprocess again what it names"
-                        )
+                if not any(self._transfer(name, temporary) == (size, checksum) for _ in range(2)):
+                    raise ColabUtilsError(
+                        f"expected {name} in {self.source} to match its checksum in {INDEX_NAME}, found another one "
+                        "twice: the source is damaged. Run verify on it, then preprocess again what it names"
+                    )
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -172,27 +210,23 @@ class Copying:
 
     def _transfer(self, name: str, temporary: Path) -> tuple[int, str]:
         """Copy the bytes under a temporary name; returns their number and their checksum."""
-        import xxhash
-
         state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
-        with self._open(name) as file, open(temporary, "wb") as out:
+        try:
+            file = DriveFile(self.source / name, self.profile, self.retries)
+        except OSError as error:
+            raise ColabUtilsError(
+                f"expected to read {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. "
+                "Run verify on the source, then preprocess again what it names"
+            ) from error
+        with file, open(temporary, "wb") as out:
             while count := file.readinto(piece, offset):
                 if self.stop.is_set():
                     raise CancelledError
                 out.write(piece[:count])
                 state.update(piece[:count])
                 offset += count
-                self._progress.put(count)
+                self._copied[name] = offset
         return offset, state.hexdigest()
-
-    def _open(self, name: str) -> DriveFile:
-        try:
-            return DriveFile(self.source / name, self.profile, self.retries)
-        except OSError as error:
-            raise ColabUtilsError(
-                f"expected to read {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. "
-                "Run verify on the source, then preprocess again what it names"
-            ) from error
 
 
 def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | None:
@@ -240,17 +274,27 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
     require_space(target, needed, cure)
 
 
-def _is_there(path: Path, size: int, checksum: str) -> bool:
-    return has_size(path, size) and hash_file(path) == checksum
+def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
+    """The first of these files that is not what was written, and why; "" if there is none."""
+    for name, size, checksum in files:
+        try:
+            found_size, found_checksum = hash_file(folder / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if found_size != size:
+            return f"{name} has {found_size:,} bytes where {size:,} were written: it was cut short or changed"
+        if found_checksum != checksum:
+            return f"{name} has another checksum than when it was written: its content changed"
+    return ""
 
 
 def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path) -> ShardIndex:
     """The target's new index: what was copied, and what lay there before and was not asked for now."""
     listed = {shard.name: shard for shard in chosen}
     for shard in previous.shards if previous else ():
-        if shard.name not in listed and all(
-            _is_there(target / name, size, checksum) for name, size, checksum in shard.files()
-        ):
+        if shard.name not in listed and not _find_fault(target, shard.files()):
             listed[shard.name] = shard
     full = previous if previous and not previous.partial else index
     shards = tuple(listed[name] for name in sorted(listed))

@@ -15,9 +15,11 @@ from pathlib import Path
 from time import time
 from typing import Any, TypeVar
 
-from colab_utils.drive import DriveFile, Retries, explain_write, guard_drive, read_file
+import xxhash
+
+from colab_utils.drive import DriveFile, Retries, explain_write, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import write_file
+from colab_utils.runtime import hash_bytes, write_file
 
 __all__ = [
     "ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "parse_fields", "parse_recipe", "read_index",
@@ -30,7 +32,6 @@ FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2
 INDEX_NAME, WRITER_NAME = "index.json", "writer.json"
 _MOST_INDEX_BYTES = 1 << 25  # of 80,000 shards
-BLOCK_BYTES = 512  # of a tar
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
@@ -63,10 +64,7 @@ class ShardInfo:
 
     def files(self) -> tuple[tuple[str, int, str], ...]:
         """(file name, bytes, checksum) of the tar and of its arrays."""
-        return (
-            (self.name, self.bytes, self.xxh3_64),
-            (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64),
-        )
+        return (self.name, self.bytes, self.xxh3_64), (self.arrays_name, self.arrays_bytes, self.arrays_xxh3_64)
 
 
 @dataclass(frozen=True)
@@ -110,19 +108,13 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     """
     folder = Path(folder)
     path = folder / INDEX_NAME
-
-    def read() -> str:
-        with guard_drive(folder):
-            if not folder.is_dir():
-                raise ColabUtilsError(f"expected a folder of shards, found nothing at {folder}. Run preprocess first.")
-            if (size := path.stat().st_size) > _MOST_INDEX_BYTES:
-                most = f"at most {_MOST_INDEX_BYTES:,} bytes in {path}"
-                raise ColabUtilsError(f"expected {most}, found {size:,}: this is no index. Name another folder.")
-            return read_file(path).decode()
-
     try:
-        raw = json.loads(retries.run(read) if retries else read())
+        raw = json.loads(read_file(path, None, retries, most_bytes=_MOST_INDEX_BYTES))
     except FileNotFoundError:
+        if not folder.exists():
+            raise ColabUtilsError(
+                f"expected a folder of shards, found nothing at {folder}. Run preprocess first."
+            ) from None
         cure = "Run preprocess (or copy) into this folder, or name another one."
         if any(folder.glob("shard-*.arrays")):
             cure = "It was interrupted here: run the same command again, it continues where it stopped."
@@ -143,13 +135,10 @@ def _parse_index(raw: Any, path: Path) -> ShardIndex:
         raise ColabUtilsError(
             f"expected an index of {FORMAT_NAME} in {path}, found something else. Name another folder."
         )
-    version = raw.get("format_version")
-    if version != FORMAT_VERSION:
-        older = isinstance(version, int) and version < FORMAT_VERSION
-        cure = "Run preprocess again, into another folder" if older else "Update colab_utils"
+    if (version := raw.get("format_version")) != FORMAT_VERSION:
         raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, "
-            f"found version {version!s:.20}. {cure}."
+            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, found version {version!s:.20}. "
+            "Update colab_utils, or run preprocess again, into another folder."
         )
     try:
         if raw.pop("xxh3_64") != hash_bytes(_to_text(raw)):
@@ -220,13 +209,8 @@ def parse_recipe(raw: Any) -> dict[str, Any]:
 
 def write_index(folder: Path, index: ShardIndex) -> None:
     """Write ``index.json`` under a temporary name, then rename it."""
-    content = {
-        "format": FORMAT_NAME,
-        "format_version": FORMAT_VERSION,
-        "images": index.images,
-        "bytes": index.bytes,
-        **asdict(index),
-    }
+    totals = {"images": index.images, "bytes": index.bytes}
+    content = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **totals, **asdict(index)}
     content["xxh3_64"] = hash_bytes(_to_text(content))
     write_file(folder / INDEX_NAME, json.dumps(content, indent=1).encode())
 
@@ -250,34 +234,17 @@ def split_member(name: str, data: bytes) -> tuple[bytes, bytes, bytes]:
     """
     header = tarfile.TarInfo(name)
     header.size = len(data)
-    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % BLOCK_BYTES)
+    return header.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
-def hash_bytes(*parts: Any) -> str:
-    """XXH3-64 of all parts (bytes or arrays), one after the other, in hexadecimal.
-
-    Example:
-        >>> hash_bytes(b"")
-        '2d06800538d394c2'
-    """
-    import xxhash
-
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
-
-
-def hash_file(path: str | Path) -> str:
-    """XXH3-64 of a file, in hexadecimal."""
-    import xxhash
-
+def hash_file(path: str | Path) -> tuple[int, str]:
+    """The size of a file in bytes, and its XXH3-64 in hexadecimal."""
     state, offset = xxhash.xxh3_64(), 0
     with DriveFile(path) as file:
         while piece := file.pread(_PIECE_BYTES, offset):
             state.update(piece)
             offset += len(piece)
-    return state.hexdigest()
+    return offset, state.hexdigest()
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -335,6 +302,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
                 except FileExistsError:
                     _remove_dead_lock(path)
             path.write_text(json.dumps({"host": _find_host(), "pid": os.getpid(), "time": time()}))
+            remove_leftovers(folder)
 
     def touch() -> None:
         while not done.wait(_TOUCH_S):
@@ -344,8 +312,6 @@ def hold_folder(folder: Path) -> Iterator[None]:
     try:
         Retries().run(acquire)
         threading.Thread(target=touch, name="writer", daemon=True).start()
-        with explain_write(folder):
-            remove_leftovers(folder)
         yield
     finally:
         done.set()

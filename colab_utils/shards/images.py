@@ -1,23 +1,31 @@
-"""One image on its way into a shard: checked, kept as it is where possible, shrunk once where it is too large."""
+"""One image on its way into a shard: read, checked, kept as it is where possible, shrunk once where it is too large."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import MaskEncoder, resize_rles
+from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.arrays import ArraysBuilder
+from colab_utils.shards.format import SkippedImage, split_member
 
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Storage", "StoredImage", "dump_record", "fit_size", "make_record", "plan_size", "store_image"]
+__all__ = [
+    "Sample", "Storage", "StoredImage", "dump_record", "fit_size", "make_record", "plan_size", "read_image",
+    "store_image", "try_sample",
+]  # fmt: skip
 
 Storage = Literal["keep", "shrink", "pixels"]
 """How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw pixels."""
@@ -26,16 +34,34 @@ _KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
 _PNG_DEPTH = 24  # the byte of a PNG that holds its bits per channel
 
 
-@dataclass(frozen=True)
-class StoredImage:
-    """An image as it goes into a shard; sizes in pixels."""
+class StoredImage(NamedTuple):
+    """An image as it goes into a shard; sizes are height and width in pixels."""
 
     extension: str
     data: bytes
-    height: int
-    width: int
-    original_height: int
-    original_width: int
+    size: tuple[int, int]
+    original: tuple[int, int]
+
+
+class Sample(NamedTuple):
+    """One image as it goes into a shard."""
+
+    extension: str
+    data: bytes
+    record: dict[str, Any]
+    """As `make_record` gives it."""
+
+    def split_members(self) -> list[tuple[bytes, bytes, bytes]]:
+        """The tar members of the image and of its record, each as header, data and padding."""
+        parts = ((self.extension, self.data), ("json", dump_record(self.record)))
+        return [split_member(f"{self.record['image_id']:012d}.{extension}", data) for extension, data in parts]
+
+    def count_bytes(self) -> tuple[int, int]:
+        """Bytes that it takes in a tar, and in the arrays."""
+        builder = ArraysBuilder()
+        builder.add(self.record, (self.data, b""), (0, 0))
+        tar = sum(len(part) for member in self.split_members() for part in member)
+        return tar, sum(array.nbytes for array in vars(builder.build()).values())
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
@@ -65,12 +91,7 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple
 
 
 def store_image(
-    data: bytes,
-    size: tuple[int, int],
-    *,
-    min_size: int,
-    max_size: int,
-    storage: Storage = "shrink",
+    data: bytes, size: tuple[int, int], *, min_size: int, max_size: int, storage: Storage = "shrink"
 ) -> StoredImage:
     """Decode an image once to be sure that it is complete, then keep its bytes, shrink it, or store its pixels.
 
@@ -98,13 +119,13 @@ def store_image(
     original = height, width
     stored = original if storage == "keep" else plan_size(height, width, min_size=min_size, max_size=max_size)
     if kept and stored == original and storage != "pixels":
-        return StoredImage("png" if kind == "PNG" else "jpg", data, *stored, *original)
+        return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original)
     rgb, extension = to_rgb(upright), "npy" if storage == "pixels" else "png"
     if stored != original:
         rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
         if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
             extension = "jpg"
-    return StoredImage(extension, _encode(rgb, extension), *stored, *original)
+    return StoredImage(extension, _encode(rgb, extension), stored, original)
 
 
 def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage) -> dict[str, Any]:
@@ -115,7 +136,7 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
     Raises:
         ColabUtilsError: if an annotation has no usable mask or box.
     """
-    original, size = (stored.original_height, stored.original_width), (stored.height, stored.width)
+    size, original = stored.size, stored.original
     scale_y, scale_x = size[0] / original[0], size[1] / original[1]
     masks, rles, scaled = MaskEncoder(*original), [], []
     for annotation in annotations:
@@ -131,10 +152,10 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
     return {
         "image_id": image["id"],
         "file_name": image["file_name"],
-        "width": stored.width,
-        "height": stored.height,
-        "original_width": stored.original_width,
-        "original_height": stored.original_height,
+        "width": size[1],
+        "height": size[0],
+        "original_width": original[1],
+        "original_height": original[0],
         "annotations": [{**one, "segmentation": rle} for one, rle in zip(scaled, rles, strict=True)],
     }
 
@@ -142,6 +163,41 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
 def dump_record(record: dict[str, Any]) -> bytes:
     """The bytes of ``KEY.json``, where the counts of RLE are text."""
     return json.dumps(record, separators=(",", ":"), default=bytes.decode).encode()
+
+
+def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
+    """The bytes of one image's file.
+
+    Raises:
+        ColabUtilsError: if the file is missing, cannot be read, or lies outside the folder.
+        DriveLostError: if Drive went away.
+    """
+    try:
+        return read_file(dataset.find_image(images, i)[0], None, retries)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ColabUtilsError("the file is missing") from None
+    except OSError as error:
+        raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
+
+
+def try_sample(
+    read: Callable[[], bytes], dataset: CocoDataset, i: int, recipe: dict[str, Any]
+) -> Sample | SkippedImage:
+    """One image's sample, from the bytes of its file; a `SkippedImage` if the image or an annotation is bad.
+
+    Raises:
+        DriveLostError: if Drive went away, which tells nothing about the image.
+    """
+    image, size = dataset.image(i), tuple(dataset.sizes[i].tolist())
+    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage")}
+    try:
+        stored = store_image(read(), size, **settings)
+        record = make_record(image, dataset.annotations(i), stored)
+    except DriveLostError:
+        raise
+    except ColabUtilsError as error:
+        return SkippedImage(image["file_name"], str(error))
+    return Sample(stored.extension, stored.data, record)
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:

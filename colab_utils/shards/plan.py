@@ -15,19 +15,9 @@ from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, find_free_memory, find_free_space, fork_pool, format_bytes, format_seconds
-from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.format import SkippedImage
-from colab_utils.shards.images import Storage, plan_size
-from colab_utils.shards.write import (
-    READ_STREAMS,
-    check_settings,
-    explain_bad,
-    explain_ended_worker,
-    find_recipe,
-    open_dataset,
-    read_image,
-    try_sample,
-)  # fmt: skip
+from colab_utils.shards.images import Storage, plan_size, read_image, try_sample
+from colab_utils.shards.write import READ_STREAMS, check_settings, keep_usable, open_dataset
 
 __all__ = ["ShardPlan", "StorageOption", "plan_shards"]
 
@@ -93,7 +83,7 @@ def plan_shards(
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        shards: the folder to write to: its disk must have room, and shards that were begun there are continued.
+        shards: the folder to write to: its disk must have room.
         storage: "auto" picks; any other is taken.
         min_size: the shorter side that training needs, in pixels.
         max_size: the longer side that training needs, in pixels.
@@ -116,15 +106,15 @@ def plan_shards(
     recipe = {"min_size": min_size, "max_size": max_size}
     given = {} if step_ms is None else {"step_ms": step_ms}
     check_settings(**recipe, storage="keep" if storage == "auto" else storage, workers=processes, **given)
-    begun = find_recipe(shards) if shards is not None and storage == "auto" else None
     dataset = open_dataset(images, annotations)
     tried = _try_images(dataset, Path(images), recipe, processes)
     room = float("inf") if shards is None else find_free_space(Path(shards))
-    costs = zip(_STORAGES, np.mean(tried, axis=0).tolist(), strict=True)
-    options = [_describe(storage, cost, len(dataset), processes, room) for storage, cost in costs]
-    if begun is not None:
-        picked, reason = begun["storage"], "shards like that were begun in the folder"
-    elif storage != "auto":
+    options = []
+    for name, (mean_bytes, write_s, load_s) in zip(_STORAGES, np.mean(tried, axis=0).tolist(), strict=True):
+        size, rate = round(len(dataset) * mean_bytes), max(count_cores() - _BUSY_CORES, 0.1) / max(load_s, 1e-6)
+        fits = size <= (min(room, find_free_memory()) if name == "pixels" else room)
+        options.append(StorageOption(name, size, len(dataset) * write_s / processes, load_s * 1000, rate, fits))
+    if storage != "auto":
         picked, reason = storage, "you asked for it"
     else:
         need = None if step_ms is None else _BATCH_SIZE * 1000 / step_ms
@@ -140,12 +130,8 @@ def _try_images(dataset: CocoDataset, images: Path, recipe: dict[str, Any], proc
     chosen = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset))).astype(int).tolist()
     parts = [dataset.subset(i, i + 1) for i in chosen]
     _try_image(images, recipe, parts[0])  # loads the libraries, before anything is timed
-    with explain_ended_worker(), fork_pool(processes) as pool:
-        found = list(pool.map(partial(_try_image, images, recipe), parts))
-    tried = [costs for costs in found if isinstance(costs, list)]
-    if not tried:
-        raise explain_bad(images, found[0])
-    return tried
+    with fork_pool(processes) as pool:
+        return keep_usable(list(pool.map(partial(_try_image, images, recipe), parts)), images)
 
 
 def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[_Cost] | SkippedImage:
@@ -159,24 +145,16 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> list[
         return SkippedImage(part.file_name(0), str(error))
     read_s = (perf_counter() - began_s) / READ_STREAMS  # files are read ahead, while others are worked on
     for storage in _STORAGES:
-        began_s, builder = perf_counter(), ArraysBuilder()
+        began_s = perf_counter()
         sample = try_sample(lambda: data, part, 0, {**recipe, "storage": storage})
         if isinstance(sample, SkippedImage):
             return sample
-        builder.add(sample.record, (sample.data, b""), (0, 0))
+        size = sum(sample.count_bytes())
         made_s, made_cpu_s = perf_counter(), process_time()
         decode_pixels(sample.data).copy()  # the loader decodes into memory that is used again
         load_cpu_s = process_time() - made_cpu_s
-        size = sample.count_bytes() + sum(array.nbytes for array in vars(builder.build()).values())
         costs.append((size, max(made_s - began_s, read_s), load_cpu_s))
     return costs
-
-
-def _describe(storage: Storage, cost: _Cost, count: int, processes: int, room: float) -> StorageOption:
-    mean_bytes, write_s, load_cpu_s = cost
-    size, rate = round(count * mean_bytes), max(count_cores() - _BUSY_CORES, 0.1) / max(load_cpu_s, 1e-6)
-    fits = size <= (min(room, find_free_memory()) if storage == "pixels" else room)
-    return StorageOption(storage, size, count * write_s / processes, load_cpu_s * 1000, rate, fits)
 
 
 def _pick(options: list[StorageOption], larger: int, count: int, need: float | None) -> tuple[Storage, str]:

@@ -6,10 +6,11 @@ A run that is interrupted leaves only finished shards; the same call continues a
 from __future__ import annotations
 
 import multiprocessing
+import tarfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, open_coco
-from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, read_file
+from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
-from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays, load_arrays, read_head
+from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays, read_head
 from colab_utils.shards.format import (
-    BLOCK_BYTES,
     INDEX_NAME,
     WRITER_NAME,
     ShardIndex,
@@ -36,12 +36,13 @@ from colab_utils.shards.format import (
     parse_fields,
     parse_recipe,
     read_index,
-    split_member,
     write_index,
-)  # fmt: skip
-from colab_utils.shards.images import Storage, dump_record, make_record, store_image
+)
+from colab_utils.shards.images import Sample, Storage, read_image, try_sample
 
-__all__ = ["READ_STREAMS", "Sample", "ShardReport", "find_recipe", "read_image", "try_sample", "write_shards"]
+__all__ = [
+    "READ_STREAMS", "ShardReport", "check_settings", "find_recipe", "keep_usable", "open_dataset", "write_shards",
+]  # fmt: skip
 
 READ_STREAMS = 4  # files that a process reads at the same time
 _MEASURED_IMAGES = 16  # from which the images of a shard are worked out
@@ -72,31 +73,6 @@ class ShardReport:
         if self.crowds:
             skipped += f"; {self.crowds:,} of {self.annotations:,} objects are crowds and left out of training"
         return f"{self.images:,} images in {self.shards} shards, {format_bytes(self.bytes)}{skipped}"
-
-
-class Sample(NamedTuple):
-    """One image as it goes into a shard."""
-
-    key: str
-    extension: str
-    data: bytes
-    record: dict[str, Any]
-
-    def split_members(self) -> list[tuple[bytes, bytes, bytes]]:
-        """The tar members of the image and of its record, each as header, data and padding."""
-        parts = ((self.extension, self.data), ("json", dump_record(self.record)))
-        return [split_member(f"{self.key}.{extension}", data) for extension, data in parts]
-
-    def count_bytes(self) -> int:
-        """Bytes that it takes in a tar."""
-        return sum(len(part) for member in self.split_members() for part in member)
-
-    def count_mask_bytes(self) -> int:
-        """Bytes that its masks take in the arrays, about."""
-        from pycocotools import mask as coco_mask
-
-        rles = [one["segmentation"] for one in self.record["annotations"] if not one["iscrowd"]]
-        return int(coco_mask.toBbox(rles)[:, 2:].prod(1).sum()) // 8 if rles else 0
 
 
 class ShardJob(NamedTuple):
@@ -163,9 +139,7 @@ def write_shards(
     """
     started, images, folder = perf_counter(), Path(images), Path(shards)
     processes = count_cores() if workers == "auto" else workers
-    recipe: dict[str, Any] = {
-        "storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb,
-    }  # fmt: skip
+    recipe: dict[str, Any] = {"storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb}
     check_settings(**recipe, workers=processes, max_bad=max_bad)
     dataset = open_dataset(images, annotations)
     index = _call(folder, _find_finished, folder, images, dataset, recipe)
@@ -201,9 +175,8 @@ def write_shards(
 def check_settings(*, storage: str, **numbers: Any) -> None:
     """Refuse a setting of preprocessing that is out of range, by its name."""
     if storage not in get_args(Storage):
-        raise ColabUtilsError(
-            f"expected storage as one of {', '.join(get_args(Storage))}, found {storage!r}: choose another"
-        )
+        known = ", ".join(get_args(Storage))
+        raise ColabUtilsError(f"expected storage as one of {known}, found {storage!r}: choose another")
     for name, value in numbers.items():
         lower, upper = _RANGES.get(name, (1, 2**16))
         if not (isinstance(value, int if name == "workers" else int | float) and lower <= value <= upper):
@@ -216,14 +189,7 @@ def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
     Raises:
         ColabUtilsError: if there is no image folder, or the annotations are not COCO or refer to what is not there.
     """
-
-    def read() -> CocoDataset:
-        with guard_drive(images):
-            if not Path(images).is_dir():
-                raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-            return open_coco(images, annotations)
-
-    dataset = Retries().run(read)
+    dataset = Retries().run(partial(open_coco, images, annotations))
     if not len(dataset):
         raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
     return dataset
@@ -240,42 +206,7 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         True
     """
     run = _call(Path(folder), _find_run, Path(folder))
-    return run[1] if run else None
-
-
-def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
-    """The bytes of one image's file.
-
-    Raises:
-        ColabUtilsError: if the file is missing, cannot be read, or lies outside the folder.
-        DriveLostError: if Drive went away.
-    """
-    try:
-        return read_file(dataset.find_image(images, i)[0], None, retries)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ColabUtilsError("the file is missing") from None
-    except OSError as error:
-        raise ColabUtilsError(f"the file cannot be read: {error.strerror}") from None
-
-
-def try_sample(
-    read: Callable[[], bytes], dataset: CocoDataset, i: int, recipe: dict[str, Any]
-) -> Sample | SkippedImage:
-    """One image's sample, from the bytes of its file; a `SkippedImage` if the image or an annotation is bad.
-
-    Raises:
-        DriveLostError: if Drive went away, which tells nothing about the image.
-    """
-    image, size = dataset.image(i), tuple(dataset.sizes[i].tolist())
-    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage")}
-    try:
-        stored = store_image(read(), size, **settings)
-        record = make_record(image, dataset.annotations(i), stored)
-    except DriveLostError:
-        raise
-    except ColabUtilsError as error:
-        return SkippedImage(image["file_name"], str(error))
-    return Sample(f"{image['id']:012d}", stored.extension, stored.data, record)
+    return run.recipe if run else None
 
 
 def _call(folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -288,28 +219,24 @@ def _call(folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
     return Retries(_shared[1]).run(run)
 
 
-def _find_run(folder: Path) -> tuple[str, dict[str, Any]] | None:
-    """Fingerprint and recipe of the shards in a folder, finished or not; None if there are none."""
+def _find_run(folder: Path) -> ShardIndex | None:
+    """The index of the shards in a folder; of unfinished ones it is partial and lists none; None if there are none."""
     if (folder / INDEX_NAME).exists():
-        index = read_index(folder)
-        return index.fingerprint, index.recipe
+        return read_index(folder)
     for path in sorted(folder.glob("shard-*.arrays")):  # each shard knows its run
         with suppress(ColabUtilsError, KeyError, TypeError, ValueError):
             head = read_head(path)
-            return head["fingerprint"], parse_recipe(head["recipe"])
+            return ShardIndex(head["fingerprint"], parse_recipe(head["recipe"]), (), (), partial=True)
     if any(folder.glob("shard-*.tar")):
         raise ColabUtilsError(f"expected an empty folder, found shards without an index in {folder}. Name another one.")
     return None
 
 
-def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any] | None:
-    """The recipe of the shards in a folder, which must be of this data and these settings; None if there are none."""
-    run = _find_run(folder)
-    if run is None:
-        return None
-    fingerprint, found = run
-    if fingerprint != dataset.fingerprint or not found.items() >= recipe.items():
-        what = "shards made with other settings" if fingerprint == dataset.fingerprint else "another dataset"
+def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
+    """The same of shards that must be of this data and these settings."""
+    found = _find_run(folder)
+    if found and (found.fingerprint != dataset.fingerprint or not found.recipe.items() >= recipe.items()):
+        what = "shards made with other settings" if found.fingerprint == dataset.fingerprint else "another dataset"
         raise ColabUtilsError(
             f"expected an empty folder or the same shards, found {what} in {folder}. Name another one (in a notebook: "
             "DRIVE_FOLDER)."
@@ -319,13 +246,11 @@ def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> di
 
 def _find_finished(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
     """The index where nothing is to be done: no file is lost, no bad image was repaired, and no writer is left."""
-    if _check_run(folder, dataset, recipe) is None or not (folder / INDEX_NAME).exists():
+    index = _check_run(folder, dataset, recipe)
+    if index is None or index.partial or (folder / WRITER_NAME).exists():
         return None
-    index = read_index(folder)
     complete = all(has_size(folder / name, size) for name, size, _ in index.files())
-    if index.partial or not complete or (folder / WRITER_NAME).exists():
-        return None
-    return None if _has_repaired(images, dataset, index, index.recipe) else index
+    return index if complete and not _has_repaired(images, dataset, index, index.recipe) else None
 
 
 def _has_repaired(images: Path, dataset: CocoDataset, index: ShardIndex | ShardResult, recipe: dict[str, Any]) -> bool:
@@ -341,31 +266,36 @@ def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict
 
     Looks for shards again: another writer may have finished since, with other data.
     """
-    found = _check_run(folder, dataset, recipe)
-    if found is None:
+    if found := _check_run(folder, dataset, recipe):
+        recipe = found.recipe
+    else:
         mean = _measure_images(images, dataset, recipe)
         require_space(folder, mean * len(dataset), "name another folder, or store smaller images (--min-size)")
-        found = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
+        recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
     (folder / INDEX_NAME).unlink(missing_ok=True)
-    return found
+    return recipe
 
 
 def _measure_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> float:
-    """Mean bytes of one image in a shard, or of its masks where they take more, from images spread over the dataset."""
+    """Mean bytes of an image in a shard, or in its arrays where they take more, from images spread over the dataset."""
     places = np.linspace(0, len(dataset) - 1, min(_MEASURED_IMAGES, len(dataset))).astype(int).tolist()
     found = [try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places]
-    sizes = [max(one.count_bytes(), one.count_mask_bytes()) for one in found if isinstance(one, Sample)]
-    if not sizes:
-        raise explain_bad(images, found[0])
-    return float(np.mean(sizes))
+    return float(np.mean([max(one.count_bytes()) for one in keep_usable(found, images)]))
 
 
-def explain_bad(images: Path, found: Any) -> ColabUtilsError:
-    """The error where no image of a sample is usable; ``found`` is the first one."""
-    return ColabUtilsError(
-        f"expected usable images in {images}, found every one that was looked at bad, such as {found.file_name}: "
-        f"{found.reason}. Name the right image folder, or see `check`."
-    )
+def keep_usable(found: list[Any], images: Path) -> list[Any]:
+    """What was found of some images, without the bad ones.
+
+    Raises:
+        ColabUtilsError: if all are bad.
+    """
+    usable = [one for one in found if not isinstance(one, SkippedImage)]
+    if not usable:
+        raise ColabUtilsError(
+            f"expected usable images in {images}, found every one that was looked at bad, such as "
+            f"{found[0].file_name}: {found[0].reason}. Name the right image folder, or see `check`."
+        )
+    return usable
 
 
 def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float) -> list[ShardResult]:
@@ -376,34 +306,18 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
     """
     total = sum(len(job.dataset) for job in jobs)
     allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
-    with show_progress("preprocess", total=total, unit="image") as bar, explain_ended_worker():
-        if executor is not None:
-            return _collect([executor.submit(_write_shard, job) for job in jobs], total, allowed, bar)
-        context = multiprocessing.get_context("fork")
-        shared = context.Value("q", 0), context.Event()
-        with fork_pool(min(processes, len(jobs)), _start_worker, *shared) as pool:
-            try:
-                done = shared[0].get_obj()  # read without the lock, which a worker that was killed may hold
-                return _collect([pool.submit(_write_shard, job) for job in jobs], total, allowed, bar, done)
-            finally:
-                shared[1].set()  # after an error each worker gives up at its next image
+    context = multiprocessing.get_context("fork")
+    done, stop = shared = context.Value("q", 0), context.Event()
+    with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
+        if executor is None:
+            executor = stack.enter_context(fork_pool(min(processes, len(jobs)), _start_worker, *shared))
+        stack.callback(stop.set)  # after an error each worker of our own gives up at its next image
+        futures = [executor.submit(_write_shard, job) for job in jobs]
+        counter = done.get_obj()  # read without the lock, which a worker that was killed may hold
+        return _collect(futures, total, allowed, bar, counter)
 
 
-@contextmanager
-def explain_ended_worker() -> Iterator[None]:
-    """Turn the end of a worker process into one line with its cure."""
-    try:
-        yield
-    except BrokenExecutor:
-        raise ColabUtilsError(
-            "expected every worker process to finish, found one that the system ended, most often for want of memory. "
-            "Run the same command with fewer workers (--workers 1): it continues after the finished shards."
-        ) from None
-
-
-def _collect(
-    futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any = None
-) -> list[ShardResult]:
+def _collect(futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any) -> list[ShardResult]:
     """The results of all jobs; ``done`` counts images where the workers share memory with this process."""
     pending = set(futures)
     try:
@@ -411,8 +325,8 @@ def _collect(
             pop_done(pending)
             results = [future.result() for future in futures if future not in pending]
             bad = [image for result in results for image in result.skipped]
-            count = sum(result.info.images + len(result.skipped) for result in results) if done is None else done.value
-            bar.update(count - bar.n)
+            count = sum(result.info.images + len(result.skipped) for result in results)
+            bar.update(max(count, done.value) - bar.n)
             if len(bad) > allowed:
                 first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
                 raise ColabUtilsError(
@@ -458,7 +372,7 @@ def _write_shard(job: ShardJob) -> ShardResult:
         _count(len(job.dataset))
         return found
     tar, arrays = _build_shard(job)
-    result = _make_result(arrays)
+    _, result = _make_result(arrays)
     if result.info.images:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
         _call(job.path.parent, write_file, job.path.with_suffix(".arrays"), arrays)
         _call(job.path.parent, write_file, job.path, *tar)
@@ -467,16 +381,13 @@ def _write_shard(job: ShardJob) -> ShardResult:
 
 def _find_shard(job: ShardJob) -> ShardResult | None:
     """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
-    path = job.path.with_suffix(".arrays")
     try:
-        result, head = _make_result(path.read_bytes()), read_head(path)
-        load_arrays(path, result.info, job.dataset.categories)
+        head, result = _make_result(job.path.with_suffix(".arrays").read_bytes())
         of_this_run = (head["fingerprint"], head["recipe"]) == (job.dataset.fingerprint, job.recipe)
-        if not (of_this_run and result.info.name == job.path.name and has_size(job.path, result.info.bytes)):
-            return None
-    except (FileNotFoundError, ColabUtilsError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+    except (FileNotFoundError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError):
         return None
-    return None if _has_repaired(job.images, job.dataset, result, job.recipe) else result
+    is_there = of_this_run and result.info.name == job.path.name and has_size(job.path, result.info.bytes)
+    return result if is_there and not _has_repaired(job.images, job.dataset, result, job.recipe) else None
 
 
 def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
@@ -492,19 +403,19 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
                 continue
             members, starts = sample.split_members(), []
             for header, data, padding in members:
-                starts.append(size + BLOCK_BYTES)
+                starts.append(size + len(header))
                 size += len(header) + len(data) + len(padding)
                 tar += header, data, padding  # not joined: images that lie as pixels are megabytes to copy
             builder.add(sample.record, [data for _, data, _ in members], starts)
             annotations += len(sample.record["annotations"])
-    tar.append(bytes(2 * BLOCK_BYTES))
+    tar.append(bytes(2 * tarfile.BLOCKSIZE))
     head = {
         "fingerprint": job.dataset.fingerprint,
         "recipe": job.recipe,
         "name": job.path.name,
         "images": len(job.dataset) - len(skipped),
         "annotations": annotations,
-        "bytes": size + 2 * BLOCK_BYTES,
+        "bytes": size + len(tar[-1]),
         "xxh3_64": hash_bytes(*tar),
         "skipped": [asdict(image) for image in skipped],
     }
@@ -524,7 +435,7 @@ def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _make_result(arrays: bytes) -> ShardResult:
-    """The shard that an arrays file describes."""
+def _make_result(arrays: bytes) -> tuple[dict[str, Any], ShardResult]:
+    """The head of an arrays file, and the shard that it describes."""
     head, info = describe_shard(arrays)
-    return ShardResult(info, tuple(parse_fields(SkippedImage, image) for image in head["skipped"]))
+    return head, ShardResult(info, tuple(parse_fields(SkippedImage, image) for image in head["skipped"]))

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import shutil
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
-from pickle import UnpicklingError
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colab_utils.drive import DriveLostError, Retries, guard_drive
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import hash_bytes
 
-__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu", "explain_state", "load_weights"]
+__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu"]
 
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
 
-_FORMAT_VERSION = 1
+_SEAL = b"colab_utils 2 "  # and the version of the format; a checksum follows
 _PATTERNS = {"newest": f"checkpoint-{'[0-9]' * 8}.pt", "best": f"best-{'[0-9]' * 8}.pt"}
 _OTHERS_KEPT = {"newest": 1, "best": 0}
 _PAUSES_S = (60.0, 10.0)  # the least between two checkpoints; the latter at the end of an epoch
@@ -41,8 +39,10 @@ _PAUSES_S = (60.0, 10.0)  # the least between two checkpoints; the latter at the
 class CheckpointFolder:
     """The checkpoints of one training run: the newest two, ``run/checkpoint-00000120.pt`` and so on, and the best one.
 
-    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). While Drive does not
-    answer, checkpoints wait on this machine's disk, in ``waiting``; the next one that Drive takes replaces them.
+    Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each file ends with a
+    checksum, as the comment of the zip that ``torch.save`` writes: what was changed since is never trained on. While
+    Drive does not answer, checkpoints wait on this machine's disk, in ``waiting``; the next one that Drive takes
+    replaces them.
 
     Args:
         run: The folder, on any disk. On Google Drive each checkpoint is written once, from its first byte to its last.
@@ -102,12 +102,15 @@ class CheckpointFolder:
         """
         path = self.run / f"{_PATTERNS[which].partition('-')[0]}-{step:08d}.pt"
         data = io.BytesIO()  # Drive wants a file from its first byte to its last, written once
-        torch.save({**state, "format": _FORMAT_VERSION, "step": step}, data)
+        torch.save({**state, "step": step}, data)
+        content = data.getbuffer()
+        content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")  # a zip ends with the length of its comment
+        parts = content, _make_seal(content)
         try:
-            self._write(path, data.getbuffer(), which, patiently=patiently)
+            self._write(path, which, *parts, patiently=patiently)
         except DriveLostError:
             path = self.waiting / path.name
-            self._write(path, data.getbuffer(), which)
+            self._write(path, which, *parts)
             cure = "run the same command on this machine when Drive is back" if patiently else "training goes on"
             text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
@@ -117,30 +120,26 @@ class CheckpointFolder:
         """The newest or the best checkpoint that is complete, on the CPU, with its ``path``; None without one.
 
         No file is changed, because another process may be training in the folder. That process passes ``repair``: a
-        file that is cut short or fails its checksums is renamed to ``.torn-1``, one that waited here is sent to Drive.
+        file that is cut short or fails its checksum is renamed to ``.torn-1``, one that waited here is sent to Drive.
 
         Raises:
-            ColabUtilsError: The file cannot be loaded, or the disk does not answer; no file is changed then.
+            ColabUtilsError: The file cannot be loaded, is no checkpoint of this version, or was changed by another
+                program, or the disk does not answer; no file is changed then.
         """
         for path in reversed(Retries().run(lambda: self._list(which))):
-            damage = _find_damage(path)
-            if not damage:
-                state = _load(path)
+            content = _read_sealed(path)
+            if content:
+                state = _load(path, content)
                 if repair and path.parent == self.waiting:
-                    data, path = path.read_bytes(), self.run / path.name
-                    self._write(path, data, which, patiently=True)
+                    path = self.run / path.name
+                    self._write(path, which, content, patiently=True)
                 return {**state, "path": str(path)}
-            text = f"{path} is torn ({damage}): the one before it is taken"
+            text = f"{path} is torn (cut short or damaged): the one before it is taken"
             if repair:
                 os.replace(path, aside := _find_free_name(f"{path}.torn-"))
                 text += f", and this one was renamed to {aside.name}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
-
-    def set_aside(self, which: Which) -> None:
-        """Rename what cannot be read to ``.torn-1``: nothing that is written later replaces it."""
-        for path in self._list(which):
-            os.replace(path, _find_free_name(f"{path}.torn-"))
 
     def _list(self, which: Which = "newest") -> list[Path]:
         """In the order of their steps."""
@@ -148,11 +147,11 @@ class CheckpointFolder:
             paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
         return sorted(paths, key=lambda path: path.name)
 
-    def _write(self, path: Path, data: bytes | memoryview, which: Which, *, patiently: bool = False) -> None:
+    def _write(self, path: Path, which: Which, *parts: bytes | memoryview, patiently: bool = False) -> None:
         def write() -> None:
             with guard_drive(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, data)
+                write_file(path, *parts)
 
         try:
             Retries().run(write) if patiently else write()
@@ -236,90 +235,51 @@ def copy_to_cpu(value: Any) -> Any:
     return type(value)(map(copy_to_cpu, value)) if isinstance(value, list | tuple) else value
 
 
-def _load(path: Path) -> dict[str, Any]:
-    """The content of a file whose checksums are right: whatever fails now is no reason to rename it."""
+def _make_seal(content: bytes | memoryview) -> bytes:
+    return _SEAL + hash_bytes(content).encode()
+
+
+def _read_sealed(path: Path) -> bytes | None:
+    """The content of a checkpoint, with its seal; None where it is not as it was written.
+
+    Raises:
+        ColabUtilsError: It is a complete zip without a seal: another program wrote it, or changed it.
+    """
+    length = len(_make_seal(b""))
+    with guard_drive(path), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - length))
+        seal = file.read()
+        if not seal.startswith(_SEAL):
+            # of another version; or a complete zip without a comment, where ours would only be cut short
+            if seal.startswith(_SEAL[:-2]) or (seal.endswith(b"\0\0") and zipfile.is_zipfile(file)):
+                raise _refuse(path)
+            return None
+        file.seek(0)
+        content = file.read()
+    return content if content.endswith(_make_seal(memoryview(content)[:-length])) else None
+
+
+def _refuse(path: Path) -> ColabUtilsError:
+    return ColabUtilsError(
+        f"expected a checkpoint as this version of colab_utils writes it in {path}, found one that was changed or "
+        "renamed, or of another program or version. Move this file away: the one before it is loaded then. Or update "
+        "colab_utils."
+    )
+
+
+def _load(path: Path, content: bytes) -> dict[str, Any]:
+    """The state that the content of a file holds: whatever fails now is no reason to rename it."""
     try:
-        with guard_drive(path):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, DriveLostError):
-        raise
+        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if isinstance(error, UnpicklingError):
-            reason = "it holds what no checkpoint holds, of which nothing was run."
         raise ColabUtilsError(
             f"expected to load {path}, found an error, though the file is complete: {reason} "
             "Free memory and start again; or move this file away: the one before it is loaded then."
         ) from error
-    found = state.get("format") if isinstance(state, dict) else None
-    if type(found) is not int or found != _FORMAT_VERSION:
-        raise ColabUtilsError(
-            f"expected a checkpoint of colab_utils in format {_FORMAT_VERSION}, found {found!s:.20} in {path}. "
-            "Update colab_utils, or choose another run folder."
-        )
-    if type(state.get("step")) is not int or f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
-        raise ColabUtilsError(
-            f"expected the checkpoint of the step that its name tells in {path}, found that of another step. Move "
-            "this file away: the one before it is loaded then."
-        )
-    return dict(state)
-
-
-@contextmanager
-def explain_state(path: str) -> Iterator[None]:
-    """Turn what fails where a checkpoint is used, because somebody changed it, into one line with its cure.
-
-    Example:
-        >>> with explain_state("run/checkpoint-00000120.pt"):
-        ...     {}["plan"]
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a checkpoint as training writes it in run/checkpoint-00000120.pt...
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        found = (str(error).splitlines() or [""])[0]
-        raise ColabUtilsError(
-            f"expected a checkpoint as training writes it in {path}, found another ({type(error).__name__}: "
-            f"{found:.200}). Move this file away: the one before it is loaded then."
-        ) from error
-
-
-def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load weights, which must be numbers, of the types and shapes that the module has.
-
-    Raises:
-        AttributeError, LookupError, RuntimeError, TypeError, ValueError: They are not.
-    """
-    for name, own in module.state_dict().items():
-        found = weights[name]
-        if (found.dtype, found.shape) != (own.dtype, own.shape):
-            raise ValueError(f"{name} as {found.dtype} {list(found.shape)}")
-        if not torch.isfinite(found).all():
-            raise ValueError(f"{name} with values that are no numbers")
-    module.load_state_dict(weights)
-
-
-def _find_damage(path: Path) -> str | None:
-    """What is wrong with a file's structure or checksums, which torch.load does not look at; None where it is right."""
-    try:
-        with guard_drive(path), zipfile.ZipFile(path) as archive:
-            parts, size = archive.infolist(), path.stat().st_size
-            # a part that unpacks to more than the file could take hours, and all memory
-            if any(part.compress_type for part in parts) or sum(part.file_size for part in parts) > size:
-                return "parts larger than the file"
-            if not any(part.filename.endswith("/data.pkl") for part in parts):
-                return "no checkpoint"
-            member = archive.testzip()
-    except (DriveLostError, MemoryError):
-        raise
-    except Exception as error:  # a damaged zip fails in many ways
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that of a place before the file's start
-            raise
-        return f"{path.stat().st_size} bytes, cut short"
-    return f"its part {member} is damaged" if member else None
+    if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
+        raise _refuse(path)
+    return state
 
 
 def _list_files(folder: Path, which: Which) -> list[Path]:

@@ -32,10 +32,10 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.masks import send
 from colab_utils.runtime import fork_pool, show_progress
-from colab_utils.training.augment import Size, fit_shape, resize_all
+from colab_utils.training.losses import Size, fit_shape, resize_all
 from colab_utils.training.model import choose_precision, keep_boxes_exact
 
-__all__ = ["AveragePrecision", "EvaluationProcessError", "collect_truth", "describe_detections", "detect", "evaluate"]
+__all__ = ["AveragePrecision", "EvaluationProcessError", "describe_detections", "detect", "evaluate"]
 
 _RESULT = ("boxes", "labels", "scores", "masks")
 _DECODERS = 2  # threads
@@ -111,14 +111,17 @@ def evaluate(
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/val-shards. ...
     """
     _check_classes(model, dataset)
-    truth = collect_truth(dataset)
+    truth = dataset.to_coco()
+    if all(one["iscrowd"] for one in truth.dataset["annotations"]):
+        found = f"found none in {len(dataset)} images: evaluate on a dataset with annotations"
+        raise ColabUtilsError(f"expected objects to measure against, {found}")
     with _set_up(model.to(device)):
-        with suppress(BrokenProcessPool):
-            return _evaluate(model, dataset, truth, device, batch_size)
-        text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
-        warnings.warn(text, ColabUtilsWarning, stacklevel=2)
-        with suppress(BrokenProcessPool):
-            return _evaluate(model, dataset, truth, device, batch_size)
+        for is_first in (True, False):
+            with suppress(BrokenProcessPool):
+                return _evaluate(model, dataset, truth, device, batch_size)
+            if is_first:
+                text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
+                warnings.warn(text, ColabUtilsWarning, stacklevel=2)
     found = "found that its process was killed twice, as happens where memory is full"
     raise EvaluationProcessError(f"expected an average precision, {found}. Evaluate on fewer images.")
 
@@ -158,7 +161,7 @@ def _set_up(model: nn.Module) -> Iterator[None]:
 
 
 def _evaluate(
-    model: nn.Module, dataset: ShardDataset | CocoFolder, truth: dict[str, Any], device: str | torch.device, size: int
+    model: nn.Module, dataset: ShardDataset | CocoFolder, truth: Any, device: str | torch.device, size: int
 ) -> AveragePrecision:
     ids, pool = dataset.category_ids, fork_pool(1, _keep_truth, truth)  # before there are threads
     drawing: deque[Future[None]] = deque()
@@ -288,28 +291,15 @@ def encode_masks(masks: Tensor, boxes: Tensor, size: Sequence[int]) -> list[dict
     return rles
 
 
-def collect_truth(dataset: ShardDataset | CocoFolder) -> dict[str, Any]:
-    """The annotations of a dataset in COCO form, crowds included, as pycocotools and other evaluators take them.
-
-    Raises:
-        ColabUtilsError: The images hold no objects.
-    """
-    truth: dict[str, Any] = dataset.to_coco().dataset
-    if all(one["iscrowd"] for one in truth["annotations"]):
-        found = f"found none in {len(dataset)} images: evaluate on a dataset with annotations"
-        raise ColabUtilsError(f"expected objects to measure against, {found}")
-    return truth
-
-
 # What follows runs in the other process.
 
-_truth: dict[str, Any] = {}
+_truth: list[Any] = []  # pycocotools' COCO of the dataset
 _results: list[dict[str, Any]] = []
 
 
-def _keep_truth(truth: dict[str, Any]) -> None:
+def _keep_truth(truth: Any) -> None:
     torch.set_num_threads(1)  # the threads of the parent process are not here
-    _truth.update(truth)
+    _truth[:] = [truth]
 
 
 def _draw(found: dict[str, NDArray[Any]], image_id: int, size: Sequence[int], category_ids: dict[int, int]) -> None:
@@ -320,16 +310,14 @@ def _score() -> AveragePrecision:
     """The average precision of the results so far, by pycocotools."""
     from pycocotools.coco import COCO
 
+    [truth] = _truth
     with redirect_stdout(io.StringIO()):  # pycocotools prints
-        coco = COCO()
-        coco.dataset = _truth
-        coco.createIndex()
-        found = coco.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
-        box, box_50, boxes = _compute_precision(coco, found, "bbox")
-        mask, mask_50, masks = _compute_precision(coco, found, "segm")
-    names = [category["name"] for category in _truth["categories"]]
+        found = truth.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
+        box, box_50, boxes = _compute_precision(truth, found, "bbox")
+        mask, mask_50, masks = _compute_precision(truth, found, "segm")
+    names = [category["name"] for category in truth.dataset["categories"]]
     per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
-    return AveragePrecision(box, mask, box_50, mask_50, len(_truth["images"]), per_class)
+    return AveragePrecision(box, mask, box_50, mask_50, len(truth.dataset["images"]), per_class)
 
 
 def _compute_precision(truth: Any, found: Any, kind: str) -> tuple[float, float, list[float | None]]:

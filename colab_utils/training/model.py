@@ -31,7 +31,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import is_watched
-from colab_utils.training.checkpoint import CheckpointFolder, explain_state, load_weights
+from colab_utils.training.checkpoint import CheckpointFolder
 
 __all__ = [
     "BUILDERS", "GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "TINY_MODEL", "assemble_mask_rcnn", "build_mask_rcnn",
@@ -172,25 +172,15 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
     if state is None:
         cure = "Train with validation shards first" if which == "best" else "Train first"
         raise ColabUtilsError(f"expected a checkpoint in {run}, found none. {cure}.")
-    model = _read_model(state)
-    return model.eval()
+    return _read_model(state).eval()
 
 
 def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     """The model of a checkpoint, in training mode."""
-    with explain_state(state["path"]):
-        plan, weights = state["plan"], state.get("ema") or state["model"]
-        classes = len(weights["roi_heads.box_predictor.cls_score.bias"])
-        if plan["num_classes"] != classes or not 1 <= plan["min_size"] <= plan["max_size"] < 1 << 16:
-            raise ValueError("a plan of other weights")  # which would take any memory
-        names = ("num_classes", "starts_from", "min_size", "max_size", "norms")
-        model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
-        load_weights(model, weights)
-        names, ids = state["class_names"], state["category_ids"]
-        kinds = {*map(type, [*ids, *ids.values()])}, {*map(type, names.values())}
-        if names.keys() != ids.keys() or not (kinds[0] <= {int} and kinds[1] <= {str}):
-            raise ValueError("names of no classes")
-    model.class_names, model.category_ids = names, ids
+    plan, names = state["plan"], ("num_classes", "starts_from", "min_size", "max_size", "norms")
+    model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
+    model.load_state_dict(state.get("ema") or state["model"])
+    model.class_names, model.category_ids = state["class_names"], state["category_ids"]
     return model
 
 
@@ -242,18 +232,13 @@ def _put_heads(
     return MaskRCNN(
         BackboneWithFPN(body, names, [*levels.values()], channels, extra_blocks=LastLevelMaxPool()),
         rpn_anchor_generator=AnchorGenerator([(size,) for size in anchors], [(0.5, 1.0, 2.0)] * len(anchors)),
-        rpn_pre_nms_top_n_train=250 * scale,
-        rpn_post_nms_top_n_train=125 * scale,
-        rpn_pre_nms_top_n_test=150 * scale,
-        rpn_post_nms_top_n_test=75 * scale,
-        rpn_batch_size_per_image=64 * scale,
-        box_batch_size_per_image=32 * scale,
-        box_head=TwoMLPHead(channels * 7 * 7, hidden),
-        box_predictor=FastRCNNPredictor(hidden, num_classes),
+        rpn_pre_nms_top_n_train=250 * scale, rpn_post_nms_top_n_train=125 * scale,
+        rpn_pre_nms_top_n_test=150 * scale, rpn_post_nms_top_n_test=75 * scale,
+        rpn_batch_size_per_image=64 * scale, box_batch_size_per_image=32 * scale,
+        box_head=TwoMLPHead(channels * 7 * 7, hidden), box_predictor=FastRCNNPredictor(hidden, num_classes),
         mask_head=MaskRCNNHeads(channels, (channels,) * 2 * scale, 1),
-        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes),
-        **sizes,
-    )
+        mask_predictor=MaskRCNNPredictor(channels, channels, num_classes), **sizes,
+    )  # fmt: skip
 
 
 BUILDERS: dict[str, Callable[..., MaskRCNN]] = {

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import dropwhile
 from typing import Any, cast
 
 import numpy as np
@@ -19,18 +21,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from torchvision.models.detection import MaskRCNN
 
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error
-from colab_utils.loading.batch import PackedBatch
-from colab_utils.runtime import show_progress
-from colab_utils.training.augment import Size, list_shapes
-from colab_utils.training.checkpoint import load_weights
-from colab_utils.training.losses import compute_losses
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.batch import PackedBatch, collate_packed
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.runtime import format_bytes
+from colab_utils.training.losses import compute_losses, resize_all
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
 __all__ = [
-    "MOST_PARTS", "Ranks", "TrainingStep", "choose_rate", "compute_rate", "join_ranks", "keep_buffers",
-    "make_optimizer",
+    "MemoryPlan", "Ranks", "TrainingStep", "checkpoint_activations", "choose_rate", "compute_rate", "join_ranks",
+    "make_optimizer", "plan_memory",
 ]  # fmt: skip
 
 Images = PackedBatch | list[Tensor] | None
@@ -39,8 +42,9 @@ Images = PackedBatch | list[Tensor] | None
 Targets = list[dict[str, Tensor]] | None
 """As torchvision takes them; None with a packed batch, which brings its own."""
 
-MOST_PARTS = 8  # of a batch: it is halved at most three times
-_GRAPH_RUNS = 3  # of each shape: torch warms up, records the graph, and replays it
+_MOST_PARTS = 8  # of a batch: it is halved at most three times
+_MARGIN = 0.9  # of the memory: proposals differ from step to step, and gaps between allocations are lost
+_BATCH_SIZES = (16, 8, 4, 2, 1)
 _MAX_GRADIENT_NORM = 10.0  # far above the usual norm: it only limits the first steps from random weights
 _WARMUP_STEPS = 500
 _PATIENCE = timedelta(minutes=30)  # of the other processes for the first one, while it evaluates
@@ -98,48 +102,12 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
         self.parts, self.is_applying = 1, False  # is_applying: some weights have moved, and others have not
         self._memory_error = ""
-        self._losses = _SummedLosses(model)
-        self._network: nn.Module = self._losses
+        self._network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
             # buffers: the first process saves its own statistics of batch norm, the others' are of other images
             self._network = DistributedDataParallel(
                 self._network, broadcast_buffers=False, gradient_as_bucket_view=True
             )
-
-    def compile(self, sizes: NDArray[np.integer], *, batch_size: int) -> None:
-        """Compile backbone, feature pyramid and proposal head by ``torch.compile``, which makes CUDA graphs of them.
-
-        Packed batches are then padded to two shapes, that of the wide images and that of the tall ones; each takes a
-        minute or more to compile, which is done here. A batch of other shapes or of fewer images runs as before.
-
-        Args:
-            sizes: Height and width of all images in the model's input, int [I, 2], see ``resize_all``.
-            batch_size: Images in each batch, over all processes.
-
-        Raises:
-            ColabUtilsError: ``torch.compile`` does not take the network, or finds no compiler.
-        """
-        model = cast("Any", self.model)
-        shapes = list_shapes(sizes, step=model.transform.size_divisible)
-        images = -(-batch_size // (self.ranks.count * self.parts))
-        for part in (model.backbone, model.rpn.head):
-            part.compile(mode="reduce-overhead", dynamic=False)
-        try:
-            with keep_buffers(model), show_progress("compiling", total=len(shapes), unit="shape") as bar:
-                for shape in shapes:
-                    for _ in range(_GRAPH_RUNS):
-                        with self._cast():
-                            features = model.backbone(torch.zeros(images, 3, *shape, device=self.device))
-                            told = model.rpn.head([*features.values()])
-                            total = torch.stack([part.float().sum() for parts in told for part in parts]).sum()
-                        total.backward()
-                    bar.update()
-        except Exception as error:
-            found = f"found {describe_error(error)}"
-            raise ColabUtilsError(f"expected a network that torch.compile takes, {found}. Train without it.") from error
-        finally:
-            self.optimizer.zero_grad()
-        self._losses.shapes = shapes
 
     def __call__(
         self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None, total: int | None = None
@@ -152,7 +120,7 @@ class TrainingStep:
         while (loss := self.add_gradients(images, targets, flips=flips, total=total)) is None:
             self.free_memory()
             count = 0 if images is None else len(images)
-            if self.ranks.count > 1 or self.parts >= min(MOST_PARTS, count):
+            if self.ranks.count > 1 or self.parts >= min(_MOST_PARTS, count):
                 size = -(-count // self.parts)
                 raise ColabUtilsError(
                     f"expected {size} of the {count} images of a batch to fit into the GPU's memory, found that they "
@@ -160,12 +128,9 @@ class TrainingStep:
                     "processes: smaller batches."
                 )
             self.parts *= 2
-            warnings.warn(
-                f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
-                f"{self.parts} parts whose gradients are added up. The effective batch size stays the same.",
-                ColabUtilsWarning,
-                stacklevel=2,
-            )
+            text = f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
+            text += f"{self.parts} parts whose gradients are added up. The effective batch size stays the same."
+            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         if self.ranks.count > 1:
             distributed.all_reduce(loss)
         self.is_applying = True
@@ -190,7 +155,7 @@ class TrainingStep:
                 given = [None if each is None else each[part] for each in (images, targets, flips)]
                 apart = self.ranks.count > 1 and not (synchronize and is_last)
                 with self._network.no_sync() if apart else nullcontext():  # type: ignore[operator]
-                    with self._cast():
+                    with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
                         loss = self._network(*given)
                     share = min(size, count - first) / (total or count) if count else 0.0
                     # of several processes torch takes the mean of the gradients: the sum is meant
@@ -202,13 +167,6 @@ class TrainingStep:
             self._memory_error = str(error).partition(". ")[0]
             return None
         return loss_sum
-
-    @contextmanager
-    def _cast(self) -> Iterator[None]:
-        # once training runs, nothing more is compiled: that would take minutes
-        stance = torch.compiler.set_stance("eager_on_recompile") if self._losses.shapes else nullcontext()
-        with stance, torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            yield
 
     def apply_gradients(self) -> None:
         """Move the weights: what follows `add_gradients`."""
@@ -231,18 +189,24 @@ class TrainingStep:
         torch.cuda.empty_cache()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take ``model``, ``optimizer`` and ``scaler`` from a checkpoint, of whatever device."""
-        load_weights(self.model, state["model"])
+        """Take ``model``, ``optimizer`` and ``scaler`` from a checkpoint, of whatever device.
+
+        Raises:
+            ColabUtilsError: A weight is not a number.
+        """
+        for name, value in state["model"].items():
+            if not torch.isfinite(value).all():
+                raise ColabUtilsError(
+                    f"expected finite weights in {state['path']}, found {name} with values that are no numbers. Move "
+                    "this file away: the one before it is loaded then."
+                )
+        self.model.load_state_dict(state["model"])
         for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
             saved["fused"] = own["fused"]
-            if any(saved[name] != own[name] for name in own.keys() & saved.keys() - {"lr", "params"}):
-                raise ValueError("settings of another optimiser")
         self.optimizer.load_state_dict(state["optimizer"])
         # a fused optimiser wants its averages in the same order of memory as the weights
         for parameter, averages in self.optimizer.state.items():
             for name, value in averages.items():
-                if value is not None and value.ndim and value.shape != parameter.shape:
-                    raise ValueError(f"an optimiser's {name} of another shape")
                 if value is not None and value.ndim:
                     averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if state["scaler"]:  # empty where it was not needed
@@ -254,33 +218,120 @@ class _SummedLosses(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.shapes = model, list[Size]()
+        self.model = model
 
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
         if images is None:  # this process has no image of the batch, and the others wait for its gradients
             return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
         if isinstance(images, PackedBatch):
-            losses = compute_losses(self.model, images, flips=flips, shapes=self.shapes)
+            losses = compute_losses(self.model, images, flips=flips)
         else:
             losses = self.model(images, targets)
         return torch.stack([loss.float() for loss in losses.values()]).sum()
 
 
-@contextmanager
-def keep_buffers(model: nn.Module) -> Iterator[None]:
-    """Put the statistics of a model's norms back afterwards."""
-    kept = [buffer.clone() for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in zip(model.buffers(), kept, strict=True):
-                buffer.copy_(before)
-
-
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a GPU's memory ran out, for which each of its libraries has its own message."""
     return any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the batches of a run fit into a GPU's memory."""
+
+    batch_size: int
+    """Images of this process in a batch."""
+    parts: int
+    """Parts in which each batch is trained."""
+    checkpointing: bool
+    """Whether the backbone is run again in the backward pass."""
+    peak_bytes: int
+    """What the heaviest batch took."""
+    limit_bytes: int
+    """What this process may have."""
+
+    def __str__(self) -> str:
+        reductions = f", trained in {self.parts} parts" if self.parts > 1 else ""
+        reductions += ", the backbone run again in the backward pass" if self.checkpointing else ""
+        return (
+            f"the heaviest batch ({self.batch_size} images{reductions}) takes {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.limit_bytes)}"
+        )
+
+
+def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None) -> MemoryPlan:
+    """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
+
+    Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts. If that is not
+    enough, activations of the backbone are computed again in the backward pass (activation checkpointing). Weights and
+    statistics are left as they were. No object is ever left out.
+
+    Args:
+        step: With its model on a GPU.
+        dataset: The images, with labels as the model has them.
+        rows: Those of the images that are trained on.
+        batch_size: Images of this process in each batch; None chooses the largest of 16, 8, 4, 2 and 1 that fits.
+
+    Raises:
+        ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
+    """
+    model, counts = cast("Any", step.model), dataset.describe(rows)["counts"]
+    heaviest = _find_heaviest(resize_all(dataset.sizes[rows], model.transform), counts)
+    if batch_size is None:
+        tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
+    else:
+        tries = [(batch_size, parts, False) for parts in (1, 2, 4, _MOST_PARTS) if parts <= max(1, batch_size)]
+    # the optimiser's averages and those of the weights come later
+    reserve = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    limit = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    shorter_sides, model.transform.min_size = model.transform.min_size, (max(model.transform.min_size),)
+    try:
+        for images, parts, checkpointing in [*tries, (*tries[-1][:2], True)]:
+            step.parts = parts
+            if checkpointing:
+                checkpoint_activations(model)
+            batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(step.device)
+            torch.cuda.reset_peak_memory_stats(step.device)
+            fits = step.add_gradients(batch, synchronize=False) is not None
+            peak = torch.cuda.max_memory_allocated(step.device)
+            step.free_memory()
+            if fits and peak < (1 if checkpointing else _MARGIN) * limit:
+                return MemoryPlan(images, parts, checkpointing, peak, limit)
+    finally:
+        model.transform.min_size = shorter_sides
+        with torch.no_grad():  # statistics of norms
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+    raise ColabUtilsError(
+        f"expected images that fit into the GPU's memory one by one, found that an image with {int(counts.max()):,} "
+        f"objects does not ({format_bytes(limit)} are free), with activation checkpointing, too. Free memory: min_size "
+        f"at 0.8 of its size takes about two thirds of the activations; model={LIGHT_MODEL!r} a tenth; frozen stages "
+        "of the backbone (requires_grad_(False)) 7 to 20 % less; half of the proposals up to 20 % less, where images "
+        "hold hundreds of objects; or end the other process that nvidia-smi lists."
+    )
+
+
+def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Images in an order whose first B are the heaviest batch of B: the largest one, to which the others are padded,
+    then those with the most objects, wide ones to a wide one.
+    """
+    areas = (-(-sizes.astype(np.int64) // 32) * 32).prod(1)
+    largest = int(np.lexsort((counts, areas))[-1])
+    is_wide = sizes[:, 1] >= sizes[:, 0]
+    order = np.lexsort((areas, counts, is_wide == is_wide[largest]))[::-1]
+    return np.array([largest, *order[order != largest]], np.int64)
+
+
+def checkpoint_activations(model: MaskRCNN) -> None:
+    """Run the trained stages of the backbone again in the backward pass, in place of keeping their activations."""
+    stages = [stage for stage in model.backbone.body.children() if any(True for _ in stage.parameters())]
+    # up to the first stage that trains nothing needs gradients
+    for stage in dropwhile(lambda stage: not any(p.requires_grad for p in stage.parameters()), stages):
+        vars(stage)["forward"] = partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=False)
+        for norm in stage.modules():
+            if isinstance(norm, nn.BatchNorm2d) and norm.momentum:
+                norm.momentum = 1 - math.sqrt(1 - norm.momentum)  # it sees each batch twice now
 
 
 def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,16 +21,14 @@ from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.training import model as models
-from colab_utils.training.augment import Augment, list_scales, resize_all
-from colab_utils.training.checkpoint import CheckpointFolder, explain_state
-from colab_utils.training.memory import plan_memory
-from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer
+from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.losses import Augment, list_scales
+from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer, plan_memory
 from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
 
 __all__ = ["LogLine", "TrainReport", "TrainingPlan", "train"]
 
 _State = dict[str, Any] | None
-_RANGED = ("model", "norms", "min_size", "max_size", "learning_rate", "augment", "ema", "batch_size")
 
 
 def train(
@@ -54,10 +52,8 @@ def train(
     augment: Augment | Transforms | None = None,
     norms: models.Norms | None = None,
     ema: float | None = None,
-    compile: bool = False,
     workers: int | Literal["auto"] = "auto",
     log: Callable[[TrainingPlan | LogLine], object] | None = None,
-    log_steps: int = 10,
     device: str | torch.device | None = None,
 ) -> TrainReport:
     """Train a Mask R-CNN on shards, with checkpoints in ``run`` from which the same call continues.
@@ -99,11 +95,8 @@ def train(
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms; ``"trained"`` trains them. See
             ``build_mask_rcnn``.
         ema: Average the weights with this decay, say 0.999, and evaluate the average. Default: no average.
-        compile: Compile the backbone and the proposal network first, a minute or more, see ``TrainingStep.compile``.
-            Off by default: no GPU has shown yet what it gains.
         workers: Loading workers, see ``make_loader``. ``"auto"`` is one on a CPU, whose cores the step needs.
-        log: Called with the plan, then with a line every ``log_steps`` steps. Default: a progress bar instead.
-        log_steps: Steps between log lines.
+        log: Called with the plan, then with a line every ten steps. Default: a progress bar instead.
         device: Default: the GPU if there is one.
 
     Raises:
@@ -124,8 +117,8 @@ def train(
         "batch_size": None if batch_size == "auto" else batch_size,
     }  # fmt: skip
     _check_values(
-        **asked, shards=shards, val_shards=val_shards, steps=steps, epochs=epochs, resume=resume, log_steps=log_steps,
-        checkpoint_steps=checkpoint_steps, seed=seed, compile=compile,
+        **asked, shards=shards, val_shards=val_shards, steps=steps, epochs=epochs, resume=resume, seed=seed,
+        checkpoint_steps=checkpoint_steps,
     )  # fmt: skip
     with ExitStack() as stack:
         torch_device = _choose_device(device)
@@ -136,8 +129,6 @@ def train(
         plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks, seed=seed)
         step = _build_step(plan, dataset.class_names, weights=weights, state=state, device=torch_device, ranks=ranks)
         plan = _plan_batches(plan, step, dataset, rows)
-        if compile:
-            step.compile(resize_all(dataset.sizes[rows], step.model.transform), batch_size=plan.batch_size)
         loader = stack.enter_context(closing(make_loader(
             Subset(dataset, rows), batch_size=plan.batch_size, device=torch_device, seed=seed,
             workers=1 if workers == "auto" and torch_device.type == "cpu" else workers,
@@ -149,12 +140,12 @@ def train(
         trainer = Trainer(plan, step, loader, folder, dataset, validation, checkpoint_steps=checkpoint_steps)
         if state:
             trainer.load_state(state)
-        return trainer.run(log=log if ranks.is_first else None, log_steps=log_steps)
+        return trainer.run(log if ranks.is_first else None)
 
 
 def _check_values(**values: Any) -> None:
     """Refuse a value that ``train`` does not know; None where nothing is asked for."""
-    at_least_one = "steps", "checkpoint_steps", "log_steps", "min_size", "max_size", "batch_size"
+    at_least_one = "steps", "checkpoint_steps", "min_size", "max_size", "batch_size"
     augments, is_folder = get_args(Augment), (lambda value: isinstance(value, str | PathLike))
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
         **dict.fromkeys(at_least_one, (lambda value: value >= 1, "of at least 1")),
@@ -165,7 +156,6 @@ def _check_values(**values: Any) -> None:
         "ema": (lambda value: 0 < value < 1, "between 0 and 1, say 0.999"),
         "learning_rate": (lambda value: 0 < value < float("inf"), "above 0, say 0.005"),
         "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
-        "compile": (lambda value: not value or values["augment"] != "own", "of False beside transforms of your own"),
         "norms": (get_args(models.Norms).__contains__, "as 'frozen' or 'trained'"),
         "model": (models.BUILDERS.__contains__, f"as one of {', '.join(models.MODEL_NAMES)}"),
     }
@@ -182,9 +172,8 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch_device = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if torch_device.type == "cuda":
-        torch_device = torch.device(
-            "cuda", int(os.environ.get("LOCAL_RANK", 0)) if torch_device.index is None else torch_device.index
-        )
+        index = torch_device.index
+        torch_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if index is None else index)
         torch.cuda.set_device(torch_device)
     return torch_device
 
@@ -248,7 +237,7 @@ def _make_plan(
     seed: int,
 ) -> TrainingPlan:  # fmt: skip
     """All that is known before the model is built; steps, batch size and learning rate may be 0."""
-    known = _check_plan(state) if state else {}
+    known = state["plan"] if state else {}
     plan = TrainingPlan(
         **choose_settings(asked, known, on_gpu=device.type == "cuda"), dataset=dataset.fingerprint, device=str(device),
         starts_from=known.get("starts_from", ""), precision=str(models.choose_precision(device)).removeprefix("torch."),
@@ -258,22 +247,6 @@ def _make_plan(
     )  # fmt: skip
     if state:
         _check_checkpoint(plan, state, is_own=asked["augment"] == "own")
-    return plan
-
-
-def _check_plan(state: dict[str, Any]) -> dict[str, Any]:
-    """The plan of a checkpoint, whose values have the types and the ranges of a plan."""
-    with explain_state(state["path"]):
-        plan: dict[str, Any] = state["plan"]
-        for name, kind in get_type_hints(TrainingPlan).items():
-            if name in plan and name != "memory" and not isinstance(plan[name], float | int if kind is float else kind):
-                raise ValueError(f"{name} {plan[name]!r}")
-        try:
-            _check_values(**{name: plan[name] for name in _RANGED})
-        except ColabUtilsError as error:
-            raise ValueError(str(error)) from None
-        for name in ("dataset", "num_classes", "seed", "device", "images"):
-            plan[name]
     return plan
 
 
@@ -292,12 +265,11 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
                 "moved to a folder of their own."
             )
     if before["device"] == "cpu" and plan.device.startswith("cuda"):
-        warnings.warn(
-            f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For a "
-            f"GPU's defaults ({models.GPU_MODEL} at 800 px) pass another run folder (RUN_NAME), or resume='never'.",
-            ColabUtilsWarning,
-            stacklevel=3,
+        text = f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For "
+        text += (
+            f"a GPU's defaults ({models.GPU_MODEL} at 800 px) pass another run folder (RUN_NAME), or resume='never'."
         )
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
 def _build_step(
@@ -319,8 +291,7 @@ def _build_step(
     step = TrainingStep(network, device, ranks=ranks)
     step.optimizer = make_optimizer(network, name=plan.model, learning_rate=0.0)  # the schedule sets it
     if state:
-        with explain_state(state["path"]):
-            step.load_state(state)
+        step.load_state(state)
     return step
 
 
@@ -338,19 +309,11 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset,
     )  # fmt: skip
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether these are whole numbers from 0 on, or lists of such."""
-    return all(map(_is_whole, value)) if isinstance(value, list) else isinstance(value, int) and value >= 0
-
-
 def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int | None, epochs: int) -> TrainingPlan:
     """Steps of the run, with the loader where a checkpoint's was, and what is not as it was then, in words."""
     changed = ""
     if state:
-        with explain_state(state["path"]):
-            position = state["loader"]
-            if not (_is_whole(list(position.values())) and max(position["epoch"], position["batch"]) <= state["step"]):
-                raise ValueError("a place that the order does not have")
+        position = state["loader"]
         try:
             loader.load_state_dict(position)
         except ColabUtilsError:  # of other images: rather leave some out than see them twice
@@ -361,10 +324,7 @@ def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int
         later = max(0, epochs - loader.epoch - 1) * -(-plan.images // plan.batch_size)
         steps = plan.first_step + (loader.left + later if loader.epoch < epochs else 0)
     if state and state["step"] >= steps:
-        warnings.warn(
-            f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. Pass "
-            "more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew.",
-            ColabUtilsWarning,
-            stacklevel=3,
-        )
+        text = f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. Pass "
+        text += "more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew."
+        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
     return replace(plan, steps=steps, changed=changed)

@@ -20,25 +20,18 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import format_bytes, show_progress
-from colab_utils.training.checkpoint import (
-    CheckpointFolder,
-    CheckpointWriter,
-    copy_to_cpu,
-    explain_state,
-    load_weights,
-)  # fmt: skip
+from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, copy_to_cpu
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
-from colab_utils.training.memory import MemoryPlan
-from colab_utils.training.step import TrainingStep, compute_rate
+from colab_utils.training.step import MemoryPlan, TrainingStep, compute_rate
 
 __all__ = ["EMA", "LogLine", "TrainReport", "Trainer", "TrainingPlan"]
 
+_LOG_STEPS = 10  # between two lines of the log
 _AGREE_STEPS = 10  # after which several processes ask each other whether to stop
 
 
@@ -61,9 +54,9 @@ class Trainer:
         # losses still on the device, where asking for each would stall it, and the images they are of
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
-        self._is_evaluating = False
+        self._is_interrupted = self._is_evaluating = False
 
-    def run(self, *, log: Callable[[TrainingPlan | LogLine], object] | None, log_steps: int) -> TrainReport:
+    def run(self, log: Callable[[TrainingPlan | LogLine], object] | None) -> TrainReport:
         """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it, show a progress bar.
 
         Raises:
@@ -73,22 +66,22 @@ class Trainer:
             log(self.plan)
         show = partial(tqdm, disable=True) if log or not self.ranks.is_first else show_progress
         steps = show("training", total=self.plan.steps - self.done)
-        with closing(self.writer), self._defer_interrupt() as interrupts, self._save_on_error(), steps as bar:
+        with closing(self.writer), self._save_what_was_done(), steps as bar:
             self.clock = LoopClock()
             for batch in self._load_batches():
                 self._train(batch)
                 bar.update()
                 epoch_ended = self.loader.left == len(self.loader)
-                if self.done % log_steps == 0 or self.done in (self.plan.first_step + 1, self.plan.steps):
+                if self.done % _LOG_STEPS == 0 or self.done in (self.plan.first_step + 1, self.plan.steps):
                     self._log(log)
                 if self.writer.is_due(self.done, epoch_ended=epoch_ended):
                     self.save()
-                self._stop_if_asked(interrupts)
+                self._stop_if_asked()
                 if epoch_ended and self.done < self.plan.steps:
                     self.clock.stop()
                     self._evaluate()
-            self.save(wait=True, patiently=True)
-            self._stop_if_asked(interrupts)
+            self.save(is_last=True)
+            self._stop_if_asked()
             self._evaluate()
         images, wait_s, wall_s = self._read_clock()
         losses = tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1))
@@ -180,10 +173,10 @@ class Trainer:
         self.ap, self.best = self.ranks.send((self.ap, self.best))
         self._ap_step = self.done
 
-    def save(self, *, wait: bool = False, patiently: bool = False) -> None:
+    def save(self, *, is_last: bool = False) -> None:
         """Write the state as a checkpoint in a thread, if any step was done since the last one.
 
-        ``wait`` until it is written; ``patiently``, see `CheckpointFolder.save`.
+        The last one of a run is waited for, and written patiently, see `CheckpointFolder.save`.
         """
         if self.done != self._saved_step:
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
@@ -197,37 +190,21 @@ class Trainer:
                     "loader": self._position,
                     "losses": torch.tensor(self.losses, dtype=torch.float64),
                 }
-                self.writer.submit(state, step=self.done, patiently=patiently)
+                self.writer.submit(state, step=self.done, patiently=is_last)
             self._saved_step = self.done
-        if wait:
+        if is_last:
             self.writer.finish()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
-        with explain_state(state["path"]):
-            if self.ema:
-                load_weights(self.ema.model, state.get("ema") or state["model"])
-            self.losses = state["losses"].tolist()
-            if len(self.losses) != state["step"] or not all(map(math.isfinite, self.losses)):
-                raise ValueError("losses of other steps")
+        if self.ema:
+            self.ema.model.load_state_dict(state["ema"] or state["model"])
+        self.losses = state["losses"].tolist()
         self.done = self._saved_step = self._logged_step = state["step"]
         self._position = self.loader.state_dict()
-        if self.validation and self.ranks.is_first:
-            self._read_best(self.validation.fingerprint)
-
-    def _read_best(self, fingerprint: str) -> None:
-        """The best checkpoint of these validation images; the run goes on without one that cannot be read."""
-        try:
-            best = self.folder.read("best", repair=True)
-            with explain_state(str(best and best["path"])):
-                if best and best["validation"] == fingerprint:
-                    self.best = BestCheckpoint(best["step"], float(best["bbox"]), float(best["segm"]), best["path"])
-        except DriveLostError:
-            raise
-        except ColabUtilsError as error:
-            self.folder.set_aside("best")
-            text = f"{error} The run goes on without its best checkpoint, which was renamed to .torn-1."
-            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
+        if best and self.validation and best["validation"] == self.validation.fingerprint:
+            self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
 
     def _describe_model(self) -> dict[str, Any]:
         names, ids = self.dataset.class_names, self.dataset.category_ids
@@ -249,42 +226,37 @@ class Trainer:
                 )
 
     @contextmanager
-    def _save_on_error(self) -> Iterator[None]:
+    def _save_what_was_done(self) -> Iterator[None]:
+        """Finish the step in progress at the first Ctrl-C, and save the state at any error.
+
+        A second Ctrl-C, or one during an evaluation, interrupts at once. Of several processes none does: ``torchrun``
+        sends several for one.
+        """
+
+        def note(number: int, _: object) -> None:
+            if self.ranks.count == 1 and (self._is_interrupted or self._is_evaluating):
+                raise KeyboardInterrupt
+            self._is_interrupted = True
+
+        previous, is_main = signal.getsignal(signal.SIGINT), threading.current_thread() is threading.main_thread()
+        # signals reach the main thread only; a shell's background job ignores Ctrl-C, and so does its training
+        if is_main and previous not in (signal.SIG_IGN, None):
+            signal.signal(signal.SIGINT, note)
         try:
             yield
         except BaseException:
             if not self.step.is_applying:  # whatever it is: the state is that of the step before
-                self.save(wait=True, patiently=True)
+                self.save(is_last=True)
             raise
-
-    @contextmanager
-    def _defer_interrupt(self) -> Iterator[list[int]]:
-        """Put the first Ctrl-C into a list, so that the step in progress is finished; a second one, or one during an
-        evaluation, interrupts at once. Of several processes it never does: ``torchrun`` sends several for one.
-        """
-        interrupts: list[int] = []
-
-        def count(number: int, _: object) -> None:
-            if self.ranks.count == 1 and (interrupts or self._is_evaluating):
-                raise KeyboardInterrupt
-            interrupts.append(number)
-
-        previous = signal.getsignal(signal.SIGINT)
-        # Signals reach the main thread only; a shell's background job ignores Ctrl-C, and so does its training.
-        if threading.current_thread() is not threading.main_thread() or previous in (signal.SIG_IGN, None):
-            yield interrupts
-            return
-        signal.signal(signal.SIGINT, count)
-        try:
-            yield interrupts
         finally:
-            signal.signal(signal.SIGINT, previous)
+            if signal.getsignal(signal.SIGINT) is note:
+                signal.signal(signal.SIGINT, previous)
 
-    def _stop_if_asked(self, interrupts: list[int]) -> None:
+    def _stop_if_asked(self) -> None:
         """Stop if this process was interrupted, or any other: all of them after the same step."""
         if self.ranks.count > 1 and self.done % _AGREE_STEPS and self.done < self.plan.steps:
             return  # to ask the others takes time
-        if any(self.ranks.gather(bool(interrupts))):
+        if any(self.ranks.gather(self._is_interrupted)):
             raise KeyboardInterrupt
 
 
@@ -315,14 +287,8 @@ class EMA:
         """Take in the model's weights; ``steps`` were done before this one."""
         decay = min(self._decay, (1 + steps) / (10 + steps))
         torch._foreach_lerp_([*self.model.parameters()], [*model.parameters()], 1 - decay)
-        if statistics := _list_statistics(model):
-            torch._foreach_copy_(_list_statistics(self.model), statistics)
-
-
-def _list_statistics(model: nn.Module) -> list[Tensor]:
-    """What training changes beside the weights: the buffers of batch norms that are trained."""
-    norms = (module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
-    return [buffer for norm in norms for buffer in norm.buffers()]
+        if buffers := [*model.buffers()]:  # statistics of norms
+            torch._foreach_copy_([*self.model.buffers()], buffers)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from colab_utils.__main__ import main
 from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.diagnosis import diagnose as module
 from colab_utils.diagnosis import fixes
-from colab_utils.diagnosis.diagnose import Diagnosis, Fix, describe_verdict, diagnose
+from colab_utils.diagnosis.diagnose import Diagnosis, compare_runs, describe_verdict, diagnose, read_run
+from colab_utils.diagnosis.fixes import Fix
 from colab_utils.diagnosis.stages import time_stages
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage
 from colab_utils.drive import DriveProfile
@@ -41,7 +43,7 @@ class _Sleepy(Dataset):
 
 @pytest.fixture
 def no_fixes(monkeypatch):
-    monkeypatch.setattr(module, "find_fixes", lambda now, **sizes: [])
+    monkeypatch.setattr(module, "find_fixes", lambda now: [])
 
 
 def _sleep_step(seconds):
@@ -213,22 +215,22 @@ def test_a_step_that_lacks_cpu_beside_the_loader_is_named(no_fixes):
     found = diagnose(Loader(), step, seconds=1)
     assert found.headspace == pytest.approx(2, rel=0.2)
     assert "It lacks CPU: beside the loader the step itself takes" in found.verdict
-    words = describe_verdict(_make_times(0.02, 0.15), 40, 1.5, (), [], "emulated 100 ms", "high: 20")
+    words = describe_verdict(_make_times(0.02, 0.15), 40, 1.5, (), [], "emulated 100 ms")
     assert "beside the loader the step itself takes 1.5 times as long" in words
-    words = describe_verdict(_make_times(0.20, 0.10), 40, 1.0, (), [], "emulated 100 ms", "high: 20")
+    words = describe_verdict(_make_times(0.20, 0.10), 40, 1.0, (), [], "emulated 100 ms")
     assert "beside the loader" not in words
 
 
 def test_the_largest_stage_is_the_one_with_the_largest_mean():
     # half of the files lie in Drive's cache: their median says nothing
     stages = [Stage("read", 2, 600, 1, mean_ms=300), Stage("decode", 10, 12, 10, mean_ms=10)]
-    words = describe_verdict(_make_times(0.2, 0.1), 40, 1.0, stages, [], "real", "low")
+    words = describe_verdict(_make_times(0.2, 0.1), 40, 1.0, stages, [], "real")
     assert "the largest stage is read: 300.0 ms an image" in words
 
 
 def test_the_verdict_trusts_what_was_measured():
     def describe(found):
-        return describe_verdict(_make_times(0.2, 0.1), 40, 1.0, (), found, "real", "low")
+        return describe_verdict(_make_times(0.2, 0.1), 40, 1.0, (), found, "real")
 
     found = [
         Fix("workers", "more workers", 39.0, 14.0, ""),
@@ -328,3 +330,48 @@ def test_a_broken_image_is_named(tiny_dataset, tmp_path):
     loader = make_loader(CocoFolder(tmp_path, annotations), batch_size=2, workers=0)
     with pytest.raises(ColabUtilsError, match=r"batch 1 .*tmp|batch 1 .*\.jpg"):
         diagnose(loader, seconds=1)
+
+
+# Beside an earlier run
+
+BEFORE = {"images_per_second": 10.0, "wait_share": 0.8, "error": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("rate", "size", "fails"),
+    [(30.0, "more than the noise", False), (10.5, "within the noise", False), (8.0, "more than the noise", True)],
+)
+def test_a_change_is_told_from_the_noise(rate, size, fails):
+    change = compare_runs(BEFORE, {"images_per_second": rate, "wait_share": 0.1, "error": 0.04}, fail_below=0.9)
+    assert change.ratio == pytest.approx(rate / 10)
+    assert change.noise == pytest.approx(0.1)
+    assert size in str(change)
+    assert change.fails == fails
+
+
+def test_a_diagnosis_and_a_summary_are_read(tmp_path):
+    path = tmp_path / "before.json"
+    path.write_text(json.dumps({"images_per_second": 10, "stall_share": 0.8, "error": 0.03, "verdict": "slow"}))
+    assert read_run(path) == BEFORE
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"images_per_second": "many", "wait_share": 1, "error": 0}'])
+def test_another_file_is_refused(tmp_path, text):
+    path = tmp_path / "before.json"
+    path.write_text(text)
+    with pytest.raises(ColabUtilsError, match=r"the JSON of an earlier run at .*before\.json, found none"):
+        read_run(path)
+
+
+def test_the_command_says_what_changed_and_fails_below(tiny_dataset, tmp_path, capsys):
+    before, command = tmp_path / "before.json", ["diagnose", "--images", str(tiny_dataset.images)]
+    command += ["--annotations", str(tiny_dataset.annotations), "--step-ms", "5", "--workers", "0", "--batch-size", "2"]
+    assert main([*command, "--fail-below", "0.9"]) == 2
+    assert "--against FILE" in capsys.readouterr().err
+    assert main([*command, "--against", str(before)]) == 2
+    assert "the JSON of an earlier run at" in capsys.readouterr().err
+    before.write_text(json.dumps(BEFORE | {"images_per_second": 1e6}))
+    assert main([*command, "--against", str(before), "--fail-below", "0.9"]) == 3
+    told = capsys.readouterr()
+    assert "1000000.0 →" in told.out
+    assert "--fail-below" in told.err

@@ -66,12 +66,12 @@ def _look_at(loader, step=None, *, seconds=0.6, verify=False):
     now = time_batches(loader, step, batches=20, max_s=0.2)
     images = round(now.images / len(now.wait_s))
     cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.01, 0.05, 0.05)
-    stages, _, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
+    stages, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
     return Situation(loader, step, now, cached, stages, indices[:8], seconds, verify, perf_counter())
 
 
-def _find(now, sizes=(800, 1333)):
-    return {fix.id: fix for fix in find_fixes(now, min_size=sizes[0], max_size=sizes[1])}
+def _find(now):
+    return {fix.id: fix for fix in find_fixes(now)}
 
 
 @pytest.fixture
@@ -81,18 +81,19 @@ def slow_folder(tiny_dataset):
 
 @pytest.mark.clock
 @pytest.mark.parametrize("plain", [True, False], ids=["torch's DataLoader", "make_loader"])
-def test_each_fix_of_a_slow_folder_is_forecast_and_measured(slow_folder, plain):
+def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_folder, plain):
+    monkeypatch.setattr(fixes, "_SIDES", {"min_size": 32, "max_size": 64})  # 160 x 128 pixels become 40 x 32
     if plain:
         loader = DataLoader(slow_folder, batch_size=2, collate_fn=_collate)
     else:
         loader = make_loader(slow_folder, batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
-    found = _find(now, (32, 64))  # the images have 160 x 128 pixels: training needs 40 x 32
+    found = _find(now)
     own = {"packed_masks"} if plain else set()
     assert set(found) == {"shards", "resize", "data_and_workers", "local_files", "workers"} | own
     for id in {"shards", "resize", "data_and_workers", "local_files", *own}:
-        assert found[id].measured_images_per_second > 1.2 * now.now.images_per_second, id
-        assert found[id].forecast_images_per_second > 1.2 * now.now.images_per_second, id
+        assert found[id].measured_images_per_second > 1.2 * now.loop.images_per_second, id
+        assert found[id].forecast_images_per_second > 1.2 * now.loop.images_per_second, id
     assert "6% of the pixels" in found["resize"].sentence
     assert found["data_and_workers"].name.startswith("resize once offline, and ")
     assert found["local_files"].sentence.startswith("Copy the files: about ")
@@ -104,7 +105,7 @@ def test_shards_on_a_slow_drive(tiny_shards):
     now = _look_at(loader, verify=True)
     found = _find(now)
     assert set(found) == {"shards", "data_and_workers", "workers"}  # masks are packed already
-    assert found["shards"].measured_images_per_second > now.now.images_per_second
+    assert found["shards"].measured_images_per_second > now.loop.images_per_second
 
 
 @pytest.mark.clock
@@ -114,7 +115,7 @@ def test_settings_are_forecast_and_measured(quiet_machine):
     assert list(found) == ["workers", "prefetch"]
     for fix in found.values():
         assert fix.forecast_images_per_second == pytest.approx(fix.measured_images_per_second, rel=0.3), fix
-    assert found["workers"].measured_images_per_second > 1.2 * now.now.images_per_second
+    assert found["workers"].measured_images_per_second > 1.2 * now.loop.images_per_second
 
 
 def test_your_own_step_is_never_run_in_a_trial():

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from colab_utils.diagnosis import causes
-from colab_utils.diagnosis.causes import Facts, find_causes
+from colab_utils.diagnosis import summary as module
 from colab_utils.diagnosis.resources import Resources
 from colab_utils.diagnosis.stacks import SampleTimes
+from colab_utils.diagnosis.summary import LoopRecord, find_causes
 from colab_utils.diagnosis.watchdog import watch
 from colab_utils.errors import ColabUtilsError
 
@@ -28,20 +28,21 @@ pytestmark = [
 ]
 
 
-def make_facts(**settings):
+def make_record(**settings):
     """Two workers that take turns with nobody, in a loop of ten seconds."""
-    usual = {
-        "workers": 2, "persistent": True, "cpu_s": 5.0, "main_cpu_s": 1.0, "wait_cpu": 0.1, "passes_s": 10.0,
-        "times": SampleTimes(), "seen": {}, "resources": None, "stalls": (), "unseen": (),
-    }  # fmt: skip
-    return Facts(**{**usual, **settings})
+    record = LoopRecord([], pss_s=60)
+    usual = {"workers": 2, "passes_s": 10.0, "cpu_s": 5.0, "main_cpu_s": 1.0, "waited_s": 1.0, "waited_cpu_s": 0.1}
+    for name, value in {**usual, **settings}.items():
+        assert hasattr(record, name)
+        setattr(record, name, value)
+    return record
 
 
-def find(waits=None, between=None, firsts=(0,), **facts):
+def find(waits=None, between=None, firsts=(0,), **settings):
     """The causes in a loop of 100 batches that takes ten seconds."""
     waits = np.full(100, 0.0) if waits is None else np.array(waits, float)
     between = np.zeros(100) if between is None else np.array(between, float)
-    return find_causes(waits, between, np.isin(np.arange(100), firsts), 10.0, make_facts(**facts))
+    return find_causes(waits, between, np.isin(np.arange(100), firsts), 10.0, make_record(**settings))
 
 
 def spread(value, *, every=1):
@@ -77,11 +78,11 @@ def test_a_loop_that_never_waits_has_no_cause():
         ({"waits": spread(1.0, every=25), "seen": {24: (37,), 49: (3,)}, "workers": 0}, "slow_sample",
          r"Sample 37 takes 1 s: 2 of 100 batches are so slow"),
         ({"waits": spread(0.05), "workers": 0}, "read", r"Use worker processes"),
-        ({"waits": spread(0.05), "workers": 0, "wait_cpu": 0.9}, "work", r"Use worker processes"),
+        ({"waits": spread(0.05), "workers": 0, "waited_cpu_s": 0.9}, "work", r"Use worker processes"),
     ],
 )  # fmt: skip
 def test_each_cause_is_named_with_its_cure(loop, id, words, monkeypatch):
-    monkeypatch.setattr(causes, "count_cores", lambda: 2)
+    monkeypatch.setattr(module, "count_cores", lambda: 2)
     (cause,) = find(**loop)
     assert cause.id == id
     assert cause.share == pytest.approx(
@@ -97,7 +98,7 @@ def test_two_causes_stand_in_the_order_of_their_shares():
 
 def test_memory_that_grows_is_named_beside_a_fine_loop():
     grows = Resources(100.0, (50.0,), 2.5, 4000, 9000.0, 0.0, 64.0)
-    (cause,) = find(resources=grows)
+    (cause,) = find(used=grows)
     assert cause.id == "memory"
     assert "at step 4,000" in cause.why
 

@@ -1,5 +1,6 @@
 """The watchdog: what it says of each kind of stall, that our loader goes on, and that nothing stays."""
 
+import errno
 import gc
 import inspect
 import multiprocessing
@@ -76,7 +77,6 @@ _KINDS = {
     "torch alone": partial(DataLoader, collate_fn=_collate),
     "processes": partial(make_loader, workers=2, backend="processes", shuffle=False),
     "loader_process": partial(make_loader, workers=2, backend="loader_process", shuffle=False),
-    "threads": partial(make_loader, workers=2, backend="threads", shuffle=False),
     "alone": partial(make_loader, workers=0, shuffle=False),
 }
 _OURS = ("processes", "loader_process")
@@ -288,7 +288,7 @@ def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path, kind):
     for _ in range(2):
         next(batches)
     assert watched.skipped
-    assert all(not stacks.read_ending(pid) for pid in watched._monitor.list_samples())
+    assert all(not stacks.read_ending(pid) for pid in watched._record.monitor.list_samples())
     batches.close()
 
 
@@ -431,11 +431,33 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
         path.write_text("7" + " " * 99_999)
     watched = watch(_KINDS["torch"](dataset, batch_size=2), timeout_s=20)
     list(watched)
-    times = watched._monitor.read_times()
+    times = watched._record.monitor.read_times()
     assert times.samples == 8
     assert times.bytes_read == pytest.approx(800_000, rel=0.05)
     assert times.wall_s > 0
     assert times.cpu_s > 0
+
+
+def test_a_worker_whose_stack_is_asked_for_keeps_its_errno(tmp_path):
+    monitor, (begun, begin) = stacks.WorkerMonitor(_Photos(tmp_path)), os.pipe()
+    pid = os.fork()
+    if not pid:
+        monitor.enter()
+        os.write(begin, b"1")
+        wrong, until_s = 0, time.monotonic() + 1.5
+        while time.monotonic() < until_s:
+            try:
+                os.stat(tmp_path / "nothing here")
+            except OSError as error:
+                wrong += error.errno != errno.ENOENT
+        os._exit(min(wrong, 100))
+    os.read(begun, 1)
+    for _ in range(1000):
+        os.kill(pid, stacks._SIGNAL)
+        time.sleep(0.001)
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(begun)
+    os.close(begin)
 
 
 def test_what_the_loader_has_stays_reachable(tmp_path):

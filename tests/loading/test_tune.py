@@ -64,9 +64,9 @@ def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(tune, "_try_setting", lambda *given: found.append(given) or Trial(*given[2:], 1.0))
     copied = shutil.copytree(tiny_shards, tmp_path / "copied")
-    tune_workers(many, batch_size=4, backend="processes")
+    tune_workers(Fetcher(many), batch_size=4, backend="processes")
     first = len(found)
-    tune_workers(Subset(ShardDataset(copied), many.indices), batch_size=4, backend="processes")
+    tune_workers(Fetcher(Subset(ShardDataset(copied), many.indices)), batch_size=4, backend="processes")
     assert len(found) == 2 * first > 0
     assert not (tmp_path / "cache").exists()
     assert not (tmp_path / "home").exists()
@@ -85,10 +85,6 @@ def test_kinds_that_cannot_gain_are_not_tried(many, monkeypatch, cores):
     compressed = {"processes", "loader_process"} if cores > 1 else {"processes"}
     assert list_kinds(Fetcher(many)) == compressed
     assert list_kinds(Fetcher(Small())) == {"processes"}  # Python code: one lock
-    many.dataset.is_decoded = True
-    assert list_kinds(Fetcher(many)) == {*compressed, "threads"}
-    assert list_kinds(Fetcher(many), "threads") == {"threads"}
-    assert list_kinds(Fetcher(Small()), "threads") == {"loader_process"}
 
 
 def test_the_smallest_of_the_fastest_is_picked():
@@ -101,11 +97,10 @@ def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 4)
     one = 320_000  # a little more than a batch of four, and a quarter for larger ones
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * one))  # half of it is for five batches
-    tuning = tune_workers(many, batch_size=4)
+    tuning = tune_workers(Fetcher(many), batch_size=4)
     assert {trial.workers for trial in tuning.trials} == {1}
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * one))
-    with pytest.raises(ColabUtilsError, match=r"at most 213\.3 kB.*4 images of 3\d\d\.\d kB.*smaller batch"):
-        tune_workers(many, batch_size=4)
+    assert (tune_workers(Fetcher(many), batch_size=4).best.workers) == 0
 
 
 def test_few_batches_are_not_tuned(tiny_shards, monkeypatch):
@@ -117,7 +112,7 @@ def test_few_batches_are_not_tuned(tiny_shards, monkeypatch):
 
 def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 2)
-    tuning = tune_workers(Small(), batch_size=4)
+    tuning = tune_workers(Fetcher(Small()), batch_size=4)
     assert isinstance(tuning, Tuning)
     assert {(trial.backend, trial.workers) for trial in tuning.trials} == {("processes", 1), ("processes", 2)}
     text = str(tuning)
@@ -128,12 +123,12 @@ def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
 def test_slow_files_are_not_tried(tiny_dataset, monkeypatch):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=DriveProfile("mine", 0.1, 1e9, "a test"))
     monkeypatch.setattr(tune, "_try_setting", None)
-    tuning = tune_workers(folder, batch_size=4)
+    tuning = tune_workers(Fetcher(folder), batch_size=4)
     assert (tuning.trials, tuning.best.backend, tuning.best.workers) == ((), "processes", count_cores())
     assert "the files are slow" in str(tuning)
 
 
-def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_is_refused(monkeypatch):
+def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_says_so_when_it_is_read():
     class Bad(Small):
         def __getitem__(self, index):
             if index >= self.first:
@@ -142,7 +137,8 @@ def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_is_refused(mon
 
     dataset = Bad()
     dataset.first = 390
-    assert tune_workers(dataset, batch_size=1, backend="threads").trials
+    assert any(trial.images_per_second for trial in tune_workers(Fetcher(dataset), batch_size=1).trials)
     dataset.first = 0
+    loader = make_loader(dataset, batch_size=1)
     with pytest.raises(ColabUtilsError, match=r"image \d+ is broken"):
-        tune_workers(dataset, batch_size=1)
+        list(loader)

@@ -36,7 +36,7 @@ from colab_utils.shards.format import hash_bytes, read_index, split_member, writ
 
 from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, join_group, list_ids, spoil_image
 
-BACKENDS = [("threads", 0), ("threads", 2), ("loader_process", 2), ("processes", 2)]
+BACKENDS = [("processes", 0), ("loader_process", 2), ("processes", 2)]
 
 
 @pytest.fixture
@@ -260,9 +260,8 @@ def test_jobs_are_listed_and_a_hung_worker_is_done_without(make, backend):
     assert len(list_ids(loader)) == 6
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_jobs_of_this_process_are_listed(tiny_shards, make, count):
-    loader = make(ShardDataset(tiny_shards), batch_size=2, workers=count, backend="threads", shuffle=False)
+def test_jobs_of_this_process_are_listed(tiny_shards, make):
+    loader = make(ShardDataset(tiny_shards), batch_size=2, workers=0, shuffle=False)
     batches = iter(loader)
     next(batches)
     jobs = loader.list_jobs()
@@ -442,7 +441,7 @@ class Drawing(Numbers):
 def test_random_samples_are_the_seeds_with_any_backend_and_any_number_of_workers(tiny_shards, make, own):
     dataset = Drawing(12) if own else ShardDataset(tiny_shards, transforms=Chance())
     state, runs = (random.getstate(), torch.get_rng_state()), []
-    for backend, count in [*BACKENDS, ("threads", 3), ("loader_process", 3), ("processes", 1)]:
+    for backend, count in [*BACKENDS, ("loader_process", 3), ("processes", 1)]:
         for draws in (False, True):
             loader, pixels = make(dataset, batch_size=3, workers=count, backend=backend, deliver="packed"), []
             for batch in chain(loader, loader):

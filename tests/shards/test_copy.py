@@ -1,4 +1,4 @@
-"""Copying shards: what arrives, what is not copied twice, and what stays behind when it goes wrong."""
+"""Copying shards: what arrives, what is not copied twice, what stays behind when it goes wrong; and verifying them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards import copy as module
-from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import (
     INDEX_NAME,
     WRITER_NAME,
@@ -44,7 +44,7 @@ def make_source(folder, *, shards=4, seed=0, tar_bytes=3000, arrays_bytes=1000):
         names = f"shard-{i:06d}.tar", f"shard-{i:06d}.arrays"
         for name, size in zip(names, (tar_bytes + i, arrays_bytes), strict=True):
             (folder / name).write_bytes(rng.randbytes(size))
-        tar, arrays = (hash_file(folder / name) for name in names)
+        tar, arrays = (hash_file(folder / name)[1] for name in names)
         infos.append(ShardInfo(names[0], 2, 5, tar_bytes + i, tar, names[1], arrays_bytes, arrays, "0" * 16))
     index = ShardIndex(f"dataset-{seed}", RECIPE, ({"id": 1, "name": "leaf"},), tuple(infos))
     write_index(folder, index)
@@ -93,8 +93,7 @@ def test_real_shards_arrive(tiny_shards, tmp_path):
     copy_shards(tiny_shards, tmp_path / "ssd")
     assert read_index(tmp_path / "ssd") == read_index(tiny_shards)
     for name, size, checksum in read_index(tiny_shards).files():
-        assert (tmp_path / "ssd" / name).stat().st_size == size
-        assert hash_file(tmp_path / "ssd" / name) == checksum
+        assert hash_file(tmp_path / "ssd" / name) == (size, checksum)
 
 
 def test_files_larger_than_a_piece_arrive(tmp_path, monkeypatch):
@@ -310,9 +309,7 @@ def test_a_drive_that_vanishes_leaves_complete_files(source, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(module, "DriveFile", VanishingFile)
         patch.setattr(module, "COPY_STREAMS", 1)
-        with pytest.raises(
-            DriveLostError, match=r"disconnected.*force_remount.*; 4 of 8 files are safe in .*continues"
-        ):
+        with pytest.raises(DriveLostError, match=r"disconnected.*force_remount.*run again: what is done is safe"):
             copy_shards(source, tmp_path / "ssd")
         left = names(tmp_path / "ssd")
         assert left == ["shard-000000.arrays", "shard-000000.tar", "shard-000001.arrays", "shard-000001.tar"]
@@ -437,3 +434,68 @@ def test_after_a_kill_the_next_copy_sweeps_and_continues(running):
 def test_the_profile_may_be_of_your_own(source, tmp_path):
     copy_shards(source, tmp_path / "ssd", profile=DriveProfile("mine", open_s=0.0, bytes_per_s=1e9, source=""))
     assert_same(source, tmp_path / "ssd")
+
+
+# verify
+
+
+@pytest.fixture
+def shards(tiny_shards, tmp_path):
+    return shutil.copytree(tiny_shards, tmp_path / "shards")
+
+
+def test_whole_shards(tiny_shards):
+    report = verify_shards(tiny_shards)
+    assert report.bad == ()
+    assert (report.images, report.shards) == (12, len(read_index(tiny_shards).shards))
+    assert "all complete" in str(report)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("which", [0, 1])  # the tar, the arrays
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cut short"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "cut short or changed"),
+        (lambda path: path.unlink(), "is missing"),
+        (flip, "another checksum"),
+    ],
+)
+def test_each_damage_is_named(shards, which, damage, found):
+    shard = read_index(shards).shards[1]
+    name = (shard.name, shard.arrays_name)[which]
+    damage(shards / name)
+    report = verify_shards(shards)
+    assert [bad.shard for bad in report.bad] == [shard.name]
+    assert found in report.bad[0].reason
+    assert name in report.bad[0].reason
+    assert "1 bad" in str(report)
+
+
+def test_a_newer_version_and_no_shards(shards, tmp_path):
+    raw = json.loads((shards / "index.json").read_text())
+    (shards / "index.json").write_text(json.dumps({**raw, "format_version": 3}))
+    with pytest.raises(ColabUtilsError, match="Update colab_utils"):
+        verify_shards(shards)
+    with pytest.raises(ColabUtilsError, match="found nothing at"):
+        verify_shards(tmp_path / "no")
+
+
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EACCES])
+def test_a_lost_drive_stops_and_a_locked_file_is_named(shards, monkeypatch, number):
+    def fail(*_, **__):
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    if number == errno.ENOTCONN:
+        with pytest.raises(DriveLostError):
+            verify_shards(shards)
+    else:
+        assert "cannot be read" in verify_shards(shards).bad[0].reason

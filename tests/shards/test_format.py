@@ -65,7 +65,7 @@ CHANGED = "one that was changed since"
     ("changes", "found"),
     [
         ({"format_version": 3}, "found version 3. Update colab_utils"),
-        ({"format_version": 1}, "found version 1. Run preprocess again, into another folder"),
+        ({"format_version": 1}, "found version 1. Update colab_utils, or run preprocess again, into another folder"),
         ({"format_version": "1"}, "found version 1"),
         ({"format_version": None}, "found version None"),
         ({"format_version": [[[9] * 9999]]}, "found version [[["),
@@ -162,7 +162,7 @@ def test_an_index_that_is_no_json_is_refused(tmp_path, content):
 def test_a_file_too_large_for_an_index_is_not_read(tmp_path):
     with open(tmp_path / "index.json", "wb") as file:
         file.truncate(1 << 40)
-    is_refused(tmp_path, "found 1,099,511,627,776: this is no index")
+    is_refused(tmp_path, "found 1.1 TB, more than 33.6 MB")
 
 
 def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
@@ -261,7 +261,7 @@ def test_members_make_a_plain_tar():
 
 def test_checksums_of_bytes_and_files_agree(tmp_path):
     (tmp_path / "a").write_bytes(b"abc" * 100_000)  # more than is read at once
-    assert hash_file(tmp_path / "a") == hash_bytes(b"abc" * 100_000)
+    assert hash_file(tmp_path / "a") == (300_000, hash_bytes(b"abc" * 100_000))
 
 
 # the lock of a folder's one writer

@@ -12,7 +12,7 @@ import pytest
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards import plan as module
-from colab_utils.shards import write
+from colab_utils.shards.images import read_image
 from colab_utils.shards.plan import plan_shards
 from colab_utils.shards.write import write_shards
 
@@ -82,14 +82,6 @@ def test_what_does_not_fit_on_the_disk(run, tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_shards_that_were_begun_are_continued(run, tiny_dataset, tmp_path):
-    folder = tmp_path / "shards"
-    write_shards(tiny_dataset.images, tiny_dataset.annotations, shards=folder, storage="pixels", workers=1)
-    found = run(shards=folder)
-    assert (found.picked.storage, found.reason) == ("pixels", "shards like that were begun in the folder")
-    assert run(shards=folder, storage="keep").picked.storage == "keep"  # write_shards refuses it
-
-
 def test_the_words_of_a_plan(run):
     found = run()
     assert [option.storage for option in found.options] == ["keep", "shrink", "pixels"]
@@ -117,7 +109,7 @@ def test_a_lost_drive_and_an_ended_process(run, monkeypatch):
     def die(*arguments):
         if os.getpid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
-        return write.read_image(*arguments)
+        return read_image(*arguments)
 
     monkeypatch.setattr(module, "read_image", lose)
     with pytest.raises(DriveLostError):

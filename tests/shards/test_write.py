@@ -29,11 +29,11 @@ from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.shards import images as image_module
 from colab_utils.shards import write
-from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import hold_folder, read_index, write_index
 from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.verify import verify_shards
 from colab_utils.shards.write import find_recipe, write_shards
 
 SHARD_MB = 0.03  # a few images of the tiny dataset
@@ -166,13 +166,13 @@ def test_a_finished_folder_is_left_as_it_is(tiny_dataset, undisturbed, folder):
 
 SLOW_RUN = """
 import sys, time
-from colab_utils.shards import write
-read = write.read_file
+from colab_utils.shards import images as module, write
+read = module.read_file
 def read_slowly(path, *options):
     time.sleep(0.15)
     return read(path, *options)
 if __name__ == "__main__":
-    write.read_file = read_slowly
+    module.read_file = read_slowly
     images, annotations, shards, shard_mb, workers = sys.argv[1:]
     try:
         write.write_shards(images, annotations, shards=shards, shard_mb=float(shard_mb), workers=int(workers))
@@ -294,7 +294,7 @@ def test_too_little_space_is_told_before_the_first_byte(tiny_dataset, folder, mo
 
 
 def test_a_worker_ended_by_the_system(tiny_dataset, undisturbed, folder, monkeypatch):
-    data, parent, read = (tiny_dataset.images, tiny_dataset.annotations), os.getpid(), write.read_file
+    data, parent, read = (tiny_dataset.images, tiny_dataset.annotations), os.getpid(), image_module.read_file
     last = names(tiny_dataset.annotations)[-1]
 
     def die(path, *options):
@@ -303,7 +303,7 @@ def test_a_worker_ended_by_the_system(tiny_dataset, undisturbed, folder, monkeyp
         return read(path, *options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(write, "read_file", die)
+        patch.setattr(image_module, "read_file", die)
         with pytest.raises(ColabUtilsError, match="fewer workers"):
             run(data, folder, workers=2)
     assert not list(folder.glob(".*"))
@@ -391,21 +391,21 @@ def test_an_image_outside_of_the_folder_is_never_read(dataset, folder, name):
 
 
 def test_a_locked_file_is_one_bad_image(dataset, folder, monkeypatch):
-    bad, read = names(dataset[1])[3], write.read_file
+    bad, read = names(dataset[1])[3], image_module.read_file
 
     def lock(path, *options):
         if path.name == bad:
             raise PermissionError(errno.EACCES, "Permission denied")
         return read(path, *options)
 
-    monkeypatch.setattr(write, "read_file", lock)
+    monkeypatch.setattr(image_module, "read_file", lock)
     assert run(dataset, folder, max_bad=0.1).skipped[0].reason == "the file cannot be read: Permission denied"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("place", [0, 9])  # 0 is met while the first images are measured
 def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, workers, place):
-    lost, read = names(dataset[1])[place], write.read_file
+    lost, read = names(dataset[1])[place], image_module.read_file
 
     def lose(path, *options):
         if path.name == lost and (place == 0 or (folder / "shard-000000.tar").exists()):
@@ -413,7 +413,7 @@ def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, wo
         return read(path, *options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(write, "read_file", lose)
+        patch.setattr(image_module, "read_file", lose)
         with pytest.raises(DriveLostError, match="disconnected"):
             run(dataset, folder, workers=workers, max_bad=1)
     assert not (folder / "index.json").exists()

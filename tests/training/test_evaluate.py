@@ -22,7 +22,6 @@ from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.training import evaluate as evaluate_module
 from colab_utils.training.evaluate import (
     EvaluationProcessError,
-    collect_truth,
     describe_detections,
     detect,
     encode_masks,
@@ -183,9 +182,8 @@ def test_a_coco_folder_gives_the_average_precision_of_its_shards(dataset, tiny_d
     model = build(dataset)
     files = evaluate(model, folder)
     assert (files.bbox, files.segm) == pytest.approx((measured.bbox, measured.segm), rel=1e-3)
-    assert sum(one["iscrowd"] for one in collect_truth(folder)["annotations"]) == sum(
-        one["iscrowd"] for one in collect_truth(dataset)["annotations"]
-    )
+    crowds, expected = ([one["iscrowd"] for one in each.to_coco().dataset["annotations"]] for each in (folder, dataset))
+    assert sum(crowds) == sum(expected)
 
 
 def test_classes_that_do_not_fit_are_refused(dataset, monkeypatch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn, roi_heads
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from benchmarks.step import record_choices, repeat_choices
 from colab_utils.data.coco import read_coco
@@ -14,15 +16,14 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed, pack_target
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.training import losses as losses_module
-from colab_utils.training import regions
-from colab_utils.training.augment import choose_sizes
-from colab_utils.training.losses import compute_losses, make_input
+from colab_utils.training.losses import choose_sizes, compute_losses, list_scales, make_input, resize_all
 from colab_utils.training.model import build_mask_rcnn
 from colab_utils.training.step import TrainingStep
 from tests.tiny_model import TINY_MODEL
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 FLIPS = [True, False, False, True]
+SIZES = [(120, 160), (200, 90), (64, 64), (50, 400)]
 
 
 class LargestTensor(TorchDispatchMode):
@@ -228,9 +229,9 @@ def test_a_batch_in_parts_has_the_mean_of_their_gradients(real_samples):
 def test_a_batch_whose_proposals_hold_no_object_has_a_mask_loss_of_zero(real_samples, monkeypatch):
     packed, _, _ = make_batch(real_samples, FLIPS)
     model = build(real_samples)
-    real = regions.sample_regions
+    real = losses_module.sample_regions
     monkeypatch.setattr(
-        regions, "sample_regions", lambda positive, negative, **more: real(positive & False, negative, **more)
+        losses_module, "sample_regions", lambda matches, sampler: real(matches.where(matches < 0, -2), sampler)
     )
     assert compute_losses(model, packed)["loss_mask"].item() == 0
 
@@ -255,3 +256,27 @@ def test_what_is_no_mask_rcnn_in_training_is_refused_in_words(tiny_dataset):
 
 def test_coco_mini_has_what_the_tests_stand_on(coco_mini):
     assert len({tuple(size) for size in read_coco(coco_mini.annotations).sizes.tolist()}) > 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"min_size": 200}, {"min_size": (96, 128)}, {"fixed_size": (100, 60)}, {"_skip_resize": True}],
+    ids=str,
+)
+def test_sizes_are_those_of_torchvision(settings):
+    transform = GeneralizedRCNNTransform(**{"min_size": 100, **settings}, max_size=300, image_mean=[0], image_std=[1])
+    torch.manual_seed(0)
+    images, _ = transform([torch.zeros(1, *size) for size in SIZES])
+    torch.manual_seed(0)
+    found = choose_sizes(transform, SIZES)
+    assert found == images.image_sizes
+    largest = resize_all(np.array(SIZES), transform)
+    assert (largest >= found).all()
+    in_evaluation, _ = transform.eval()([torch.zeros(1, *size) for size in SIZES])
+    assert resize_all(np.array(SIZES), transform, training=False).tolist() == list(map(list, in_evaluation.image_sizes))
+
+
+def test_scales_keep_the_usual_size_for_evaluation():
+    assert list_scales(800)[-1] == 800
+    assert list_scales(192)[-1] == 192
+    assert list_scales(192) == tuple(sorted(list_scales(192)))

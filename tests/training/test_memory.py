@@ -13,9 +13,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
-from colab_utils.training.memory import _find_heaviest, checkpoint_activations, plan_memory
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.step import TrainingStep
+from colab_utils.training.step import TrainingStep, _find_heaviest, checkpoint_activations, plan_memory
 from colab_utils.training.train import TrainingPlan, train
 from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 
-import numpy as np
 import pytest
 import torch
 
@@ -172,7 +171,7 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
 
 def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
     lines, more = [], {"ema": 0.9, "augment": "multiscale"}
-    first = train(shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, log_steps=1, **QUICK, **more)
+    first = train(shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, **QUICK, **more)
     assert first.plan.device == "cuda:0"
     assert first.plan.precision in ("float16", "bfloat16")
     assert lines[-1].gpu_bytes > 500_000
@@ -206,7 +205,7 @@ def test_a_run_in_float16_goes_on_with_one_that_was_not(shards, tmp_path, monkey
 def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
     lines = []
     with SimulatedGpu(monkeypatch) as gpu:
-        generous = train(shards, tmp_path / "generous", steps=4, log=lines.append, log_steps=4, **QUICK)
+        generous = train(shards, tmp_path / "generous", steps=4, log=lines.append, **QUICK)
     assert (generous.plan.memory.parts, generous.plan.memory.checkpointing) == (1, False)
     # losses stay there until they are asked for: after the first step, the first epoch, and the last step
     assert gpu.waits["tolist", "colab_utils.training.trainer"] <= 3
@@ -218,6 +217,7 @@ def test_memory_is_planned_and_kept(shards, tmp_path, monkeypatch):
 
 
 @simulated
+@pytest.mark.usefixtures("every_step")
 def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
     """Another program takes some of the GPU's memory in the middle of a run."""
 
@@ -227,7 +227,7 @@ def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
             gpu.memory.limit = held + int(0.6 * (line.gpu_bytes - held))
 
     with pytest.warns(ColabUtilsWarning, match=r"trained in \d parts"):
-        report = train(shards, tmp_path, steps=4, log=take_memory, log_steps=1, **QUICK)
+        report = train(shards, tmp_path, steps=4, log=take_memory, **QUICK)
     assert report.steps == 4
     assert report.plan.batch_size == 4
 
@@ -319,18 +319,6 @@ def test_workers_and_evaluation_start_after_cuda(shards):
     for there, here in zip(with_workers, alone, strict=True):
         assert torch.equal(there.pixels.cpu(), here.pixels)
     assert 0 <= evaluate(model, dataset, device="cuda").segm <= 1
-
-
-@real
-def test_a_compiled_step_has_the_losses_of_another(shards):
-    batch, losses = read_batch(shards).to("cuda"), []
-    for compiles in (False, True):
-        step = TrainingStep(make_model(shards), "cuda")
-        if compiles:
-            step.compile(np.array([(96, 120)]), batch_size=4)
-        torch.manual_seed(0)
-        losses.append([step(batch).item() for _ in range(3)])
-    assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
 @real

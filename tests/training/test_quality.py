@@ -51,9 +51,10 @@ def script_precision(monkeypatch, values):
     monkeypatch.setattr(trainer, "evaluate", score)
 
 
+@pytest.mark.usefixtures("every_step")
 def test_the_best_weights_are_kept(shards, tmp_path):
     lines = []
-    report = train(shards, tmp_path, epochs=3, val_shards=shards, log=lines.append, log_steps=1, **TINY)
+    report = train(shards, tmp_path, epochs=3, val_shards=shards, log=lines.append, **TINY)
     evaluated = {line.ap_step: line.ap for line in lines if isinstance(line, LogLine) and line.ap}
     assert set(evaluated) == {3, 6}  # after each epoch but the last, whose is that of the report
     every = {**evaluated, 9: report.ap}
@@ -261,11 +262,11 @@ def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
 
 
 def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
-    report = train(shards, tmp_path, steps=2, **TINY)
-    content = torch.load(report.checkpoint, weights_only=True)
+    train(shards, tmp_path, steps=2, **TINY)
+    content = CheckpointFolder(tmp_path).read()
     name = next(iter(content["model"]))
     content["model"][name].view(-1)[0] = float("nan")
-    torch.save(content, report.checkpoint)
+    CheckpointFolder(tmp_path).save(content, step=2)
     with pytest.raises(ColabUtilsError, match=f"{name} with values that are no numbers"):
         train(shards, tmp_path, steps=3, **TINY)
 

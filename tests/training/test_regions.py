@@ -8,9 +8,8 @@ from torchvision.models.detection._utils import BalancedPositiveNegativeSampler,
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import MultiScaleRoIAlign, box_iou
 
-from colab_utils.training import regions
-from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.regions import (
+from colab_utils.training import losses
+from colab_utils.training.losses import (
     Objects,
     decode_boxes,
     encode_boxes,
@@ -21,6 +20,7 @@ from colab_utils.training.regions import (
     pool_regions,
     sample_regions,
 )
+from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
 from tests.training.test_losses import LargestTensor
 
 
@@ -42,7 +42,7 @@ def pad_objects(*boxes):
 @pytest.mark.parametrize("low_quality", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 def test_matches_are_those_of_torchvision(monkeypatch, pairs, low_quality, shared):
-    monkeypatch.setitem(regions._PAIRS, "cpu", pairs)
+    monkeypatch.setitem(losses._PAIRS, "cpu", pairs)
     ours = [draw_boxes(40, 2), draw_boxes(1, 3), draw_boxes(7, 4)]
     boxes = draw_boxes(300, 1)[None] if shared else torch.stack([draw_boxes(300, seed) for seed in (1, 5, 6)])
     ours[0][0] = boxes[0, 17]  # one that fits, and one that nothing overlaps
@@ -80,7 +80,7 @@ def test_memory_does_not_grow_with_objects_times_anchors():
 def test_as_many_are_sampled_as_by_torchvision(positives, negatives):
     labels = torch.tensor([1] * positives + [0] * negatives + [-1] * 9)[torch.randperm(positives + negatives + 9)]
     expected = BalancedPositiveNegativeSampler(32, 0.25)([labels])
-    found = sample_regions((labels == 1)[None], (labels == 0)[None], count=32, share=0.25)
+    found = sample_regions(labels[None] - 1, BalancedPositiveNegativeSampler(32, 0.25))
     assert found.positive.sum() == expected[0][0].sum()
     assert found.exists.sum() == expected[0][0].sum() + expected[1][0].sum()
     chosen = found.places[0][found.exists[0]]
@@ -91,8 +91,8 @@ def test_as_many_are_sampled_as_by_torchvision(positives, negatives):
 def test_every_box_is_as_likely_as_any_other():
     """The count of each over 4,000 draws lies within five standard deviations of what chance gives."""
     torch.manual_seed(0)
-    positive = torch.arange(40).expand(4000, -1) < 16
-    found = sample_regions(positive, ~positive, count=16, share=0.25)
+    matches = torch.where(torch.arange(40) < 16, 0, Matcher.BELOW_LOW_THRESHOLD).expand(4000, -1)
+    found = sample_regions(matches, BalancedPositiveNegativeSampler(16, 0.25))
     drawn = torch.bincount(found.places[found.exists], minlength=40).float()
     for part, share in ((drawn[:16], 4 / 16), (drawn[16:], 12 / 24)):
         assert ((part - 4000 * share).abs() < 5 * (4000 * share * (1 - share)) ** 0.5).all()
@@ -110,7 +110,7 @@ def test_boxes_are_coded_as_by_torchvision(weights):
 
 @pytest.mark.parametrize("most", [1, 1 << 12])  # boxes of a call of nms: an image at a time, and all together
 def test_proposals_are_those_of_torchvision(monkeypatch, most):
-    monkeypatch.setitem(regions._NMS_BOXES, "cpu", most)
+    monkeypatch.setitem(losses._NMS_BOXES, "cpu", most)
     torch.manual_seed(0)
     rpn, sizes = (
         build_mask_rcnn(LIGHT_MODEL, num_classes=2, weights=None, min_size=64).rpn.train(),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import collate_packed, pack_target
-from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES, assemble_mask_rcnn, build_mask_rcnn
+from colab_utils.training.model import LIGHT_MODEL, MODEL_NAMES, build_mask_rcnn
 from colab_utils.training.step import (
     TrainingStep,
     choose_rate,
@@ -200,53 +196,3 @@ def test_averaging_copies_the_statistics_of_batch_norm():
     ema.update(model, steps=0)
     assert torch.equal(ema.model.running_mean, model.running_mean)
     assert ema.model.num_batches_tracked == 1
-
-
-def make_packed(*sizes):
-    """A packed batch of images of these sizes, with an object each."""
-    samples = []
-    for number, (height, width) in enumerate(sizes):
-        mask = torch.zeros(1, height, width, dtype=torch.uint8)
-        mask[:, 8:40, 8:40] = 1
-        target = {"boxes": torch.tensor([[8.0, 8, 40, 40]]), "labels": torch.tensor([1]), "masks": mask,
-                  "image_id": number, "area": torch.tensor([1024.0]), "iscrowd": torch.tensor([0])}  # fmt: skip
-        samples.append(pack_target(torch.full((3, height, width), 40 * number, dtype=torch.uint8), target))
-    return collate_packed(samples)
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's own code
-def test_a_compiled_step_has_the_same_losses_and_compiles_nothing_more(one_thread, monkeypatch):
-    """With the graphs of torch.compile and without its code generator, which takes two minutes here."""
-    compile = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda part, mode, dynamic: compile(part, backend="aot_eager", dynamic=dynamic)
-    )
-    torch.manual_seed(0)
-    model = assemble_mask_rcnn(TINY_MODEL, num_classes=2, starts_from="random", min_size=64, max_size=96)
-    sizes, before = np.array([(64, 80), (64, 64), (80, 64)]), copy.deepcopy(model.state_dict())
-    steps = [TrainingStep(copy.deepcopy(model), "cpu") for _ in range(2)]
-    earlier = counters["stats"]["unique_graphs"]
-    steps[0].compile(sizes, batch_size=2)
-    for name, value in steps[0].model.state_dict().items():
-        assert torch.equal(value, before[name]), name  # of norms, too
-    batches = [make_packed((64, 80), (64, 64)), make_packed((80, 64), (64, 64)), make_packed((64, 72)),
-               make_packed((64, 80), (80, 64))]  # fmt: skip
-    graphs = counters["stats"]["unique_graphs"]
-    assert graphs == earlier + 4  # of two parts, for two shapes
-    for batch in batches:
-        losses = []
-        for step in steps:
-            torch.manual_seed(1)
-            losses.append(step(batch).item())
-        assert losses[0] == pytest.approx(losses[1], rel=0.01)
-    assert counters["stats"]["unique_graphs"] == graphs
-
-
-def test_a_network_that_cannot_be_compiled_is_said(monkeypatch):
-    def fail(*given, **settings):
-        raise RuntimeError("no C compiler")
-
-    monkeypatch.setattr(nn.Module, "compile", lambda part, **settings: vars(part).update(_compiled_call_impl=fail))
-    model = assemble_mask_rcnn(TINY_MODEL, num_classes=2, starts_from="random", min_size=64, max_size=96)
-    with pytest.raises(ColabUtilsError, match=r"torch.compile takes, found .*no C compiler.* Train without it"):
-        TrainingStep(model, "cpu").compile(np.array([(64, 80)]), batch_size=2)

@@ -60,7 +60,9 @@ def tiny_shards(dataset, tmp_path_factory) -> Path:
 def logged(one_thread, tiny_shards, tmp_path_factory) -> tuple[TrainReport, list]:
     """Five steps in one go, more than an epoch of the six images, and what was logged."""
     lines, run = [], tmp_path_factory.mktemp("runs") / "whole"
-    return train(tiny_shards, run, steps=5, checkpoint_steps=2, log=lines.append, log_steps=3, **TINY), lines
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "_LOG_STEPS", 3)
+        return train(tiny_shards, run, steps=5, checkpoint_steps=2, log=lines.append, **TINY), lines
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,7 @@ def test_log_line_reads_as_promised():
     assert str(line) == "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%"
 
 
+@pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("killed_after", [3, 4])  # the checkpoint before lies in an epoch, and at its end
 def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_path, monkeypatch, killed_after):
     def kill(line: object) -> None:
@@ -120,7 +123,7 @@ def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_
             raise Killed
 
     with pytest.raises(Killed):
-        train(tiny_shards, tmp_path, steps=5, checkpoint_steps=1, log=kill, log_steps=1, **TINY)
+        train(tiny_shards, tmp_path, steps=5, checkpoint_steps=1, log=kill, **TINY)
     monkeypatch.undo()
     assert list_names(tmp_path)[-1] == f"checkpoint-{killed_after - 1:08d}.pt"
     torch.rand(17)  # what happened in between must not matter
@@ -131,6 +134,7 @@ def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_
     assert all(torch.equal(value, expected[key]) for key, value in load_weights(resumed).items())
 
 
+@pytest.mark.usefixtures("every_step")
 def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path):
     def kill(line):
         if isinstance(line, LogLine) and line.step == 4:
@@ -138,7 +142,7 @@ def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path)
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    options = {**TINY, "steps": 5, "checkpoint_steps": 2, "log": kill, "log_steps": 1}
+    options = {**TINY, "steps": 5, "checkpoint_steps": 2, "log": kill}
     process = multiprocessing.get_context("fork").Process(target=train, args=(tiny_shards, tmp_path), kwargs=options)
     process.start()
     process.join(120)
@@ -149,13 +153,14 @@ def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path)
     assert resumed.losses == undisturbed.losses
 
 
+@pytest.mark.usefixtures("every_step")
 def test_interrupt_during_a_log_line_saves(tiny_shards, tmp_path):
     def interrupt(line: object) -> None:
         if isinstance(line, LogLine) and line.step == 2:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_shards, tmp_path, steps=5, log=interrupt, log_steps=1, **TINY)
+        train(tiny_shards, tmp_path, steps=5, log=interrupt, **TINY)
     assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
 
 
@@ -206,6 +211,7 @@ def test_trouble_while_waiting_saves_what_was_done(undisturbed, tiny_shards, tmp
     assert train(tiny_shards, tmp_path, steps=5, **TINY).losses == undisturbed.losses
 
 
+@pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("where", ["log", "evaluation"])
 def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, monkeypatch, where):
     def fail(*given, **more):
@@ -217,7 +223,7 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
 
     monkeypatch.setattr(trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: None)
     with pytest.raises(DriveLostError):
-        train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, log=note, log_steps=1, **TINY)
+        train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, log=note, **TINY)
     monkeypatch.undo()
     step = 4 if where == "log" else 3
     assert list_names(tmp_path)[-1] == f"checkpoint-0000000{step}.pt"
@@ -379,7 +385,6 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
         ({"steps": 1, "epochs": 1}, "epochs of at least 1, and no steps beside them, found 1"),  # two lengths
         ({"resume": "maybe"}, "'auto' or 'never'"),  # unknown choice
         ({"batch_size": 0}, "batch_size of at least 1, found 0"),  # empty batches
-        ({"augment": lambda *pair: pair, "compile": True}, "expected compile of False beside transforms of your own"),
         ({"device": "gpu"}, "expected a device such as 'cpu' or 'cuda', found 'gpu'"),  # no such device
         ({"device": "cuda"}, "expected a GPU for device 'cuda', found none"),  # no GPU
         (
@@ -581,6 +586,7 @@ def test_memory_that_falls_into_pieces_is_joined_unless_you_chose_otherwise(own,
     assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
 
 
+@pytest.mark.usefixtures("every_step")
 def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path, monkeypatch):
     """What lies between the steps counts: logs, checkpoints and evaluation."""
     lines = []
@@ -594,7 +600,7 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
 
     monkeypatch.setattr(trainer, "evaluate", evaluate_slowly)
     began_s = time.perf_counter()
-    report = train(tiny_shards, tmp_path, steps=4, val_shards=tiny_shards, log=log_slowly, log_steps=1, **TINY)
+    report = train(tiny_shards, tmp_path, steps=4, val_shards=tiny_shards, log=log_slowly, **TINY)
     seconds = time.perf_counter() - began_s
     assert 8 / seconds < report.images_per_second < 8 / 1.0  # 0.4 s of logs, 0.6 s of evaluation
     assert report.wait_share < 0.5
@@ -699,34 +705,10 @@ BIAS = "roi_heads.box_predictor.cls_score.bias"
     "change",
     [
         lambda state: state.pop("plan"),
-        lambda state: state.pop("model"),
-        lambda state: state.pop("optimizer"),
-        lambda state: state.pop("loader"),
-        lambda state: state["model"].pop(BIAS),
-        put("plan", value=[]),
-        put("plan", "num_classes", value="6"),
-        put("plan", "num_classes", value=10**9),
-        put("plan", "min_size", value=-64),
-        put("plan", "learning_rate", value="fast"),
-        put("plan", "batch_size", value=2.5),
-        put("plan", "ema", value=7),
-        put("plan", "model", value=["tiny"]),
-        put("model", BIAS, value=torch.zeros(3)),
-        put("model", BIAS, value=torch.zeros(7, dtype=torch.int8)),
+        put("plan", "num_classes", value=10**9),  # gigabytes
         put("model", BIAS, value=torch.full((7,), torch.nan)),
-        put("model", BIAS, value=5),
-        put("model", value=None),
-        put("losses", value=torch.zeros(1)),  # of two steps
-        put("losses", value=torch.full((2,), torch.nan)),
         put("losses", value="none"),
-        put("loader", value=5),
         put("loader", "epoch", value=10**9),
-        put("loader", "epoch", value="first"),
-        put("loader", "batch", value=-1),
-        put("loader", "skipped", value=["a"]),
-        put("optimizer", value={}),
-        put("optimizer", "param_groups", value=[]),
-        put("optimizer", "param_groups", 0, "momentum", value="much"),
         lambda state: next(iter(state["optimizer"]["state"].values())).update(momentum_buffer=torch.zeros(3)),
     ],
 )
@@ -736,9 +718,10 @@ def test_an_edited_checkpoint_is_refused_in_one_line(two_steps, tiny_shards, tmp
     change(state)
     torch.save(state, path)
     before = path.read_bytes()
-    with pytest.raises(ColabUtilsError, match=path.name) as error:
-        train(tiny_shards, tmp_path, steps=5, **TINY)
-    assert "\n" not in str(error.value)
+    for use in (lambda: train(tiny_shards, tmp_path, steps=5, **TINY), lambda: load_trained_model(tmp_path)):
+        with pytest.raises(ColabUtilsError, match=rf"{path.name}, found one that was changed") as error:
+            use()
+        assert "\n" not in str(error.value)
     assert path.read_bytes() == before
 
 
@@ -747,38 +730,21 @@ def two_steps(one_thread, tiny_shards, tmp_path_factory) -> Path:
     return Path(train(tiny_shards, tmp_path_factory.mktemp("two"), steps=2, **TINY).checkpoint)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        put("class_names", value={1: 5}),
-        put("class_names", value=None),
-        put("category_ids", value={"a": 1}),
-        put("plan", "num_classes", value=10**6),  # gigabytes
-        put("plan", "min_size", value=10**9),
-        put("model", BIAS, value=torch.full((7,), torch.inf)),
-        lambda state: state.pop("plan"),
-    ],
-)
-def test_a_model_of_an_edited_checkpoint_is_refused_in_one_line(two_steps, tmp_path, change):
-    state = torch.load(two_steps, weights_only=True)
-    change(state)
-    torch.save(state, tmp_path / two_steps.name)
-    with pytest.raises(ColabUtilsError, match=r"expected a checkpoint as training writes it in .*00002\.pt") as error:
-        load_trained_model(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("content", ["bomb", "other", "damaged"])
-def test_a_run_goes_on_without_a_best_checkpoint_that_cannot_be_read(two_steps, tiny_shards, tmp_path, content):
+@pytest.mark.parametrize("content", ["bomb", "damaged"])
+def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(two_steps, tiny_shards, tmp_path, content):
     shutil.copy(two_steps, tmp_path)
     best = tmp_path / "best-00000002.pt"
-    torch.save({"format": 1, "step": 2, "x": Bomb(tmp_path / "was-here") if content == "bomb" else 5}, best)
+    torch.save({"step": 2, "x": Bomb(tmp_path / "was-here")}, best)
     if content == "damaged":
         best.write_bytes(best.read_bytes()[:-9])
-    kept = best.read_bytes()
-    with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt"):
-        report = train(tiny_shards, tmp_path, steps=3, val_shards=tiny_shards, **TINY)
-    assert report.steps == 3
-    assert not (tmp_path / "was-here").exists()
+    kept, settings = best.read_bytes(), {"steps": 3, "val_shards": tiny_shards, **TINY}
+    if content == "bomb":
+        with pytest.raises(ColabUtilsError, match=r"best-00000002\.pt, found one that was changed"):
+            train(tiny_shards, tmp_path, **settings)
+        assert best.read_bytes() == kept
+        assert not (tmp_path / "was-here").exists()
+        return
+    with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt is torn"):
+        report = train(tiny_shards, tmp_path, **settings)
     assert (tmp_path / "best-00000002.pt.torn-1").read_bytes() == kept
     assert Path(report.best.path).name == "best-00000003.pt"
