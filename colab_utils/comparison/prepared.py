@@ -185,7 +185,7 @@ def _write_tensors(dataset: ShardDataset, target: Path) -> None:
     """One ``.pt`` an image: the sample that goes to the model, as uint8."""
     for row in range(len(dataset)):
         image, found = dataset[row]
-        torch.save({"image": image.contiguous(), **found}, target / f"{row:07d}.pt")
+        torch.save((image.contiguous(), found), target / f"{row:07d}.pt")
 
 
 def _write_arrays(dataset: ShardDataset, target: Path) -> None:
@@ -196,7 +196,7 @@ def _write_arrays(dataset: ShardDataset, target: Path) -> None:
             image, found = dataset[row]
             masks, start = found.pop("masks").numpy(), file.tell()
             file.write(image.numpy().tobytes() + np.packbits(masks).tobytes())
-            targets.append({**found, "place": (start, file.tell(), *masks.shape)})
+            targets.append((start, file.tell(), masks.shape, found))
     torch.save(targets, target / "targets.pt")
 
 

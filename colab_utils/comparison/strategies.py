@@ -103,8 +103,8 @@ class SavedTensors(Dataset[_Sample]):
         return len(self._files)
 
     def __getitem__(self, index: int) -> _Sample:
-        target = torch.load(io.BytesIO(read_file(self._files[index], self._profile)), weights_only=True)
-        return target.pop("image"), target
+        sample: _Sample = torch.load(io.BytesIO(read_file(self._files[index], self._profile)), weights_only=True)
+        return sample
 
 
 class MappedArrays(Dataset[_Sample]):
@@ -118,8 +118,7 @@ class MappedArrays(Dataset[_Sample]):
         return len(self._targets)
 
     def __getitem__(self, index: int) -> _Sample:
-        target = dict(self._targets[index])
-        start, end, *shape = target.pop("place")
+        start, end, shape, target = self._targets[index]
         size = shape[1] * shape[2]
         pixels, bits = np.split(self._data[start:end], [3 * size])
         masks = np.unpackbits(bits, count=shape[0] * size).reshape(shape)

@@ -45,7 +45,7 @@ def plot_comparison(comparison: Comparison | _Content) -> Figure:
         ColabUtilsError: no strategy was timed.
     """
     content, rows = _read_rows(comparison, "images_per_second")
-    names, (_, best) = _name_rows(content), _find_gain(content)
+    names, (_, best) = _name_rows(content), _find_gain(content, rows)
     limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in rows.values())
     notes, spread = dict[str, str](), dict[str, tuple[float, float]]()
     for name, row in rows.items():
@@ -94,8 +94,8 @@ def plot_epochs(comparison: Comparison | _Content) -> Figure:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content, rows = _read_rows(comparison, "cold_ms_per_image", fair=True)
-    lines = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}
+    content, rows = _read_rows(comparison, "cold_ms_per_image")
+    lines = {name: _add_up(row, _SESSIONS) for name, row in _keep_fair(rows).items()}
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
     drawn = [name for name in dict.fromkeys((content["baseline"], "dataloader", best)) if name in total]
@@ -167,14 +167,14 @@ def summarise_receipt(comparison: Comparison | _Content) -> dict[str, Any]:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content, _ = _read_rows(comparison, "images_per_second")
-    machine, pair = content["machine"], dict(zip(("before", "after"), _find_gain(content), strict=True))
+    content, rows = _read_rows(comparison, "images_per_second")
+    machine, (before, after) = content["machine"], _find_gain(content, rows)
     line = {"machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores", "step": content["step"]}
     line["drive"] = content["drive"].partition(",")[0]
-    for when, row in pair.items():
+    for when, row in (("before", before), ("after", after)):
         line |= {when: row["title"], f"waits {when}": round(row["wait_share"], 3)}
         line |= {f"images/s {when}": round(row["images_per_second"], 1)}
-    return line | {_TIMES: round(pair["after"]["ratio"], 1)}
+    return line | {_TIMES: round(after["ratio"], 1)}
 
 
 def describe_gain(comparison: Comparison | _Content) -> str:
@@ -183,7 +183,7 @@ def describe_gain(comparison: Comparison | _Content) -> str:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    now, best = _find_gain(_read_rows(comparison, "images_per_second")[0])
+    now, best = _find_gain(*_read_rows(comparison, "images_per_second"))
     waits = f"The step waits {now['wait_share']:.0%}"
     if best["ratio"] < 1.1:
         return f"{waits} of the time with the {now['title']}" + ("" if now is best else ": no way is 10% faster")
@@ -191,24 +191,26 @@ def describe_gain(comparison: Comparison | _Content) -> str:
     return f"{waits} → {best['wait_share']:.0%} of the time, and trains {times}"
 
 
-def _find_gain(content: _Content) -> tuple[_Content, _Content]:
+def _find_gain(content: _Content, rows: Mapping[str, _Content]) -> tuple[_Content, _Content]:
     """The baseline, and the best way that delivers the same samples; of those that tie, `make_loader` or the last."""
-    rows = {row["name"]: row for row in content["strategies"] if row["images_per_second"]}
-    fair = {name: row for name, row in rows.items() if row["comparable"]} or rows
+    fair = _keep_fair(rows)
     least = _TIE * max(row["images_per_second"] for row in fair.values())
     best = [name for name, row in fair.items() if row["images_per_second"] >= least]
     return fair[content["baseline"]], fair["packed" if "packed" in best else best[-1]]
 
 
-def _read_rows(
-    comparison: Comparison | _Content, key: str, *, fair: bool = False
-) -> tuple[_Content, dict[str, _Content]]:
-    """The comparison as ``comparison.json`` has it, and its strategies with ``key``; ``fair``: the comparable ones."""
+def _read_rows(comparison: Comparison | _Content, key: str) -> tuple[_Content, dict[str, _Content]]:
+    """The comparison as ``comparison.json`` has it, and its strategies that have ``key``."""
     content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = {row["name"]: row for row in content["strategies"] if row[key] not in (None, (), [])}
+    rows = {row["name"]: row for row in content["strategies"] if row[key]}
     if not rows:
         raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
-    return content, {name: row for name, row in rows.items() if row["comparable"] or not fair} or rows
+    return content, rows
+
+
+def _keep_fair(rows: Mapping[str, _Content]) -> Mapping[str, _Content]:
+    """The strategies that deliver the same samples; all, where none does."""
+    return {name: row for name, row in rows.items() if row["comparable"]} or rows
 
 
 def _name_rows(content: _Content) -> dict[str, str]:

@@ -108,7 +108,7 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     Example:
         >>> from colab_utils.diagnosis.simulator import simulate
         >>> animation = animate_simulation(simulate(workers=7, load_s=2.0, step_s=0.1))
-        >>> "98 batches in 30 s: with 7 workers the model waits 67% of the time" in animation.data
+        >>> "98 batches in 30 s with 7 workers: the step worked 33% of the time and waited 67%" in animation.data
         True
     """
     from IPython.display import HTML
@@ -117,11 +117,7 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
         raise ColabUtilsError(f"expected speed over 0, found {speed!r}: choose another")
     steps, workers = simulation.steps, max(1, simulation.workers)
     shown_s = min([simulation.seconds, *steps.start_s[_MAX_STEPS:].tolist()])
-    spans = np.stack(steps[1:], 1)[steps.start_s < shown_s].clip(max=shown_s)
-    waits = 1 - float(np.diff(spans).sum()) / shown_s
-    done = int((steps.end_s[: simulation.batches] <= shown_s).sum())
-    crowd = f"{simulation.workers} worker{'s' * (simulation.workers != 1)}"
-    title = f"{done:,} batches in {shown_s:.3g} s: with {crowd} the model waits {waits:.0%} of the time"
+    spans = np.stack(steps[1:], 1)[steps.start_s < shown_s]
     data = json.dumps({
         "seconds": shown_s, "speed": speed,
         "lanes": [_list_spans(lane, shown_s, lane.end_s >= simulation.seconds) for lane in simulation.loads],
@@ -130,10 +126,10 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     name = hashlib.sha256(data.encode()).hexdigest()[:12]
     path = "".join(f"M{start:.1f} 0H{end:.1f}V26H{start:.1f}" for start, end in (960 / shown_s * spans).tolist())
     loads, places = (min(n, _MAX_BOXES) for n in (workers, simulation.workers * simulation.prefetch))
-    html = f"""<div class="colab-sim" data-sim="{name}"><style>{_STYLE}</style><p><b>{title}</b></p>
+    html = f"""<div class="colab-sim" data-sim="{name}"><style>{_STYLE}</style><p><b>{simulation}</b></p>
 <div>{'<i class="load"></i>' * loads}→{'<i class="place"></i>' * places}→<i class="model"></i></div>
 <small>Left: {loads} of {workers} at work on a batch. Middle: batches that are ready, the next one on the right.
-Right: the model. Below: the model's {shown_s:.3g} s; a gap is waiting.</small>
+Right: the model. Below: its steps in the first {shown_s:.3g} s; a gap is waiting.</small>
 <svg viewBox="0 0 960 26" preserveAspectRatio="none"><path class="past" fill="#E69F00" d="{path}"/></svg>
 <div><button class="play" type="button">Play</button>
 <input class="time" type="range" min="0" max="1" step="any" value="1" aria-label="time" style="flex: 1"></div>

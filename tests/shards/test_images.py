@@ -307,7 +307,7 @@ def test_damaged_metadata_refuses_no_image(chunk):
 
 def test_photos_of_phones_pass_and_bombs_are_refused_before_they_are_decoded():
     phone = save(Image.new("1", (12_000, 9_000)), "PNG")  # 108 megapixels: Pillow would warn
-    assert store_image(phone, (9_000, 12_000), **SIZES).height == 800
+    assert store_image(phone, (9_000, 12_000), **SIZES).size[0] == 800
     bomb = save(Image.new("1", (16_000, 16_000)), "PNG")
     jpeg = bytearray(save(GREY, "JPEG"))
     place = jpeg.index(b"\xff\xc0")
