@@ -271,9 +271,9 @@ def _find_in_all(
     entries = defaultdict[str, list[bytes]](list)
     for i, found in enumerate(findings):
         entries[dataset.file_name(i)].append(found.objects.tobytes())
-    for name, objects in entries.items():
-        kind = "repeated file_name" if len({*objects}) == 1 else "objects in several entries of an image"
-        yield from [(kind, escape(name))] * (len(objects) - 1)
+    for name, same in entries.items():
+        kind = "repeated file_name" if len({*same}) == 1 else "objects in several entries of an image"
+        yield from [(kind, escape(name))] * (len(same) - 1)
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
         yield "no instances", _name_purpose(dataset)

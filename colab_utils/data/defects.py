@@ -227,13 +227,13 @@ def _check_polygons(segmentation: Any, height: int, width: int, pixels: int) -> 
 
 
 def is_normalised(numbers: Any) -> bool:
-    """Whether a polygon is given in shares of the image, 0 to 1, where COCO has pixels.
+    """Whether a polygon is given in shares of the image, 0 to 1, where COCO has pixels; one of 0 and 1 alone is a pixel.
 
     Example:
-        >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5])
-        True
+        >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5]), is_normalised([0, 0, 1, 0, 1, 1])
+        (True, False)
     """
-    return bool(np.min(numbers) >= 0 and np.max(numbers) <= 1)
+    return bool(np.min(numbers) >= 0 and np.max(numbers) <= 1 and not np.isin(numbers, (0, 1)).all())
 
 
 def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[tuple[str, str]]:

@@ -57,8 +57,7 @@ def repair_annotations(
     rows, are_apart = _sort_rows(dataset, raw["annotations"])
     done["annotation of no image left out"] = [f"number {row + 1}" for row in rows.pop(-1, [])]
     done["repeated image left out"] = [escape(dataset.file_name(i)) for i in range(len(dataset)) if i not in rows]
-    joined = _join_entries(dataset, rows, raw["annotations"])
-    done["entries of one image joined"] = [escape(dataset.file_name(i)) for i in joined]
+    done["entries of one image joined"] = _join_entries(dataset, rows, raw["annotations"])
     ids, categories = _choose_ids(dataset, [*rows], are_apart), {one["id"] for one in dataset.categories}
     entries, headers, kept = list[Any](), list[Header](), dict[int, Any]()
     for i, mine in rows.items():
@@ -90,8 +89,7 @@ def repair_annotations(
         why = [f"{len(where):,} x {kind}" for kind, where in lost.items()] + [f"{len(kept):,} x crowd"] * bool(kept)
         raise ColabUtilsError(
             f"expected objects to keep, found none in {source} that {folder} has an image and masks for "
-            f"({', '.join(why)}). Name the right image folder, export polygons, or take crowds as objects with "
-            "--crowds objects."
+            f"({', '.join(why)}). Name the right image folder, export polygons, or use --crowds objects."
         )
     content = raw | {"images": entries, "annotations": [kept[row] for row in sorted(kept)]}
     with explain_write(output.parent):
@@ -157,16 +155,16 @@ def _list_repairs(done: dict[str, list[str]], lost: dict[str, list[tuple[str, in
     return tuple(repairs)
 
 
-def _join_entries(dataset: CocoDataset, rows: dict[int, list[int]], annotations: list[Any]) -> list[int]:
-    """Give the annotations of an image's later entries to its first one; returns the later entries."""
-    first, later = dict[tuple[Any, ...], int](), list[int]()
+def _join_entries(dataset: CocoDataset, rows: dict[int, list[int]], annotations: list[Any]) -> list[str]:
+    """Give the annotations of an image's later entries to its first one; returns the names of the later ones."""
+    first, later = dict[tuple[Any, ...], int](), list[str]()
     for i in [*rows]:
         own = first.setdefault((dataset.file_name(i), *dataset.sizes[i]), i)
         if own != i:
             for row in rows.pop(i):
                 annotations[row]["image_id"] = int(dataset.image_ids[own])
                 rows[own].append(row)
-            later.append(i)
+            later.append(escape(dataset.file_name(i)))
     return later
 
 
