@@ -227,7 +227,7 @@ def _check_polygons(segmentation: Any, height: int, width: int, pixels: int) -> 
 
 
 def is_normalised(numbers: Any) -> bool:
-    """Whether a polygon is given in shares of the image, 0 to 1, where COCO has pixels; one of 0 and 1 alone is a pixel.
+    """Whether a polygon is given in shares of the image, 0 to 1, not in pixels; one of 0 and 1 alone is a pixel.
 
     Example:
         >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5]), is_normalised([0, 0, 1, 0, 1, 1])

@@ -157,6 +157,7 @@ class _Guard:
 
     def __init__(self, folder: Path) -> None:
         self.inside = tuple(f"{os.path.realpath(folder)}/{name}/" for name in ("work", "tmp"))
+        self.inside += ("/dev/shm/pym-",)  # memory that multiprocessing shares
         self.on, self.met = False, ""
         self.readable = tuple(
             f"{os.path.realpath(one)}/" for one in (sys.prefix, sys.base_prefix, _ROOT, "/proc", "/sys")
