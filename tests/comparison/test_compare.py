@@ -371,7 +371,7 @@ def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(race, tiny_datas
     reference = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     samples.append(Batches(deliver([reference[row]], "cpu") for row in range(12)))
     rows, found = race("sequential", other, images=images, batch_size=1)
-    assert "expected an image file, found none" in rows["sequential"].note
+    assert "expected an image folder, found none" in rows["sequential"].note
     assert rows["sequential"].images_per_second is None
     assert rows["other"].images_per_second > 0
     assert found.baseline == "other"

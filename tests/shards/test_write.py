@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import traceback
 import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -408,7 +409,8 @@ def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, wo
     lost, read = names(dataset[1])[place], image_module.read_file
 
     def lose(path, *options):
-        if path.name == lost and (place == 0 or (folder / "shard-000000.tar").exists()):
+        measures = any(frame.name == "try_sample" for frame in traceback.extract_stack())  # writing reads ahead
+        if path.name == lost and measures == (place == 0):
             raise DriveLostError("expected to read it, found that Drive got disconnected")
         return read(path, *options)
 
