@@ -45,6 +45,8 @@ def main() -> int:
         with closing(running):
             for result in running:
                 found.append(result if asked.case else replace(result, text=""))
+                if result.outcome == "bug":
+                    print(f"\n{result.kind}: {result.bug} (--case {result.number})", flush=True)
                 if len(found) % 100 == 0 or len(found) == len(numbers):
                     bugs = sum(one.outcome == "bug" for one in found)
                     rate = len(found) / (time.monotonic() - started)
