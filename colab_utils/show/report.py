@@ -210,6 +210,7 @@ def _refuse_other(page: Path, title: str) -> None:
 def _write_page(page: Path, title: str, parts: Sequence[str]) -> Path:
     _refuse_other(page, title)
     with explain_write(page.parent):
+        page.parent.mkdir(parents=True, exist_ok=True)
         write_file(page, build_page(title, parts))
     return page
 

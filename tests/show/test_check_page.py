@@ -30,7 +30,7 @@ def read_headings(page):
 
 def test_the_page_says_what_is_wrong_and_shows_it(spoiled, tmp_path):
     report = check_dataset(*spoiled)
-    page = write_check(report, *spoiled, tmp_path / "page.html").read_text()
+    page = write_check(report, *spoiled, tmp_path / "new" / "page.html").read_text()
     assert read_headings(page) == [
         f"12 images, {report.annotations} annotations: 2 x box of corners, 1 x missing image",
         "What was found", "The images to look at first",
@@ -42,7 +42,7 @@ def test_the_page_says_what_is_wrong_and_shows_it(spoiled, tmp_path):
     assert "&lt;script&gt;" in page
     assert all(escape(sentence) in page for sentence in report.statistics.advice)
     assert "box of corners" in page
-    write_check(report, *spoiled, tmp_path / "page.html")  # an earlier page is replaced
+    write_check(report, *spoiled, tmp_path / "new" / "page.html")  # an earlier page is replaced
 
 
 def test_somebody_elses_page_stays(spoiled, tmp_path):
