@@ -27,7 +27,8 @@ _SILENT_S = 60.0  # after which a server that sends nothing is given up
 _CURE = "or name a folder on a bigger disk"
 _LARGE_BYTES, _MOST_RATIO = 100e6, 200  # what is larger and was packed better is a bomb; JSON is packed 20 times
 _ENCRYPTED = 1  # of a member's flags
-_DAMAGE = (BadZipFile, zlib.error, EOFError, RuntimeError)  # what zipfile raises; the last of encrypted files
+# what zipfile raises; the last two of encrypted files, and of names that are no UTF-8
+_DAMAGE = (BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeDecodeError)
 
 
 def is_archive(source: str) -> bool:

@@ -114,6 +114,7 @@ FOUND = [  # kind, seed and number of cases that were bugs once
     ("json_field", 7, 1010),  # an annotation id of 10**30: repair left it, preprocess skipped its image
     ("json_tree", 8, 3361),  # a number where polygons lie: TypeError in repair
     ("shard_swap", 4, 45),  # index of another folder
+    ("zip_bytes", 2026, 98535),  # a name that says it is UTF-8 and is not: UnicodeDecodeError
 ]
 
 
