@@ -134,8 +134,8 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
         why, named = "", PureWindowsPath(name)
         if named.anchor or ".." in named.parts or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
             why = "a link or a name that leads out of it"
-        elif escape(name) != name:
-            why = "a name with control characters"
+        elif not name or escape(name) != name:
+            why = "a name with control characters, or none at all"
         elif info.flag_bits & _ENCRYPTED:
             why = "a file that asks for a password"
         elif size > max(_LARGE_BYTES, _MOST_RATIO * info.compress_size):

@@ -23,7 +23,7 @@ _FARTHEST_PIXEL = 10_000_000
 # of all objects of an image, in pixels: pycocotools takes up to 1 s for as many, and 170 MB. COCO's longest is
 # 15,000; a contour of 20,000 points has some 100,000.
 _LONGEST_OUTLINE, _COST_OF_PART = 4_000_000, 100  # a part takes the time of so many pixels, however short it is
-_MOST_DRAWN = 4_000_000_000  # pixels of all masks of an image, each from its first column to its last: 0.5 GB of bits
+_MOST_DRAWN = 1_500_000_000  # pixels of the boxes of all masks of an image: seconds to draw, 190 MB of bits
 _MERGED = 50  # parts at a time: pycocotools goes through all that it has merged for each further one
 _MOST_BITS = 30  # of a run in compressed RLE: pycocotools has 32
 
@@ -77,7 +77,7 @@ class MaskEncoder:
             rle = self._encode_polygons(segmentation)
         else:
             raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
-        self._drawn += height * int(coco_mask.toBbox(rle)[2])
+        self._drawn += int(np.prod(coco_mask.toBbox(rle)[2:]))
         if self._drawn > _MOST_DRAWN:
             found = f"{self._drawn:,} up to this one"
             raise ColabUtilsError(f"expected masks of at most {_MOST_DRAWN:,} pixels in one image, found {found}")
@@ -202,46 +202,58 @@ def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list
     resized = []
     for rle in rles:
         rows, columns = (nearest_indices(*sides) for sides in zip(rle["size"], (height, width), strict=True))
-        x0, drawn = _draw_columns(rle)
-        first, end = np.searchsorted(columns, (x0, x0 + len(drawn)))
+        x0, y0, drawn = _draw_crop(rle)
+        left, right = np.searchsorted(columns, (x0, x0 + drawn.shape[0]))
+        top, bottom = np.searchsorted(rows, (y0, y0 + drawn.shape[1]))
         mask = np.zeros((width, height), np.uint8)
-        mask[first:end] = drawn[columns[first:end] - x0][:, rows]
+        mask[left:right, top:bottom] = drawn[columns[left:right] - x0][:, rows[top:bottom] - y0]
         resized.append(coco_mask.encode(mask.T))
     return resized
 
 
 def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
     """Pack N compressed RLE masks of one image; N may be 0."""
-    return pack_pixels((x0, drawn.T) for x0, drawn in map(_draw_columns, rles))
+    return _pack_crops((x0, y0, drawn.T) for x0, y0, drawn in map(_draw_crop, rles))
 
 
-def pack_pixels(masks: Iterable[tuple[int, NDArray[Any]]]) -> PackedMasks:
-    """Pack N masks of one image, each drawn from some column on: x0 and [height, columns], 0 beside the object.
+def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
+    """Pack N masks of one image, each [height, width], 0 beside the object.
 
     Example:
-        >>> pack_pixels([(1, np.array([[0, 0, 1], [0, 1, 1]]))]).crops.tolist()
-        [[2, 0, 4, 2]]
+        >>> pack_pixels([np.array([[0, 0, 1], [0, 1, 1]])]).crops.tolist()
+        [[1, 0, 3, 2]]
     """
+    return _pack_crops(map(_crop_pixels, masks))
+
+
+def _pack_crops(masks: Iterable[tuple[int, int, NDArray[Any]]]) -> PackedMasks:
     crops, parts = list[tuple[int, ...]](), [np.zeros(0, np.uint8)]
-    for x0, mask in masks:
-        ys, xs = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-        left, top, right, bottom = (xs[0], ys[0], xs[-1] + 1, ys[-1] + 1) if len(ys) else (0, 0, 0, 0)
-        crops.append((x0 + left, top, x0 + right, bottom))
-        parts.append(np.packbits(mask[top:bottom, left:right], axis=None))
+    for x0, y0, pixels in masks:
+        crops.append((x0, y0, x0 + pixels.shape[1], y0 + pixels.shape[0]))
+        parts.append(np.packbits(pixels, axis=None))
     offsets = np.cumsum([part.size for part in parts], dtype=np.int64)
     return PackedMasks(np.concatenate(parts), np.array(crops, np.int32).reshape(-1, 4), offsets)
 
 
-def _draw_columns(rle: dict[str, Any]) -> tuple[int, NDArray[np.uint8]]:
-    """A mask from its first column, x0, to its last: x0 and uint8 [columns, height]. No photo is drawn in full."""
-    height, runs = rle["size"][0], np.array(_read_counts(rle["counts"]))
-    runs = runs[: len(runs) // 2 * 2]  # to the last pixel of the mask
-    if not len(runs):
-        return 0, np.zeros((0, height), np.uint8)
-    x0 = int(runs[0]) // height
-    runs[0] -= x0 * height
-    runs = np.append(runs, -runs.sum() % height)  # to the end of its column
-    return x0, np.repeat(np.arange(len(runs), dtype=np.uint8) % 2, runs).reshape(-1, height)
+def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
+    ys, xs = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    return (xs[0], ys[0], mask[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]) if len(ys) else (0, 0, mask[:0, :0])
+
+
+def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
+    """A mask cropped to its tight box: x0, y0 and uint8 [columns, rows]. No photo is drawn in full."""
+    height, runs = rle["size"][0], _read_counts(rle["counts"])
+    if len(runs) < 2:
+        return 0, 0, np.zeros((0, 0), np.uint8)
+    bounds = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2)  # where each run of ones starts and ends
+    columns, rows = np.divmod(bounds - (0, 1), height)  # of its first and last pixel
+    x0, y0, x1, y1 = columns[0, 0], rows[:, 0].min(), columns[-1, 1] + 1, rows[:, 1].max() + 1
+    if (columns[:, 0] != columns[:, 1]).any():  # it fills a column to its end, and goes on at the next one's start
+        y0, y1 = 0, height
+    bounds = (columns - x0) * (y1 - y0) + rows - y0 + (0, 1)
+    lengths = np.diff(bounds.ravel(), prepend=0, append=(x1 - x0) * (y1 - y0))
+    drawn = np.repeat(np.arange(len(lengths), dtype=np.uint8) % 2, lengths)
+    return x0, y0, drawn.reshape(x1 - x0, y1 - y0)
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:

@@ -208,9 +208,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
 
-def _to_numbers(value: Any) -> Any:
+def _to_numbers(value: Any, depth: int = 2) -> Any:
     if isinstance(value, list):
-        return [_to_numbers(one) for one in value]
+        return [_to_numbers(one, depth - 1) for one in value] if depth else value
     try:
         return value if not isinstance(value, str) else int(value) if value.lstrip("-").isdigit() else float(value)
     except ValueError:

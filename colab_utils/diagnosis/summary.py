@@ -219,7 +219,7 @@ class LoopRecord:
             self.used = summarise_readings(self.resources.readings)
         clock = self.clock
         clock.read()
-        waits, steps, between = clock.waits_s, clock.steps_s, clock.between_s
+        waits, steps, between = clock.parts_s.T
         if not len(waits):
             return None
         is_first = np.isin(np.arange(len(waits)), clock.firsts)

@@ -75,7 +75,7 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
                 f"as uint8 or bool), found {_describe(target[key])} in image {image_id}. Correct the target that your "
                 "dataset gives."
             )
-    packed = pack_pixels((0, mask) for mask in masks)
+    packed = pack_pixels(masks)
     tables: dict[str, NDArray[Any]] = {
         "sizes": np.array([image.shape[1:]], np.int32),
         "image_ids": np.array([image_id], np.int64),

@@ -34,8 +34,8 @@ class LoopClock:
         ...     clock.receive(images=4)
         ...     clock.end_step()
         >>> clock.stop()
-        >>> clock.images, clock.waits_s.shape, clock.firsts
-        (8, (2,), [0])
+        >>> clock.images, clock.parts_s.shape, clock.firsts
+        (8, (2, 3), [0])
     """
 
     def __init__(self) -> None:
@@ -73,19 +73,22 @@ class LoopClock:
         return sum(self._times[3 * row + 3] - left_s for row, left_s in self._lefts if row + 1 < came)
 
     @property
-    def waits_s(self) -> NDArray[np.float64]:
-        """Seconds until each batch came, float64 [batches that are over]."""
-        return self._measure_parts()[:, 0]
-
-    @property
-    def steps_s(self) -> NDArray[np.float64]:
-        """Seconds from there until its step ended, float64 [batches that are over]."""
-        return self._measure_parts()[:, 1]
-
-    @property
-    def between_s(self) -> NDArray[np.float64]:
-        """Seconds from there until the next batch was asked for, or the loop was left; float64 [batches]."""
-        return self._measure_parts()[:, 2]
+    def parts_s(self) -> NDArray[np.float64]:
+        """Of each batch that is over, seconds, float64 [batches, 3]: until it came, until its step ended, and until the
+        next one was asked for, or the loop was left.
+        """
+        count = self.count - len(self._pending)
+        asked, came, ended = (np.array(self._times[part::3])[:count] for part in range(3))
+        left = np.array(self._times[3::3])[:count]
+        left = np.append(left, np.zeros(count - len(left)))
+        for row, left_s in self._lefts:
+            if row < count:
+                left[row] = left_s
+        ended = np.where(ended > 0, ended, left)
+        parts = np.stack((came - asked, ended - came, left - ended), axis=1)
+        settled = np.array(self._gpu_parts).reshape(-1, 3)
+        parts[np.array(self._gpu_rows)[: len(settled)].astype(int)] = settled
+        return parts
 
     def ask(self) -> float:
         """The next batch is asked for; gives the time, by `time.perf_counter`."""
@@ -134,7 +137,7 @@ class LoopClock:
         late_s = at_work[0].elapsed_time(at_work[1]) / 1000 if at_work else 0.0
         if self._is_at_work and not at_work:
             late_s = self._times[-2] - self._times[-3]
-        return float(self.waits_s.sum()) + late_s
+        return float(self.parts_s[:, 0].sum()) + late_s
 
     def _ask_gpu(self) -> None:
         self._is_on_gpu = torch.cuda.is_initialized()
@@ -154,21 +157,6 @@ class LoopClock:
         while self._pending and self._pending[0][-1].query():
             parts_s = [first.elapsed_time(then) / 1000 for first, then in pairwise(self._pending.popleft())]
             self._gpu_parts.extend([*parts_s, 0.0][:3])
-
-    def _measure_parts(self) -> NDArray[np.float64]:
-        """Wait, step and rest of each batch that is over, seconds, float64 [batches, 3]."""
-        count = self.count - len(self._pending)
-        asked, came, ended = (np.array(self._times[part::3])[:count] for part in range(3))
-        left = np.array(self._times[3::3])[:count]
-        left = np.append(left, np.zeros(count - len(left)))
-        for row, left_s in self._lefts:
-            if row < count:
-                left[row] = left_s
-        ended = np.where(ended > 0, ended, left)
-        parts = np.stack((came - asked, ended - came, left - ended), axis=1)
-        settled = np.array(self._gpu_parts).reshape(-1, 3)
-        parts[np.array(self._gpu_rows)[: len(settled)].astype(int)] = settled
-        return parts
 
 
 def _record_event() -> Any:

@@ -127,17 +127,15 @@ def zigzag(height, width, turns):
     ("size", "segmentation", "passing"),
     [
         ((480, 640), [zigzag(480, 640, 416)], 9),  # each as long as one object's outline once might be: a minute
-        ((11_300, 11_300), [[0, 0, 11_300, 0, 11_300, 11_300, 0, 11_300]], 31),  # 16 MB of packed bits each
-        ((11_300, 11_300), {"size": [11_300, 11_300], "counts": [0, 11_300**2]}, 31),  # in 50 characters
+        ((11_300, 11_300), [[0, 0, 11_300, 0, 11_300, 11_300, 0, 11_300]], 11),  # 16 MB of packed bits each
+        ((11_300, 11_300), {"size": [11_300, 11_300], "counts": [0, 11_300**2]}, 11),  # in 50 characters
     ],
 )
 def test_an_image_of_a_thousand_masks_that_cost_much_is_refused(size, segmentation, passing):
     masks = MaskEncoder(*size)
     for _ in range(passing):
         assert masks.encode(segmentation)["size"] == list(size)
-    with pytest.raises(
-        ColabUtilsError, match=r"of at most 4,000,000[,0]* pixels in one image, found .* up to this one"
-    ):
+    with pytest.raises(ColabUtilsError, match=r"of at most [1-9,0]*000 pixels in one image, found .* up to this one"):
         masks.encode(segmentation)
 
 

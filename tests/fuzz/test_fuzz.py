@@ -115,6 +115,8 @@ FOUND = [  # kind, seed and number of cases that were bugs once
     ("json_tree", 8, 3361),  # a number where polygons lie: TypeError in repair
     ("shard_swap", 4, 45),  # index of another folder
     ("zip_bytes", 2026, 98535),  # a name that says it is UTF-8 and is not: UnicodeDecodeError
+    ("json_tree", 21, 34400),  # an id of a thousand lists in one another: RecursionError in repair
+    ("zip_members", 21, 35453),  # a file without a name: IndexError
 ]
 
 

@@ -29,7 +29,7 @@ def test_waits_steps_and_what_lies_between_add_up_to_the_loop(time_goes):
         clock.end_step()
     clock.ask()
     clock.stop()
-    assert (list(clock.waits_s), list(clock.steps_s), list(clock.between_s)) == ([3.0, 0.5], [1.0, 2.0], [0.5, 0.25])
+    assert clock.parts_s.tolist() == [[3.0, 1.0, 0.5], [0.5, 2.0, 0.25]]
     assert (clock.images, clock.firsts, clock.ends_s) == (6, [0], 0.0)
 
 
@@ -44,7 +44,7 @@ def test_a_pass_that_is_left_and_a_second_one(time_goes):
     clock.ask()
     clock.receive()
     assert clock.read() == 2.0  # that of the batch at work, too
-    assert (list(clock.waits_s), list(clock.steps_s), list(clock.between_s)) == ([1.0], [3.0], [0.0])
+    assert clock.parts_s.tolist() == [[1.0, 3.0, 0.0]]
     assert (clock.firsts, clock.ends_s) == ([0, 1], 2.0)
 
 
@@ -57,7 +57,7 @@ def test_the_last_of_several_steps_counts(time_goes):
     clock.end_step()
     clock.end_step()
     clock.stop()
-    assert (list(clock.steps_s), list(clock.between_s)) == ([2.0], [2.0])
+    assert clock.parts_s[:, 1:].tolist() == [[2.0, 2.0]]
 
 
 def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
@@ -87,10 +87,10 @@ def test_on_a_gpu_events_are_read_and_only_when_they_are_over(monkeypatch):
     clock.end_step()
     clock.ask()
     clock.receive()
-    assert not len(clock.waits_s)
+    assert not len(clock.parts_s)
     assert FakeEvent.synchronized == 0
     assert clock.read() == pytest.approx(3.2)
-    assert list(clock.between_s) == [0.5]
+    assert clock.parts_s[:, 2].tolist() == [0.5]
 
 
 def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypatch):
@@ -124,4 +124,4 @@ def test_after_the_last_batch_all_that_the_gpu_still_does_is_waited_for(monkeypa
         clock.end_step()
     clock.stop()
     assert clock.read() == 3.0
-    assert list(clock.steps_s) == [1.0, 1.0, 1.0]
+    assert clock.parts_s[:, 1].tolist() == [1.0, 1.0, 1.0]
