@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
-            _check_json(target)
+            _check_json(target, [options.get("repair"), options.get("report")])
             with redirect_stdout(sys.stderr):  # torch announces a download there; standard output is the result's
                 report = run(**options)
             return 0 if report is None else _finish(report, command, target)
@@ -82,11 +82,13 @@ def _finish(report: Any, command: str, target: str) -> int:
     return 0
 
 
-def _check_json(target: str) -> None:
-    """Before the work: can the JSON be written where it is to go, and is it no file of somebody's?"""
+def _check_json(target: str, others: Sequence[Any]) -> None:
+    """Before the work: can the JSON be written where it is to go, over nobody's file and no other result?"""
     if target in ("", "-"):
         return
     path = Path(target)
+    if path.resolve() in [Path(other).resolve() for other in others if other]:
+        raise ColabUtilsError(f"expected a file of its own for --json, found {path} for another result. Name another.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ColabUtilsError(f"expected a folder to write to for --json, found none at {path.parent}. Make it first.")
     if path.exists() and not (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START)):

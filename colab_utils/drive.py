@@ -29,7 +29,7 @@ __all__ = [
     "get_profile", "guard_drive", "is_on_drive", "open_file", "read_at_full_speed", "read_file", "slow_down",
 ]  # fmt: skip
 
-MOST_BYTES = 1e9  # of a file that is read as a whole: no photo is larger
+MOST_BYTES = 4e8  # of a file that is read as a whole: no photo is larger
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
 _Result = TypeVar("_Result")
 

@@ -183,6 +183,7 @@ BAD = [
     (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
     (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),  # somebody's file
     (["check", *COCO, "--json", "{}/images"], "images"),
+    (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "a file of its own"),
     (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
     (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
     # places where nothing can be written

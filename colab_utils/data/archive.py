@@ -9,6 +9,7 @@ import stat
 import zlib
 from functools import partial
 from http.client import HTTPException
+from lzma import LZMAError
 from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 from urllib.request import Request, urlopen
@@ -27,8 +28,9 @@ _SILENT_S = 60.0  # after which a server that sends nothing is given up
 _CURE = "or name a folder on a bigger disk"
 _LARGE_BYTES, _MOST_RATIO = 100e6, 200  # what is larger and was packed better is a bomb; JSON is packed 20 times
 _ENCRYPTED = 1  # of a member's flags
-# what zipfile raises; the last two of encrypted files, and of names that are no UTF-8
-_DAMAGE = (BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeDecodeError)
+# what zipfile raises: RuntimeError of encrypted files, ValueError of names that are no UTF-8, OSError of damaged bzip2
+_DAMAGE = (BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, OSError)
+_DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
 
 
 def is_archive(source: str) -> bool:
@@ -83,6 +85,8 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
             try:
                 found = _unpack(download if is_url else Path(source), target / "files", annotations, source)
             except _DAMAGE as error:
+                if getattr(error, "errno", None) not in _DAMAGE_NUMBERS:
+                    raise
                 download.unlink(missing_ok=True)  # it comes anew
                 why = f"{str(error) or type(error).__name__}: open it on your computer, then export or copy it again"
                 raise ColabUtilsError(f"expected a whole zip of a COCO export at {source}, found {why}") from error
@@ -107,9 +111,10 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
         _extract(archive, [members[texts[0]]], target)
         coco = read_coco(target / texts[0])
         names = [coco.file_name(i) for i in range(len(coco))]
-        folders = (one[: -len(name)] for name in names[:9] for one in sorted(members) if f"/{one}".endswith(f"/{name}"))
+        first = [name for name in names[:9] if name]
+        folders = (one[: -len(name)] for name in first for one in sorted(members) if f"/{one}".endswith(f"/{name}"))
         folder = next(folders, None)
-        wanted = {f"{folder}{name}" for name in names}
+        wanted = {f"{folder}{name}" for name in names} & members.keys()
         if folder is None:  # names of another machine: `CocoDataset.find_image` finds the files
             bases, folder = set(map(take_base_name, names)), ""
             wanted = {name for name in members if take_base_name(name) in bases}
@@ -129,7 +134,7 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
     members, seen = dict[str, ZipInfo](), set[str]()
     for info in archive.infolist():
         name, size, kind = info.filename, info.file_size, stat.S_IFMT(info.external_attr >> 16)
-        if name.startswith("__MACOSX/"):
+        if name.startswith("__MACOSX/") or name.endswith("/"):
             continue
         why, named = "", PureWindowsPath(name)
         if named.anchor or ".." in named.parts or kind not in (0, stat.S_IFREG, stat.S_IFDIR):
@@ -140,7 +145,7 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
             why = "a file that asks for a password"
         elif size > max(_LARGE_BYTES, _MOST_RATIO * info.compress_size):
             why = f"a file of {format_bytes(info.compress_size)} that unpacks to {format_bytes(size)}"
-        elif name.casefold() in seen and not info.is_dir():
+        elif name.casefold() in seen:
             why = "which is there twice, perhaps with other capitals"
         if why:
             found = f"found {name!r:.80}, {why}: nothing is unpacked, zip it again"

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from colab_utils.data.coco import CocoDataset, read_coco
+from colab_utils.data.coco import CocoDataset, read_coco, require_folder
 from colab_utils.data.defects import MODEL_SIZES, Findings, Header, check_image, find_scale, read_header
 from colab_utils.drive import Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
@@ -198,8 +198,7 @@ def inspect_images(
         ColabUtilsError: if there is no such folder, or a process was ended.
         DriveLostError: if Drive went away.
     """
-    if not images.is_dir():
-        raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+    require_folder(images)
     starts, settings = range(0, len(dataset), _CHUNK), (images, dataset, headers, deep)
     workers = max(1, min(count_cores(), len(starts)))
     with show_progress("check", total=len(dataset), unit="image") as bar, fork_pool(workers, _share, settings) as pool:
@@ -236,7 +235,7 @@ def sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tu
             examples[kind].append(text)
             scores[i] += 1000 if kind in _SERIOUS else kind not in _COMMON
     statistics = _measure_dataset(
-        dataset, findings, [dataset.file_name(i) for i, score in scores.most_common(3) if score > 999]
+        dataset, findings, [escape(dataset.file_name(i)) for i, score in scores.most_common(3) if score > 999]
     )
     for kind, text in (*_find_in_all(dataset, findings, statistics), *more):
         examples[kind].append(text)
@@ -246,7 +245,9 @@ def sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tu
         if examples[kind]
     )
     worst = tuple(
-        WorstImage(int(dataset.image_ids[i]), dataset.file_name(i), tuple(kind for kind, _ in findings[i].defects))
+        WorstImage(
+            int(dataset.image_ids[i]), escape(dataset.file_name(i)), tuple(kind for kind, _ in findings[i].defects)
+        )
         for i, score in scores.most_common(_WORST)
         if score
     )
@@ -300,6 +301,7 @@ def _find_shared(
     images: Path, dataset: CocoDataset, findings: Sequence[Findings], others: str | Path, annotations: str | Path
 ) -> list[tuple[str, str]]:
     """The pictures that are in another dataset, too, by whatever name: files whose sizes match are compared."""
+    require_folder(others)
     by_size, other = defaultdict[int, list[int]](list), read_coco(annotations)
     for i, found in enumerate(findings):
         by_size[found.header.bytes].append(i)

@@ -28,18 +28,19 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.masks import MaskEncoder, measure_mask
 from colab_utils.drive import DriveLostError, guard_drive, read_file
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import find_free_memory, write_file
 
 __all__ = [
-    "CocoDataset", "decode_text", "open_coco", "read_bytes", "read_coco", "require_new", "take_base_name",
-    "write_subset",
+    "CocoDataset", "decode_text", "open_coco", "read_bytes", "read_coco", "require_folder", "require_new",
+    "take_base_name", "write_subset",
 ]  # fmt: skip
 
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
 _MEMORY_OF_JSON = 3  # times its bytes: they, their text, and what is kept
 _LARGEST_NUMBER = 1e15  # of a box; a float32 holds it
+_LONGEST_NAME = 4096  # characters of a file_name: no path of Linux is longer
 _UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
 _NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
 _FAULTS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)  # what reading an entry raises
@@ -293,6 +294,14 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
     return path
 
 
+def require_folder(images: str | Path) -> None:
+    """Raise ColabUtilsError where there is no image folder; one that is there will be listed afresh."""
+    with guard_drive(images):
+        if not Path(images).is_dir():
+            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+    _list_files.cache_clear()
+
+
 def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     """As `read_coco`, for those who read the images: each annotation must be of one image and one category.
 
@@ -301,9 +310,7 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
             unknown images or categories.
         DriveLostError: Drive went away.
     """
-    with guard_drive(images):
-        if not Path(images).is_dir():
-            raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
+    require_folder(images)
     dataset, cure = read_coco(annotations), "which lists them and can write a repaired file (--repair OUT.json)"
     if dataset.repeated_ids.size:
         raise ColabUtilsError(
@@ -321,8 +328,7 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
 
 
 def _warn_of_found_images(folder: str | Path, dataset: CocoDataset) -> None:
-    """One warning for all images that only their base names find below the folder, which is listed afresh."""
-    _list_files.cache_clear()
+    """One warning for all images that only their base names find below the folder."""
     is_folder = cache(lambda parent: os.path.isdir(os.path.join(folder, parent)))
     found = list[tuple[str, Path]]()
     for index in range(len(dataset)):
@@ -415,10 +421,14 @@ def _iterate_entries(text: str, path: Path) -> Iterator[tuple[str, Any, int, int
             mark, position = take(position, "}")
         while mark != "}":
             key, position = decode(text, position)
+            if not isinstance(key, str):
+                raise json.JSONDecodeError("expected a name", "", position)
             _, position = take(position, ":")
-            if key in _SECTIONS and text[position] == "[":
-                if key in found:  # other readers of JSON take the last one alone
-                    raise _expect(path, f"two lists of {key}", "Make it one list.")
+            if key in found:  # other readers of JSON take the last one alone
+                raise _expect(path, f"{key} twice", "Make it one list.")
+            if key in _SECTIONS:
+                if text[position] != "[":
+                    raise _expect(path, f"no list of {key}", _NAME_INSTANCES)
                 found.add(key)
                 mark, position = take(position, "[")
                 if text[position] == "]":
@@ -462,8 +472,8 @@ class _Columns:
             name = take_base_name(url)
         if name is None:
             raise KeyError("file_name")
-        if not isinstance(name, str):
-            raise TypeError(f"a file_name that is not text: {name!r}")
+        if not isinstance(name, str) or len(name) > _LONGEST_NAME:
+            raise TypeError(f"a file_name that is not text, or longer than a path may be: {name!r:.60}")
         self.image_ids.append(_to_integer(image["id"], "id"))
         self.sizes.extend(_to_integer(image.get(side) or 0, side) for side in ("height", "width"))
         self.names += name.encode()
@@ -481,7 +491,7 @@ class _Columns:
         self.text_ends.append(len(self.texts))
 
     def add_category(self, category: dict[str, Any]) -> None:
-        number, name = _to_integer(category["id"], "id"), str(category["name"])
+        number, name = _to_integer(category["id"], "id"), escape(str(category["name"]))
         if self.category_names.setdefault(number, name) != name:
             raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
 

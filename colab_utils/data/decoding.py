@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_PIXELS", "decode_pixels", "decode_upright", "find_jpeg_damage", "load_jpeg_decoder", "name_kind",
-    "open_image", "read_npy_header", "read_orientation", "to_rgb", "turn_upright",
+    "open_image", "open_lazily", "read_npy_header", "read_orientation", "to_rgb", "turn_upright",
 ]  # fmt: skip
 
 MOST_PIXELS = 128_000_000
@@ -36,7 +36,7 @@ _KINDS = {
     b"version https://git-lfs": "a Git LFS pointer: run `git lfs pull` where it comes from",
     b"\\s*<(!doctype html|html)": "a web page: download the file itself",
     b"....ftyp(hei|hev|mif1|msf1)": "HEIC: save it as JPEG",
-    b"%PDF": "a PDF: save its pages as images",
+    b"%(PDF|!PS)": "a PDF or a PostScript file: save its pages as images",
     b"\\0{16}": "nothing but zeros: copy it again",
     b"$": "an empty file: copy it again",
 }  # what people have in place of an image or of a JSON, by its first bytes
@@ -47,6 +47,9 @@ _JPEG_SCAN = re.compile(rb"[^\xff]*+(?:\xff++[\0\xd0-\xd7][^\xff]*+)*+")  # code
 _PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # without which a PNG has other pixels
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG, _NUMPY = b"\xff\xd8\xff", b"\x93NUMPY"
+_SCAN, _MOST_SCANS = b"\xff\xda", 100  # of a progressive JPEG: each goes through all pixels
+# what Pillow may open: for EPS it starts another program, and an icon holds a larger image than it says
+_FORMATS = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "SGI", "TGA", "TIFF", "WEBP"}
 
 
 def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
@@ -73,7 +76,7 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         except ValueError as error:
             raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
     decode = load_jpeg_decoder()
-    if decode is not None and 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
+    if decode is not None and 0 < _count_jpeg_pixels(data) <= MOST_PIXELS and data.count(_SCAN) <= _MOST_SCANS:
         try:
             return decode(data)
         except RuntimeError:
@@ -101,6 +104,14 @@ def open_image(data: bytes | bytearray) -> Image.Image:
         raise
 
 
+def open_lazily(file: Any) -> Image.Image:
+    """`PIL.Image.open` for the formats that datasets have; nothing is decoded yet."""
+    from PIL import Image
+
+    Image.init()  # it loads what knows the formats
+    return Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
+
+
 def _load_image(data: bytes | bytearray) -> Image.Image:
     from PIL import Image
 
@@ -108,8 +119,10 @@ def _load_image(data: bytes | bytearray) -> Image.Image:
         Image.MAX_IMAGE_PIXELS = MOST_PIXELS  # Pillow would warn of phones' photos
     too_large = f"more than {MOST_PIXELS:,} pixels: save the image smaller"
     try:
-        image = Image.open(io.BytesIO(data))
+        image = open_lazily(io.BytesIO(data))
         width, height = image.size
+        if data[:3] == _JPEG and (scans := data.count(_SCAN)) > _MOST_SCANS:
+            raise ColabUtilsError(f"a JPEG of {scans:,} scans, more than {_MOST_SCANS}: save it anew")
         if width * height > MOST_PIXELS:
             raise ColabUtilsError(f"{width} x {height} is {too_large}")
         image.load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import MOST_PIXELS, find_jpeg_damage, open_image, read_orientation, to_rgb
+from colab_utils.data.decoding import MOST_PIXELS, find_jpeg_damage, open_image, open_lazily, read_orientation, to_rgb
 from colab_utils.data.masks import MaskEncoder, measure_mask
 from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
 from colab_utils.errors import ColabUtilsError, escape
@@ -87,7 +88,7 @@ def read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *,
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
         return Header(("truncated image" if "truncated" in str(error) else "bad image", str(error)))
     if by_base_name:
-        header = header._replace(notes=(*header.notes, ("found by base name", str(path.relative_to(images)))))
+        header = header._replace(notes=(*header.notes, ("found by base name", escape(str(path.relative_to(images))))))
     return header
 
 
@@ -95,14 +96,16 @@ def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
     from PIL import Image
 
     try:
-        opened: Image.Image = Image.open(file)
+        opened = open_lazily(file)
     except Image.UnidentifiedImageError:
-        opened = open_image(_read_again(file))  # says what it is
+        file.seek(0)
+        is_png = file.read(4) == b"\x89PNG"
+        opened = open_image(_read_again(file, -1 if is_png else 256))  # says what it is
     kind, notes, (width, height) = opened.format or "", list[tuple[str, str]](), opened.size
     if width * height > MOST_PIXELS:
         raise ColabUtilsError(f"{width} x {height} pixels, more than {MOST_PIXELS:,}")
     if deep or not _ends_with(file, _ENDS.get(kind, b"")):  # cut short, or much of something else after its end
-        open_image(data := _read_again(file))
+        to_rgb(open_image(data := _read_again(file)))
         if deep and kind in ("JPEG", "MPO") and (damage := find_jpeg_damage(data)):
             raise ColabUtilsError(f"damaged: {damage}")
     to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
@@ -113,14 +116,17 @@ def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
         notes.append(("16-bit image", opened.mode))
     if note := _MODES.get(opened.mode, "image with alpha" if "transparency" in opened.info else ""):
         notes.append((note, opened.mode))
-    if kind != "MPO" and getattr(opened, "is_animated", False):
-        notes.append(("animated image", f"{getattr(opened, 'n_frames', 1)} frames"))
-    return Header(None, tuple(notes), (height, width), read_orientation(opened), size)
+    orientation = read_orientation(opened)
+    if kind != "MPO":
+        with suppress(EOFError):
+            opened.seek(1)
+            notes.append(("animated image", ""))
+    return Header(None, tuple(notes), (height, width), orientation, size)
 
 
-def _read_again(file: Any) -> bytes:
+def _read_again(file: Any, size: int = -1) -> bytes:
     file.seek(0)
-    return bytes(file.read())
+    return bytes(file.read(size))
 
 
 def _ends_with(file: Any, mark: bytes) -> bool:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from colab_utils.data.coco import require_new
-from colab_utils.data.decoding import read_orientation
+from colab_utils.data.decoding import open_lazily, read_orientation
 from colab_utils.data.masks import measure_mask
-from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError
+from colab_utils.drive import explain_write, open_file
+from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import show_progress, write_file
 
 __all__ = ["convert_masks"]
@@ -76,6 +76,8 @@ def _list_files(folder: Path) -> dict[str, Path]:
         raise ColabUtilsError(f"expected a folder of image files at {folder}, found none. Check the name.")
     found = {path.stem: path for path in paths}
     for path in paths:
+        if escape(path.name) != path.name:
+            raise ColabUtilsError(f"expected names that a JSON holds in {folder}, found {path.name}. Rename the file.")
         if found[path.stem] != path:
             raise ColabUtilsError(f"expected one file called {path.stem} in {folder}, found two. Remove one of them.")
     return found
@@ -100,10 +102,12 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
 def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
     """The mask's values, int64 [H, W]; 0 is the background."""
     try:
-        with Image.open(image) as opened:
+        with open_file(image) as file, open_lazily(file) as opened:
             size, turned = opened.size, read_orientation(opened) > 4
-        with Image.open(mask) as opened:
-            kind, is_flat = opened.format, opened.mode in ("1", "L", "P", "I", "I;16")
+        with open_file(mask) as file, open_lazily(file) as opened:
+            kind, is_flat = opened.format, opened.mode in ("1", "L", "P", "I") or opened.mode.startswith("I;16")
+            if opened.mode == "F":
+                raise ValueError("floating point numbers: save whole ones")
             values = np.asarray(opened if is_flat else opened.convert("RGB")).astype(np.int64)
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
         raise ColabUtilsError(f"expected an image at {image} and a mask at {mask}, found: {error}") from None

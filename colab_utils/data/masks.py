@@ -147,7 +147,7 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         raise ColabUtilsError("expected RLE with counts and size, found one without counts")
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
         raise ColabUtilsError(f"expected RLE of size [{height}, {width}], the image's, found {size}")
-    coded = counts.encode("ascii", "replace") if isinstance(counts, str) else counts
+    coded = counts.encode("ascii", "xmlcharrefreplace") if isinstance(counts, str) else counts
     runs = coded if isinstance(coded, list) else _read_counts(coded)
     if not all(type(run) is int and run >= 0 for run in runs) or sum(runs) != height * width:
         raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")

@@ -223,6 +223,8 @@ def _mend_image(entry: dict[str, Any], rows: list[Any], header: Header, changes:
         raise _LostObjectError(header.fault[0])
     for kind, name in header.notes:
         if kind == "found by base name":
+            if "\\" in name:  # escaped: it has characters that no JSON of ours names
+                raise _LostObjectError("unsafe file_name")
             entry["file_name"] = name
             changes.append("name from the folder")
     size = entry.get("height") or 0, entry.get("width") or 0

@@ -201,7 +201,7 @@ def try_sample(
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:
-    file = io.BytesIO()
+    file, image.info = io.BytesIO(), {}  # of the original file, which Pillow would write
     if extension == "npy":
         np.save(file, np.asarray(image))
     elif extension == "jpg":

@@ -150,7 +150,7 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
             range(len(values)), [textwrap.shorten(one, 28) for one in values], fontsize=12, parse_math=False
         )
         axis.set_title(name, loc="left", fontsize=14)
-        axis.set(xticks=[], xlim=(0, 1.2 * max(1, *values.values())), ylim=(len(values) - 0.4, -0.6))
+        axis.set(xticks=[], xlim=(0, 1.2 * max([1, *values.values()])), ylim=(len(values) - 0.4, -0.6))
         axis.spines[["top", "right", "bottom"]].set_visible(False)
     return figure
 

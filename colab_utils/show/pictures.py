@@ -7,6 +7,7 @@ import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from PIL import Image, ImageOps
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
+from colab_utils.data.decoding import open_image
+from colab_utils.data.decoding import to_rgb as convert_to_rgb
 from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
@@ -31,7 +34,7 @@ __all__ = ["PALETTE", "draw_annotations", "draw_pair", "draw_predictions", "embe
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these
-_NAMED = 5  # of an image's objects, the largest
+_NAMED, _DRAWN = 5, 100  # of an image's objects, the largest
 _Panel = tuple[str, Any, Mapping[str, Any]]  # heading, image, and the objects on it
 
 
@@ -110,16 +113,17 @@ def draw_annotations(
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
     """A small copy of an image, and its annotations at the same scale."""
     height, width = (int(side) if side > 0 else 480 for side in dataset.sizes[i])
-    try:
-        picture: Image.Image = Image.open(io.BytesIO(read_file(dataset.find_image(images, i)[0])))
-        upright = ImageOps.exif_transpose(picture) if picture.size != (width, height) else picture
-        picture = (upright if upright.size == (width, height) else picture).convert("RGB")
-    except Exception:  # whatever is wrong with the file, the page says it in words
-        picture = Image.new("RGB", (width, height), "#dddddd")
-    width, height = picture.size
-    scale = min(1, 640 / max(picture.size))
-    small = picture.resize([max(1, round(side * scale)) for side in picture.size])
+    picture: Image.Image | None = None
+    with suppress(Exception):  # whatever is wrong with the file, the page says it in words
+        stored = open_image(read_file(dataset.find_image(images, i)[0]))
+        upright = ImageOps.exif_transpose(stored) if stored.size != (width, height) else stored
+        picture = convert_to_rgb(upright if upright.size == (width, height) else stored)
+        width, height = picture.size
+    scale = min(1, 640 / max(width, height))
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    small = picture.resize(size) if picture else Image.new("RGB", size, "#dddddd")
     annotations, encoder, masks = dataset.read_annotations(i)[0], MaskEncoder(height, width), list[Any]()
+    annotations = sorted(annotations, key=lambda one: -abs(math.prod(one["bbox"][2:])))[:_DRAWN]
     for one in annotations:
         try:
             rles = resize_rles([encoder.encode(one["segmentation"])], *small.size[::-1])
@@ -188,14 +192,16 @@ def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Map
         inside = masks[n, ::each, ::each].astype(bool)
         canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.asarray(to_rgb(colour), np.float32)
         if inside.any():
-            edge = np.pad(inside, 1).astype(float)  # what reaches the image's edge has an outline there, too
-            lines = axis.contour(edge, [0.5], extent=(-1, width, -1, height), colors=[colour])
+            (top, bottom), (left, right) = (np.flatnonzero(inside.any(side))[[0, -1]] for side in (1, 0))
+            edge = np.pad(inside[top : bottom + 1, left : right + 1], 1).astype(float)
+            lines = axis.contour(edge, [0.5], extent=(left - 1, right + 1, top - 1, bottom + 1), colors=[colour])
             lines.set(linewidth=thick, path_effects=[withStroke(linewidth=thick + 1.5, foreground="white")])
         x0, y0, x1, y1 = (float(value) for value in boxes[n])
         axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=colour, linewidth=1))
         if place >= _NAMED:
             continue
-        text = names.get(int(labels[n]), f"label {int(labels[n])}") + (f" {scores[n]:.2f}" if len(scores) else "")
+        text = textwrap.shorten(names.get(int(labels[n]), f"label {int(labels[n])}"), 28)
+        text += f" {scores[n]:.2f}" if len(scores) else ""
         axis.text(
             max(0.0, min(x0, width - 0.1 * inch * len(text))), y0, text, fontsize=10, parse_math=False,
             va="bottom" if y0 > 0.2 * inch else "top",  # above the box, unless it touches the top

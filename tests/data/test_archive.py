@@ -185,6 +185,34 @@ def encrypt(path):
     path.write_bytes(content)
 
 
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_damage_amid_a_zip_is_told_whatever_packed_it(tmp_path, tiny_dataset, ssd, kind):
+    path = Path(write_zip(tmp_path / "export.zip", tiny_dataset, kind=kind))
+    with zipfile.ZipFile(path) as archive:
+        place = archive.getinfo(JSON).header_offset + 200
+    content = bytearray(path.read_bytes())
+    content[place : place + 60] = 60 * b"\xff"
+    path.write_bytes(content)
+    with pytest.raises(ColabUtilsError, match="expected a whole zip of a COCO export at"):
+        unpack_dataset(str(path), ssd)
+
+
+def test_names_that_no_disk_takes_are_told_and_an_empty_one_leads_nowhere(tmp_path, tiny_dataset, ssd):
+    content = json.loads(tiny_dataset.annotations.read_text())
+    content["images"][0]["file_name"] = "x" * 300
+    with zipfile.ZipFile(tmp_path / "long.zip", "w") as archive:
+        archive.writestr("a.json", json.dumps(content))
+        archive.writestr("x" * 300, b"1")
+    with pytest.raises(ColabUtilsError, match=r"expected a whole zip .*File name too long"):
+        unpack_dataset(str(tmp_path / "long.zip"), ssd)
+    content["images"][0]["file_name"] = ""
+    with zipfile.ZipFile(tmp_path / "empty.zip", "w") as archive:
+        archive.writestr("a.json", json.dumps(content))
+        archive.mkdir("images")
+    with pytest.raises(ColabUtilsError, match=r"expected in .*empty\.zip the images of a\.json"):
+        unpack_dataset(str(tmp_path / "empty.zip"), ssd)
+
+
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
@@ -235,7 +263,9 @@ def test_images_under_names_of_another_machine_are_unpacked_and_found(tmp_path, 
 
 def test_an_encrypted_zip_is_told(export, ssd):
     encrypt(Path(export))
-    with pytest.raises(ColabUtilsError, match=r"found 'train/', a file that asks for a password: nothing is unpacked"):
+    with pytest.raises(
+        ColabUtilsError, match=r"found 'train/.*jpg', a file that asks for a password: nothing is unpacked"
+    ):
         unpack_dataset(export, ssd)
 
 

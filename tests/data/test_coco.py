@@ -19,7 +19,7 @@ from pycocotools import mask as coco_mask
 from colab_utils.data.coco import _list_files, _warn_of_found_images, open_coco, read_coco, write_subset
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -71,7 +71,7 @@ def assert_same(dataset, coco: dict[str, Any]) -> None:
         expected = by_image[image["id"]]
         found = dataset.annotations(i)
         assert [{key: annotation[key] for key in one} for one, annotation in zip(found, expected, strict=True)] == found
-    assert {c["id"]: c["name"] for c in dataset.categories} == {c["id"]: c["name"] for c in coco["categories"]}
+    assert {c["id"]: c["name"] for c in dataset.categories} == {c["id"]: escape(c["name"]) for c in coco["categories"]}
 
 
 @pytest.mark.parametrize("split", ["coco_mini", "coco_mini_val"])
@@ -327,7 +327,10 @@ WHOLE = json.dumps(make_coco()).encode()
         (WHOLE[:-1] + b",}", "text that is not JSON"),
         (WHOLE.replace(b"}],", b"},],", 1), "text that is not JSON"),
         (b'{"info": ' + b"[" * 100_000, "JSON that is nested too deeply"),
-        (WHOLE[:-1] + b', "annotations": []}', "two lists of annotations"),
+        (WHOLE[:-1] + b', "annotations": []}', "annotations twice"),
+        (WHOLE[:-1] + b', "annotations": 5}', "annotations twice"),
+        (b"{1: 2, " + WHOLE[1:], "text that is not JSON"),
+        (make_coco(images=[{"id": 7, "file_name": 5000 * "a"}]), "longer than a path may be"),
         (b'{"info": ' + b"1" * 5000 + b"}", "text that is not JSON"),  # more digits than Python reads
         ({"images": {}, "annotations": [], "categories": []}, "no list of images"),
         (make_coco(images=[5]), "'images' (id 5)"),

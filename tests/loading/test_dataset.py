@@ -190,7 +190,7 @@ if __name__ == "__main__":
     assert queue.get(timeout=100) == (int(image.sum()), int(target["masks"].sum()), target["boxes"].tolist())
     process.join()
     assert process.exitcode == 0
-    loader = make_loader(dataset, batch_size=5, workers=2, deliver="packed")
+    loader = make_loader(dataset, batch_size=5, workers=1, deliver="packed")
     assert sorted(i for _ in range(2) for batch in loader for i in batch.image_ids.tolist()) == sorted(
         2 * dataset.image_ids.tolist())
 """

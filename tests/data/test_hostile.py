@@ -1,0 +1,229 @@
+"""Files that somebody made to break a program, and odd ones that nobody meant so: one line, seconds, little memory."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from xml.dom import minidom
+
+import numpy as np
+import pytest
+from PIL import Image, TiffImagePlugin
+
+from colab_utils.data.checks import check_dataset
+from colab_utils.data.decoding import decode_pixels, open_image
+from colab_utils.data.instances import convert_masks
+from colab_utils.data.repair import repair_annotations
+from colab_utils.errors import ColabUtilsError
+from colab_utils.shards.write import write_shards
+from colab_utils.show.report import write_check
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def coco(tmp_path):
+    """One image of 32 x 24 pixels with one square."""
+    (tmp_path / "images").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 255, (24, 32, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "images/0.png")
+    square = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [2, 2, 10, 8], "area": 80, "iscrowd": 0}
+    return {
+        "images": [{"id": 1, "file_name": "0.png", "width": 32, "height": 24}],
+        "annotations": [{**square, "segmentation": [[2, 2, 12, 2, 12, 10, 2, 10]]}],
+        "categories": [{"id": 1, "name": "car"}],
+    }
+
+
+def check(folder, coco, **options):
+    """The report, and the page's text; the pictures on it must be whole."""
+    (folder / "a.json").write_text(coco if isinstance(coco, str) else json.dumps(coco))
+    report = check_dataset(folder / "images", folder / "a.json", **options)
+    page = write_check(report, folder / "images", folder / "a.json", folder / "page.html").read_text()
+    for drawing in re.findall('base64,([^"]+)', page):
+        minidom.parseString(base64.b64decode(drawing))
+    return report, page
+
+
+def make_png(chunks, *, depth, colour, row):
+    def pack(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = pack(b"IHDR", struct.pack(">IIBBBBB", 32, 24, depth, colour, 0, 0, 0))
+    pixels = pack(b"IDAT", zlib.compress(24 * (b"\0" + row)))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(pack(*one) for one in chunks) + pixels + pack(b"IEND", b"")
+
+
+def test_a_page_without_any_class(tmp_path, coco):
+    assert check(tmp_path, {**coco, "annotations": [], "categories": []})[0].ok
+
+
+def test_a_giant_image_that_is_not_there_is_drawn_grey(tmp_path, coco):
+    coco["images"][0].update(file_name="no.png", width=100_000, height=100_000)
+    assert "no.png" in check(tmp_path, coco)[1]
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\x00\x1b[2J\uffff", "car (1)\n  9 x fake problem", 9999 * "x"])
+def test_odd_class_names_are_shown_as_text(tmp_path, coco, name):
+    coco["categories"][0]["name"] = name
+    coco["annotations"].append({**coco["annotations"][0], "id": 2})  # twice, so that the image is drawn
+    report, page = check(tmp_path, coco)
+    assert str(report).replace("\n", "").isprintable()
+    assert "  9 x fake" not in str(report).splitlines()
+    assert len(page) < 500_000
+
+
+def test_odd_file_names_are_shown_as_text(tmp_path, coco):
+    coco["images"][0]["file_name"] = "0\x1b\uffff.png"
+    assert "missing image" in check(tmp_path, coco)[1]
+
+
+def test_a_folder_whose_name_no_json_holds(tmp_path, coco):
+    odd = os.fsencode(tmp_path / "images") + b"/\xff"
+    os.mkdir(odd)
+    os.rename(tmp_path / "images/0.png", odd + b"/0.png")
+    coco["images"][0]["file_name"] = "train/0.png"
+    assert r"\udcff/0.png" in check(tmp_path, coco)[1]
+    with pytest.raises(ColabUtilsError, match="1 x unsafe file_name"):
+        repair_annotations(tmp_path / "images", tmp_path / "a.json", output=tmp_path / "new.json")
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_files_that_were_moved_since_are_found(tmp_path, coco):
+    (tmp_path / "images/train").mkdir()
+    coco["images"][0]["file_name"] = "elsewhere/0.png"
+    assert check(tmp_path, coco)[0].ok
+    os.rename(tmp_path / "images/0.png", tmp_path / "images/train/0.png")
+    assert check(tmp_path, coco)[0].ok
+
+
+def test_no_folder_of_validation_images_is_said(tmp_path, coco):
+    check(tmp_path, coco)
+    with pytest.raises(ColabUtilsError, match=r"expected an image folder, found none at .*missing"):
+        check(tmp_path, coco, validation=(tmp_path / "missing", tmp_path / "a.json"))
+
+
+def test_damaged_text_of_a_mask_is_no_mask(tmp_path, coco):
+    coco["annotations"][0]["segmentation"] = {"size": [24, 32], "counts": "é1"}
+    assert "bad mask" in check(tmp_path, coco)[1]
+
+
+@pytest.mark.parametrize("kind", ["bit", "profile"])
+def test_what_pillow_would_not_write_costs_no_image(tmp_path, coco, kind):
+    """A scan with a transparent colour, and a TIFF whose colour profile is text: both stopped the whole run."""
+    if kind == "bit":
+        data = make_png([(b"tRNS", b"\0\0")], depth=1, colour=0, row=bytes(4))
+    else:
+        entries = TiffImagePlugin.ImageFileDirectory_v2()
+        entries[34675], entries.tagtype[34675] = "abc", 2
+        file = io.BytesIO()
+        Image.new("RGB", (32, 24)).save(file, "TIFF", tiffinfo=entries)
+        data = file.getvalue()
+    (tmp_path / "images/0.png").write_bytes(data)
+    check(tmp_path, coco)
+    written = write_shards(tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1)
+    assert (written.images, written.skipped) == (1, ())
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 24\n{} loop\n", "PostScript"),  # Pillow would start gs
+        (make_png([(b"PLTE", bytes(6)), (b"tRNS", bytes(300))], depth=8, colour=3, row=b"\t" * 32), "palette"),
+        (b"\0\0\1\0\1\0 \0\0\0\0\0\1\0\1\0 \0\0\0\x16\0\0\0" + make_png([], depth=8, colour=0, row=bytes(32)), "image"),
+    ],
+    ids=["EPS", "palette", "icon"],
+)
+def test_files_that_no_training_reads_are_found(tmp_path, coco, data, found):
+    (tmp_path / "images/0.png").write_bytes(data)
+    report, _ = check(tmp_path, coco, deep=True)
+    assert [one for one in report.problems if one.kind == "bad image" and found in str(one)], report
+    with pytest.raises(ColabUtilsError, match=found):
+        write_shards(tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1)
+
+
+def test_a_jpeg_of_a_thousand_scans_is_refused_before_it_is_drawn():
+    file = io.BytesIO()
+    Image.new("L", (64, 64)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    assert decode_pixels(data).shape == (64, 64, 3)
+    last = data.rindex(b"\xff\xda")
+    for decode in (decode_pixels, open_image):
+        with pytest.raises(ColabUtilsError, match=r"a JPEG of 1,\d+ scans, more than 100: save it anew"):
+            decode(data[:-2] + 1000 * data[last:-2] + data[-2:])
+
+
+def test_pages_of_a_tiff_are_not_counted(tmp_path, coco):
+    """Pillow takes the square of their number."""
+    file = io.BytesIO()
+    Image.new("L", (32, 24)).save(file, "TIFF")
+    data = bytearray(file.getvalue())
+    place = struct.unpack_from("<I", data, 4)[0]
+    entries = bytes(data[place : place + 2 + 12 * struct.unpack_from("<H", data, place)[0]])
+    end = place + len(entries)
+    for _ in range(100_000):  # a minute, and more
+        struct.pack_into("<I", data, end, len(data))
+        data += entries + bytes(4)
+        end = len(data) - 4
+    (tmp_path / "images/0.tif").write_bytes(data)
+    coco["images"][0]["file_name"] = "0.tif"
+    assert "animated image" in check(tmp_path, coco)[1]
+
+
+MEMORY = """
+import resource, sys
+from tests.data.test_hostile import check
+from pathlib import Path
+check(Path(sys.argv[1]), Path(sys.argv[1], "a.json").read_text())
+print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1e6)
+"""
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_a_page_takes_little_memory(tmp_path, coco, kind):
+    """1,300 outlines took 16 GB; a file of zeros was read as a whole to name what it is."""
+    if kind == "dense":
+        (one,) = coco["annotations"]
+        Image.new("RGB", (640, 640)).save(tmp_path / "images/0.png")
+        coco["images"][0].update(width=640, height=640)
+        corners = [(x, y) for x in range(0, 624, 16) for y in range(0, 512, 15)]
+        coco["annotations"] = [
+            {**one, "id": n, "bbox": [x, y, 9, 9], "segmentation": [[x, y, x + 9, y, x + 9, y + 9, x, y + 9]]}
+            for n, (x, y) in enumerate([*corners, corners[0]])
+        ]
+    else:
+        os.truncate(tmp_path / "images/0.png", 0)
+        os.truncate(tmp_path / "images/0.png", 390_000_000)
+    (tmp_path / "a.json").write_text(json.dumps(coco))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", MEMORY, tmp_path]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert float(done.stdout) < 1
+
+
+def test_masks_of_every_depth_keep_their_objects(tmp_path):
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    values = np.repeat(np.array([[1, 200, 300, 400, 500]]), 4, 0)
+    Image.new("RGB", (5, 4)).save(tmp_path / "images/0.png")
+    Image.frombytes("I;16B", (5, 4), values.astype(">u2").tobytes()).save(tmp_path / "masks/0.tif")
+    found = convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "a.json")
+    assert len(json.loads(found.read_text())["annotations"]) == 5
+    Image.fromarray(values.astype(np.float32)).save(tmp_path / "masks/0.tif")
+    with pytest.raises(ColabUtilsError, match="floating point numbers: save whole ones"):
+        convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")
+    (tmp_path / "masks/0.tif").unlink()
+    os.mkfifo(tmp_path / "masks/0.tif")
+    with pytest.raises(ColabUtilsError, match="found a device or a pipe"):
+        convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")
+    os.rename(tmp_path / "images/0.png", os.fsencode(tmp_path) + b"/images/\xff.png")
+    with pytest.raises(ColabUtilsError, match=r"expected names that a JSON holds in .*images, found"):
+        convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "b.json")
