@@ -23,8 +23,8 @@ __all__ = [
     "open_image", "open_lazily", "read_npy_header", "read_orientation", "to_rgb", "turn_upright",
 ]  # fmt: skip
 
-MOST_PIXELS = 128_000_000
-"""Of an image: phones of 108 megapixels pass, and a decoded image takes at most 0.4 GB."""
+MOST_PIXELS = 112_000_000
+"""Of an image: phones of 108 megapixels pass, and reading one takes at most 1 GB: Pillow has 4 bytes for each pixel."""
 
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<>|][a-z]\d+)', 'fortran_order': False, 'shape': \(([\d, ]*)\), \} *\n",
@@ -47,6 +47,8 @@ _JPEG_SCAN = re.compile(rb"[^\xff]*+(?:\xff++[\0\xd0-\xd7][^\xff]*+)*+")  # code
 _PNG_NEEDED = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # without which a PNG has other pixels
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG, _NUMPY = b"\xff\xd8\xff", b"\x93NUMPY"
+_PROGRESSIVE = 0xC2
+_BAND = 1024  # rows
 _SCAN, _MOST_SCANS = b"\xff\xda", 100  # of a progressive JPEG: each goes through all pixels
 # what Pillow may open: for EPS it starts another program, and an icon holds a larger image than it says
 _FORMATS = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "SGI", "TGA", "TIFF", "WEBP"}
@@ -76,17 +78,26 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         except ValueError as error:
             raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
     decode = load_jpeg_decoder()
-    if decode is not None and 0 < _count_jpeg_pixels(data) <= MOST_PIXELS and data.count(_SCAN) <= _MOST_SCANS:
+    if decode is not None and 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
         try:
             return decode(data)
         except RuntimeError:
             pass  # Pillow says what is wrong, or knows the kind
-    return np.array(to_rgb(open_image(data)))
+    return _take_pixels(to_rgb(open_image(data)))
 
 
 def decode_upright(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
     """As `decode_pixels`, at the size that annotations give: see `turn_upright`."""
-    return np.array(to_rgb(turn_upright(open_image(data), height, width)))
+    return _take_pixels(to_rgb(turn_upright(open_image(data), height, width)))
+
+
+def _take_pixels(image: Image.Image) -> NDArray[np.uint8]:
+    """In bands, because Pillow gives pixels away through two copies."""
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, _BAND):
+        end = min(top + _BAND, image.height)
+        pixels[top:end] = np.asarray(image.crop((0, top, image.width, end)) if end - top < image.height else image)
+    return pixels
 
 
 def open_image(data: bytes | bytearray) -> Image.Image:
@@ -196,11 +207,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _count_jpeg_pixels(data: bytes | bytearray) -> int:
-    """Of a JPEG's header; 0 where the bytes are none, or its markers do not follow one another."""
-    place = 2 if data[:3] == _JPEG else len(data)
+    """Of a JPEG's header; 0 where the bytes are none, its markers do not follow one another, or its scans are many."""
+    place, pixels, plain = 2 if data[:3] == _JPEG else len(data), 0, 0
     while place + 9 < len(data) and data[place] == 0xFF:
         if data[place + 1] in _JPEG_SIZES:
-            return int.from_bytes(data[place + 5 : place + 7]) * int.from_bytes(data[place + 7 : place + 9])
+            pixels = int.from_bytes(data[place + 5 : place + 7]) * int.from_bytes(data[place + 7 : place + 9])
+            plain = data[place + 9] if data[place + 1] < _PROGRESSIVE else 0
+        elif data[place + 1] == _SCAN[1]:
+            in_one = data[place + 4] == plain  # all colours in one scan; counting takes 0.1 ms
+            return pixels if in_one or data.count(_SCAN) <= _MOST_SCANS else 0
         place += 2 + int.from_bytes(data[place + 2 : place + 4])
     return 0
 

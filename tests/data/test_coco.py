@@ -249,7 +249,7 @@ def test_boxes_and_areas_come_from_the_mask_as_in_pycocotools(path, coco_mini):
 def test_no_box_and_no_size_of_the_image_is_a_fault(path):
     images = [{"id": 7, "file_name": "a"}]
     dataset = read(path, {**change_annotation(bbox=None), "images": images})
-    assert "expected an image of 1 to 128,000,000 pixels" in dataset.read_annotations(0)[1][0][1]
+    assert "expected an image of 1 to 112,000,000 pixels" in dataset.read_annotations(0)[1][0][1]
     assert read(path, {**change_annotation(area=None), "images": images}).annotations(0)[0]["area"] == 16
 
 

@@ -75,7 +75,7 @@ def test_images_that_would_fill_the_memory_are_refused():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's own
         with pytest.raises(
-            ColabUtilsError, match="12000 x 11000 is more than 128,000,000 pixels: save the image smaller"
+            ColabUtilsError, match="12000 x 11000 is more than 112,000,000 pixels: save the image smaller"
         ):
             decode_pixels(file.getvalue())
 

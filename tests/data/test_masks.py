@@ -94,19 +94,19 @@ def test_masks_of_giant_images_are_refused_before_they_take_memory(side):
     """An RLE of 60,000 x 60,000 with an empty run ended the interpreter."""
     rle = {"size": [side, side], "counts": [side * side // 2, 0, side * side - side * side // 2]}
     for segmentation in (rle, [SQUARE], {**rle, "counts": "abc"}):
-        with pytest.raises(ColabUtilsError, match="expected an image of 1 to 128,000,000 pixels"):
+        with pytest.raises(ColabUtilsError, match="expected an image of 1 to 112,000,000 pixels"):
             encode_segmentation(segmentation, side, side)
-        with pytest.raises(ColabUtilsError, match="expected an image of 1 to 128,000,000 pixels"):
+        with pytest.raises(ColabUtilsError, match="expected an image of 1 to 112,000,000 pixels"):
             encode_segmentation(segmentation, *np.array([min(side, 2**31 - 1)] * 2, np.int32))
 
 
 def test_empty_runs_cost_no_image():
-    size, runs = [11_300, 11_300], [5, 0, 95, 11_300**2 - 100]
+    size, runs = [10_500, 10_500], [5, 0, 95, 10_500**2 - 100]
     tracemalloc.start()
     rle = encode_segmentation({"size": size, "counts": runs}, *size)
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
-    assert rle == encode_segmentation({"size": size, "counts": [100, 11_300**2 - 100]}, *size)
+    assert rle == encode_segmentation({"size": size, "counts": [100, 10_500**2 - 100]}, *size)
 
 
 def test_contours_of_many_points_pass():
@@ -127,8 +127,8 @@ def zigzag(height, width, turns):
     ("size", "segmentation", "passing"),
     [
         ((480, 640), [zigzag(480, 640, 416)], 9),  # each as long as one object's outline once might be: a minute
-        ((11_300, 11_300), [[0, 0, 11_300, 0, 11_300, 11_300, 0, 11_300]], 11),  # 16 MB of packed bits each
-        ((11_300, 11_300), {"size": [11_300, 11_300], "counts": [0, 11_300**2]}, 11),  # in 50 characters
+        ((10_500, 10_500), [[0, 0, 10_500, 0, 10_500, 10_500, 0, 10_500]], 13),  # 14 MB of packed bits each
+        ((10_500, 10_500), {"size": [10_500, 10_500], "counts": [0, 10_500**2]}, 13),  # in 50 characters
     ],
 )
 def test_an_image_of_a_thousand_masks_that_cost_much_is_refused(size, segmentation, passing):
@@ -156,9 +156,9 @@ def test_many_parts_are_united_as_in_pycocotools():
 
 
 def test_large_runs_are_read():
-    rle = {"size": [10_000, 12_000], "counts": [119_999_990, 10]}
-    counts = coco_mask.frPyObjects(rle, 10_000, 12_000)["counts"]
-    assert encode_segmentation({**rle, "counts": counts.decode()}, 10_000, 12_000)["counts"] == counts
+    rle = {"size": [10_000, 11_000], "counts": [109_999_990, 10]}
+    counts = coco_mask.frPyObjects(rle, 10_000, 11_000)["counts"]
+    assert encode_segmentation({**rle, "counts": counts.decode()}, 10_000, 11_000)["counts"] == counts
 
 
 def test_real_coco_masks_are_those_of_pycocotools(coco_mini, capsys):
