@@ -8,9 +8,9 @@ import shutil
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import hash_bytes
 
-__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu"]
+__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu", "explain_state", "load_weights"]
 
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
@@ -259,6 +259,40 @@ def _read_sealed(path: Path) -> bytes | None:
     return content if content.endswith(_make_seal(memoryview(content)[:-length])) else None
 
 
+@contextmanager
+def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
+    """Refuse a checkpoint whose ``state``, as `CheckpointFolder.read` gives it, the block cannot take.
+
+    Example:
+        >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
+        ...     {}["plan"]
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a checkpoint as this version of colab_utils writes it in runs/...
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if state is None or "memory" in str(error) or "CUDA" in str(error):  # of this machine
+            raise
+        raise _refuse(Path(state["path"])) from error
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) -> None:
+    """Load the weights of the checkpoint at ``path`` into a model.
+
+    Raises:
+        ColabUtilsError: A weight is not a number.
+        RuntimeError: They are those of another model.
+    """
+    model.load_state_dict(weights)
+    for name, value in model.state_dict().items():
+        if not torch.isfinite(value).all():
+            raise ColabUtilsError(
+                f"expected finite weights in {path}, found {name} with values that are no numbers. Move this file "
+                "away: the one before it is loaded then."
+            )
+
+
 def _refuse(path: Path) -> ColabUtilsError:
     return ColabUtilsError(
         f"expected a checkpoint as this version of colab_utils writes it in {path}, found one that was changed or "
@@ -277,7 +311,8 @@ def _load(path: Path, content: bytes) -> dict[str, Any]:
             f"expected to load {path}, found an error, though the file is complete: {reason} "
             "Free memory and start again; or move this file away: the one before it is loaded then."
         ) from error
-    if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
+    step = state.get("step") if isinstance(state, dict) else None
+    if type(step) is not int or f"{step:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
     return state
 
