@@ -146,7 +146,7 @@ def _parse_index(raw: Any, path: Path) -> ShardIndex:
         index = ShardIndex(
             fingerprint=raw["fingerprint"],
             recipe=parse_recipe(raw["recipe"]),
-            categories=tuple(raw["categories"]),
+            categories=tuple({key: one[key] for key in ("id", "name")} for one in raw["categories"]),
             shards=tuple(parse_fields(ShardInfo, shard) for shard in raw["shards"]),
             skipped=tuple(parse_fields(SkippedImage, image) for image in raw["skipped"]),
             partial=raw["partial"],
@@ -200,11 +200,12 @@ def parse_recipe(raw: Any) -> dict[str, Any]:
     Raises:
         KeyError, TypeError, ValueError: if it is none.
     """
-    numbers = [raw[name] for name in ("min_size", "max_size", "shard_mb", "images_per_shard")]
+    recipe = {name: raw[name] for name in ("storage", "min_size", "max_size", "shard_mb", "images_per_shard")}
+    storage, *numbers = recipe.values()
     sound = all(type(number) in (int, float) and 0 < number < 1 << 32 for number in numbers)
-    if not (sound and isinstance(raw["storage"], str) and isinstance(raw["images_per_shard"], int)):
+    if not (sound and isinstance(storage, str) and isinstance(raw["images_per_shard"], int)):
         raise ValueError(f"a recipe {raw}")
-    return dict(raw)
+    return recipe
 
 
 def write_index(folder: Path, index: ShardIndex) -> None:

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
@@ -131,6 +132,13 @@ def test_an_edited_index_is_refused(tmp_path, edit):
     edit(raw)
     (tmp_path / "index.json").write_text(json.dumps(raw))
     is_refused(tmp_path, CHANGED)
+
+
+def test_what_nobody_asked_for_does_not_leave_the_index(tmp_path):
+    deep = reduce(lambda inner, _: [inner], range(800), 5)
+    write_index(tmp_path, INDEX)
+    seal_index(tmp_path, recipe={**RECIPE, "x": deep}, categories=[{**one, "x": deep} for one in INDEX.categories])
+    assert read_index(tmp_path) == INDEX
 
 
 def test_another_layout_of_the_same_index_is_the_same(tmp_path):
