@@ -468,9 +468,9 @@ class ShardDataset(_CocoSamples):
                 raise ValueError("another size")
         except (
             ColabUtilsError,
-            ArithmeticError,
             AttributeError,
             LookupError,
+            OverflowError,
             RuntimeError,
             TypeError,
             ValueError,

@@ -257,11 +257,8 @@ def _check_arrays(arrays: ShardArrays, shard: ShardInfo, categories: Sequence[di
     if counts.min(initial=0) < 0 or counts.max(initial=0) > count or counts.sum() != count:
         raise ValueError("counts of other objects")
     spans = np.concatenate([arrays.image_spans, arrays.record_spans])
-    if (
-        spans.min(initial=0) < 0
-        or spans[:, 1].max(initial=0) > MOST_BYTES
-        or (spans[:, 0] > shard.bytes - spans[:, 1]).any()
-    ):
+    starts, lengths = spans.T
+    if spans.min(initial=0) < 0 or lengths.max(initial=0) > MOST_BYTES or (starts > shard.bytes - lengths).any():
         raise ValueError("places outside the tar")
     sizes = arrays.sizes.astype(np.int64)
     if sizes.min(initial=1) < 1 or sizes.prod(1).max(initial=0) > MOST_PIXELS:

@@ -338,11 +338,34 @@ def test_a_writer_gives_signs_of_life(tmp_path, monkeypatch):
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 5}'])
+LOCK = b'{"host": "x", "pid": %b, "time": %b}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"host": 5}', b"\xff", b"[" * 2000, LOCK % (b"1e999", b"1"), LOCK % (b"1", b"9" * 400)],
+)
 def test_a_lock_without_content_is_somebodys(tmp_path, content):
-    (tmp_path / "writer.json").write_text(content)
+    (tmp_path / "writer.json").write_bytes(content)
     with pytest.raises(ColabUtilsError, match="found another process at work there"), hold_folder(tmp_path):
         pass
     os.utime(tmp_path / "writer.json", (0, 0))
     with hold_folder(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("pid", [-1, 2**70])
+def test_a_lock_of_no_process_is_removed(tmp_path, pid):
+    write_lock(tmp_path, pid=pid)
+    with hold_folder(tmp_path):
+        pass
+
+
+def test_a_lock_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "writer.json")
+    with pytest.raises(ColabUtilsError, match="found a device or a pipe"), hold_folder(tmp_path):
+        pass
+    (tmp_path / "writer.json").unlink()
+    (tmp_path / "writer.json").symlink_to("nowhere")
+    with pytest.raises(ColabUtilsError, match=r"found the link writer\.json: remove it"), hold_folder(tmp_path):
         pass
