@@ -330,11 +330,11 @@ class Loader:
         now = self.state_dict()
         here = {key: now[key] for key in ("seed", "batch_size", "shuffle", "images")}
         there = {key: state.get(key, value) for key, value in here.items()}
-        size, count = there["batch_size"], state["batch"]
+        size, count = there["batch_size"], state.get("batch", -1)
         try:
             skipped, before = set(state.get("skipped", ())), [*state.get("before", ())]
             sizes, joined = [size, *(one for one, _, *_ in before)], sorted(chain(*state.get("joined", ())))
-            numbers = state["epoch"], count, *sizes, *skipped, *chain(*before)
+            numbers = state.get("epoch"), count, *sizes, *skipped, *chain(*before)
             sound = all(type(number) is int and number >= 0 for number in numbers)
             if not (sound and min(sizes) > 0 and max(sizes) < 1 << 31 and self._knows(joined)):
                 raise ValueError("other numbers")

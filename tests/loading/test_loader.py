@@ -203,8 +203,8 @@ def test_a_state_of_another_order_is_refused(make):
 @pytest.mark.parametrize(
     "change",
     [
-        {"epoch": -1}, {"epoch": "x"}, {"batch": 1.5}, {"batch": None}, {"skipped": 5}, {"skipped": [[1]]},
-        {"before": [[2]]}, {"before": [[0, 1]]}, {"before": [["x", 1]]}, {"before": [[1 << 40, 1]]},
+        {"epoch": -1}, {"epoch": "x"}, {"batch": 1.5}, {"batch": None}, {"epoch": None}, {"skipped": 5},
+        {"skipped": [[1]]}, {"before": [[2]]}, {"before": [[0, 1]]}, {"before": [["x", 1]]}, {"before": [[1 << 40, 1]]},
         {"joined": [["x"]]}, {"joined": [[10**400]]}, {"joined": [[1, 0, 1]]}, {"joined": 5},
     ],
     ids=str,
