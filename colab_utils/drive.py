@@ -217,9 +217,10 @@ def explain_write(folder: Path) -> Iterator[None]:
     try:
         with guard_drive(folder):
             yield
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter of a name that is none
+        found = getattr(error, "strerror", None) or error
         raise ColabUtilsError(
-            f"expected to write into {folder}, found: {error.strerror}. What is finished is safe: free some space, or "
+            f"expected to write into {folder}, found: {found}. What is finished is safe: free some space, or "
             "make the folder one that you may write to, and run the same command: it continues there."
         ) from None
 

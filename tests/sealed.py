@@ -1,4 +1,4 @@
-"""Shards edited by a hand that makes every checksum right again: what a loader meets in the hardest case."""
+"""Shards and checkpoints edited by a hand that makes every checksum right again: the hardest case of a loader."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from colab_utils.shards.arrays import ShardArrays, describe_shard, dump_arrays, read_head
 from colab_utils.shards.format import ShardIndex, ShardInfo, hash_bytes, read_index, write_index
+from colab_utils.training.checkpoint import _make_seal
 
 
 def seal_index(folder: Path, **changes: Any) -> None:
@@ -40,3 +41,10 @@ def describe_tar(path: Path, info: ShardInfo) -> ShardInfo:
     """A shard with the size and the checksum that its tar has now."""
     data = path.read_bytes()
     return ShardInfo(**{**asdict(info), "bytes": len(data), "xxh3_64": hash_bytes(data)})
+
+
+def seal_checkpoint(content: bytes) -> bytes:
+    """A zip as `torch.save` writes it, with the comment of a checkpoint."""
+    changed = bytearray(content)
+    changed[-2:] = len(_make_seal(b"")).to_bytes(2, "little")
+    return bytes(changed) + _make_seal(changed)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive
+from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
@@ -275,8 +275,10 @@ class Arrival:
 def _read_status(target: Path) -> dict[str, Any]:
     """What an `Arrival` says about itself, to any process; empty where there is none, or it is complete."""
     try:
-        status = json.loads((target / STATUS_NAME).read_text())
-    except (FileNotFoundError, ValueError, RecursionError):  # of a file that is no status, nothing is known
+        status = json.loads(read_file(target / STATUS_NAME))
+    except DriveLostError:
+        raise
+    except (ColabUtilsError, OSError, ValueError, RecursionError):  # of a file that is no status, nothing is known
         return {}
     is_ours = isinstance(status, dict) and all(isinstance(status.get(name), kind) for name, kind in _STATUS.items())
     return status if is_ours else {}

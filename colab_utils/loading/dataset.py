@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import MaskEncoder, PackedMasks, number_within, pack_masks, unpack_masks
-from colab_utils.drive import DriveFile, DriveProfile, Retries, get_profile, guard_drive, read_file
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.shards.arrays import (
@@ -169,8 +169,10 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
             "Copy it again, or run preprocess again on this folder."
         )
     try:
-        arrays = load_arrays(arrays_path, shard, index.categories)
-    except (ColabUtilsError, FileNotFoundError) as error:
+        arrays = guard_drive(folder)(load_arrays)(arrays_path, shard, index.categories)
+    except DriveLostError:
+        raise
+    except (ColabUtilsError, OSError) as error:
         warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
         return rebuild_arrays(path, shard, index.categories)
     if profile := get_profile(profile, arrays_path):
@@ -461,6 +463,8 @@ class ShardDataset(_CocoSamples):
         self._compare(index, 2, data)
         try:
             record: dict[str, Any] = json.loads(data)
+            if [record["height"], record["width"]] != self.sizes[index].tolist():
+                raise ValueError("another size")
             check_record(record)
         except (ColabUtilsError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise self._explain_damage(index, f"{error!s:.100}") from None

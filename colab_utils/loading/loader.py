@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -324,12 +325,23 @@ class Loader:
 
         Raises:
             ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or batch size where
-                shards were still arriving).
+                shards were still arriving), or was changed.
         """
         now = self.state_dict()
         here = {key: now[key] for key in ("seed", "batch_size", "shuffle", "images")}
         there = {key: state.get(key, value) for key, value in here.items()}
-        size, count, skipped = there["batch_size"], state["batch"], set(state.get("skipped", ()))
+        size, count = there["batch_size"], state.get("batch", -1)
+        try:
+            skipped, before = set(state.get("skipped", ())), [*state.get("before", ())]
+            sizes, joined = [size, *(one for one, _, *_ in before)], sorted(chain(*state.get("joined", ())))
+            numbers = state.get("epoch"), count, *sizes, *skipped, *chain(*before)
+            sound = all(type(number) is int and number >= 0 for number in numbers)
+            if not (sound and min(sizes) > 0 and max(sizes) < 1 << 31 and self._knows(joined)):
+                raise ValueError("other numbers")
+        except (TypeError, ValueError):
+            raise ColabUtilsError(
+                "expected a state as Loader.state_dict gives it, found one that was changed: start a new epoch"
+            ) from None
         resized = size != self.batch_size and not state.get("joined") and self._order.sampler is None
         if there != (here | {"batch_size": size} if resized else here):
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
@@ -337,9 +349,18 @@ class Loader:
         self._resumed = True
         later = sorted(number for number in skipped if number >= count)
         done = [[size, count, *later]] if resized and (count or later) else []
-        self._order.go_on([*state.get("before", ()), *done])
+        self._order.go_on([*before, *done])
         self._delivered, self._skipped = (0, set()) if resized else (count, skipped)
         self._windows = [list(one) for one in state.get("joined", ())]
+        if self.left < 1:  # or a pass without batches would follow another one for ever
+            self._end_epoch()
+
+    def _knows(self, shards: list[int]) -> bool:
+        """Whether windows hold these shards, all there are, or none."""
+        arrival, shard_of = self._fetcher.arrival, self._fetcher.shard_of
+        least = len(shards) + 1 if shard_of is None else int(shard_of.max()) + 1
+        count = max(least, len(shards)) if arrival is None else len(arrival.index.shards)
+        return not shards or shards == [*range(count)]
 
     def close(self) -> None:
         """End the workers; the next pass starts new ones."""

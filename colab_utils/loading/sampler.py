@@ -64,8 +64,8 @@ class BatchSampler(Sampler[list[int]]):
         """
         self.before, self._left = tuple(map(tuple, before)), np.arange(self._size)
         for size, count, *ahead in self.before:
-            batches = self._plan(size)
-            seen = [index for number in (*range(count), *ahead) for index in batches[number]]
+            batches = enumerate(self._plan(size))
+            seen = [index for number, batch in batches if number < count or number in ahead for index in batch]
             self._left = np.setdiff1d(self._left, seen)
 
     def shuffle(self, indices: NDArray[np.int64], *key: int) -> NDArray[np.int64]:

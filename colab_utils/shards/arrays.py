@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.decoding import MOST_PIXELS, read_npy_header
 from colab_utils.data.masks import MaskEncoder, PackedMasks, pack_masks
-from colab_utils.drive import DriveLostError
+from colab_utils.drive import MOST_BYTES, DriveLostError, open_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import ShardInfo, hash_bytes, hash_file, parse_fields
 
@@ -150,7 +150,7 @@ def read_head(path: Path) -> dict[str, Any]:
     Raises:
         ColabUtilsError: if the file is damaged.
     """
-    with _explain_damage(path), open(path, "rb") as file:
+    with _explain_damage(path), open_file(path, most_bytes=math.inf) as file:
         return _read_head(file)[1]
 
 
@@ -178,7 +178,7 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
     Raises:
         ColabUtilsError: if the file is damaged, or belongs to another index.
     """
-    with _explain_damage(path), open(path, "rb") as file:
+    with _explain_damage(path), open_file(path, most_bytes=math.inf) as file:
         start, head = _read_head(file)
         tables = file.read(head["tables_bytes"])
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
@@ -212,14 +212,20 @@ def rebuild_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, 
     with _explain_damage(path), open(path, "rb") as file:
         if hash_file(path) != (shard.bytes, shard.xxh3_64):
             raise ValueError("another checksum than the index has")
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            members = tar.getmembers()
+        place, members = 0, list[tuple[int, int]]()  # tarfile itself would follow sizes below 0 for ever
+        while any(header := os.pread(file.fileno(), tarfile.BLOCKSIZE, place)):
+            one = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+            place += tarfile.BLOCKSIZE
+            if one.type != tarfile.REGTYPE or not 0 <= one.size <= min(shard.bytes - place, MOST_BYTES):
+                raise ValueError("a member that preprocess does not write")
+            members.append((one.size, place))
+            place += -(-one.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         for pair in zip(members[::2], members[1::2], strict=True):
-            parts = [os.pread(file.fileno(), member.size, member.offset_data) for member in pair]
+            parts = [os.pread(file.fileno(), *member) for member in pair]
             record = json.loads(parts[1])
             for one, rle in zip(record["annotations"], check_record(record), strict=True):
                 one["segmentation"] = rle
-            builder.add(record, parts, [member.offset_data for member in pair])
+            builder.add(record, parts, [start for _, start in pair])
         return _check_arrays(builder.build(), shard, categories)
 
 
@@ -232,6 +238,7 @@ def check_record(record: dict[str, Any]) -> list[dict[str, Any]]:
     for one in record["annotations"]:
         numbers = [*one["bbox"], one["area"]]
         sound = len(numbers) == 5 and all(abs(number) < _LARGEST_NUMBER for number in numbers)
+        sound &= isinstance(one["segmentation"], dict)  # polygons are none of preprocess
         if not (sound and isinstance(one["category_id"], int) and one["iscrowd"] in (0, 1)):
             raise ValueError(f"an annotation {one}")
     masks = MaskEncoder(record["height"], record["width"])
@@ -250,7 +257,8 @@ def _check_arrays(arrays: ShardArrays, shard: ShardInfo, categories: Sequence[di
     if counts.min(initial=0) < 0 or counts.max(initial=0) > count or counts.sum() != count:
         raise ValueError("counts of other objects")
     spans = np.concatenate([arrays.image_spans, arrays.record_spans])
-    if spans.min(initial=0) < 0 or (spans[:, 0] > shard.bytes - spans[:, 1]).any():
+    starts, lengths = spans.T
+    if spans.min(initial=0) < 0 or lengths.max(initial=0) > MOST_BYTES or (starts > shard.bytes - lengths).any():
         raise ValueError("places outside the tar")
     sizes = arrays.sizes.astype(np.int64)
     if sizes.min(initial=1) < 1 or sizes.prod(1).max(initial=0) > MOST_PIXELS:

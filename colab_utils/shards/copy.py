@@ -13,7 +13,7 @@ from time import perf_counter
 
 import xxhash
 
-from colab_utils.drive import DriveFile, DriveProfile, Retries, explain_write, get_profile, is_on_drive
+from colab_utils.drive import DriveFile, DriveProfile, Retries, explain_write, get_profile, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, pop_done, require_space, show_progress
 from colab_utils.shards.format import (
@@ -198,7 +198,7 @@ class Copying:
                     "that file if it is a damaged copy"
                 )
             try:
-                if not any(self._transfer(name, temporary) == (size, checksum) for _ in range(2)):
+                if not any(self._transfer(name, size, temporary) == (size, checksum) for _ in range(2)):
                     raise ColabUtilsError(
                         f"expected {name} in {self.source} to match its checksum in {INDEX_NAME}, found another one "
                         "twice: the source is damaged. Run verify on it, then preprocess again what it names"
@@ -208,8 +208,8 @@ class Copying:
                 temporary.unlink(missing_ok=True)
         self.finished[name] = True
 
-    def _transfer(self, name: str, temporary: Path) -> tuple[int, str]:
-        """Copy the bytes under a temporary name; returns their number and their checksum."""
+    def _transfer(self, name: str, size: int, temporary: Path) -> tuple[int, str]:
+        """Copy the bytes under a temporary name, few more than ``size``; returns their number and their checksum."""
         state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
         try:
             file = DriveFile(self.source / name, self.profile, self.retries)
@@ -219,7 +219,7 @@ class Copying:
                 "Run verify on the source, then preprocess again what it names"
             ) from error
         with file, open(temporary, "wb") as out:
-            while count := file.readinto(piece, offset):
+            while offset <= size and (count := file.readinto(piece, offset)):
                 if self.stop.is_set():
                     raise CancelledError
                 out.write(piece[:count])
@@ -231,21 +231,24 @@ class Copying:
 
 def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | None:
     """The index in the target, if there is one; it must be of the same shards, and no folder that they come from."""
-    if os.path.realpath(source) == os.path.realpath(target):
-        raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
-    if (target / WRITER_NAME).exists():
-        raise ColabUtilsError(f"expected a folder to copy into, found a preprocess in {target}: name another folder")
-    if not (target / INDEX_NAME).exists():
-        return None
-    previous = read_index(target)
-    known = {shard.name: shard for shard in index.shards}
-    facts = [(one.fingerprint, one.recipe, one.categories) for one in (previous, index)]
-    if facts[0] != facts[1] or any(known.get(shard.name, shard) != shard for shard in previous.shards):
-        raise ColabUtilsError(
-            f"expected an empty folder or a copy of the same shards in {target}, found other shards: name another "
-            "folder, or delete that one if you no longer need it"
-        )
-    return previous
+    with explain_write(target):
+        if os.path.realpath(source) == os.path.realpath(target):
+            raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
+        if (target / WRITER_NAME).exists():
+            raise ColabUtilsError(
+                f"expected a folder to copy into, found a preprocess in {target}: name another folder"
+            )
+        if not (target / INDEX_NAME).exists():
+            return None
+        previous = read_index(target)
+        known = {shard.name: shard for shard in index.shards}
+        facts = [(one.fingerprint, one.recipe, one.categories) for one in (previous, index)]
+        if facts[0] != facts[1] or any(known.get(shard.name, shard) != shard for shard in previous.shards):
+            raise ColabUtilsError(
+                f"expected an empty folder or a copy of the same shards in {target}, found other shards: name another "
+                "folder, or delete that one if you no longer need it"
+            )
+        return previous
 
 
 def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo, ...]:
@@ -277,16 +280,18 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
 def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
     """The first of these files that is not what was written, and why; "" if there is none."""
     for name, size, checksum in files:
+        path = folder / name
         try:
-            found_size, found_checksum = hash_file(folder / name)
+            with guard_drive(path):
+                if not has_size(path, size):
+                    found = f"{path.stat().st_size:,} bytes where {size:,} were written"
+                    return f"{name} has {found}: it was cut short or changed"
+            if hash_file(path)[1] != checksum:
+                return f"{name} has another checksum than when it was written: its content changed"
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        if found_size != size:
-            return f"{name} has {found_size:,} bytes where {size:,} were written: it was cut short or changed"
-        if found_checksum != checksum:
-            return f"{name} has another checksum than when it was written: its content changed"
     return ""
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from colab_utils.drive import DriveFile, Retries, explain_write, read_file
+from colab_utils.drive import DriveFile, Retries, explain_write, open_file, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import hash_bytes, write_file
 
@@ -146,7 +146,7 @@ def _parse_index(raw: Any, path: Path) -> ShardIndex:
         index = ShardIndex(
             fingerprint=raw["fingerprint"],
             recipe=parse_recipe(raw["recipe"]),
-            categories=tuple(raw["categories"]),
+            categories=tuple({key: one[key] for key in ("id", "name")} for one in raw["categories"]),
             shards=tuple(parse_fields(ShardInfo, shard) for shard in raw["shards"]),
             skipped=tuple(parse_fields(SkippedImage, image) for image in raw["skipped"]),
             partial=raw["partial"],
@@ -200,11 +200,12 @@ def parse_recipe(raw: Any) -> dict[str, Any]:
     Raises:
         KeyError, TypeError, ValueError: if it is none.
     """
-    numbers = [raw[name] for name in ("min_size", "max_size", "shard_mb", "images_per_shard")]
+    recipe = {name: raw[name] for name in ("storage", "min_size", "max_size", "shard_mb", "images_per_shard")}
+    storage, *numbers = recipe.values()
     sound = all(type(number) in (int, float) and 0 < number < 1 << 32 for number in numbers)
-    if not (sound and isinstance(raw["storage"], str) and isinstance(raw["images_per_shard"], int)):
+    if not (sound and isinstance(storage, str) and isinstance(raw["images_per_shard"], int)):
         raise ValueError(f"a recipe {raw}")
-    return dict(raw)
+    return recipe
 
 
 def write_index(folder: Path, index: ShardIndex) -> None:
@@ -263,7 +264,7 @@ def _is_running(pid: int, since: float) -> bool:
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, OverflowError, ValueError):  # the latter of no number of a process
         return False
 
 
@@ -331,12 +332,14 @@ def _remove_dead_lock(path: Path) -> None:
     """
     import fcntl
 
-    with suppress(FileNotFoundError), open(path) as file:
+    if path.is_symlink():  # to nothing, perhaps: then it would never be gone
+        raise ColabUtilsError(f"expected no other writer in {path.parent}, found the link {path.name}: remove it")
+    with suppress(FileNotFoundError), open_file(path) as file:
         text, silent_s = file.read(), time() - path.stat().st_mtime
         try:
             lock = json.loads(text)
             host, pid, since = str(lock["host"]), int(lock["pid"]), float(lock["time"])
-        except (ValueError, KeyError, TypeError):  # made a moment ago
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # made a moment ago
             host, pid, since = "", 0, 0.0
         here = host == _find_host()
         if _is_running(pid, since) if here else silent_s < _SILENT_S:
@@ -349,7 +352,7 @@ def _remove_dead_lock(path: Path) -> None:
             )
         with suppress(OSError):  # not every Drive has flock
             fcntl.flock(file, fcntl.LOCK_EX)  # of several processes that found it dead, one removes it
-        if path.read_text() == text:
+        if path.read_bytes() == text:
             path.unlink()
 
 

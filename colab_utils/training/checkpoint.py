@@ -8,9 +8,9 @@ import shutil
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
@@ -20,18 +20,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from colab_utils.drive import DriveLostError, Retries, guard_drive
+from colab_utils.drive import DriveLostError, Retries, guard_drive, open_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import hash_bytes
 
-__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu"]
+__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu", "explain_state", "load_weights"]
 
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
 
 _SEAL = b"colab_utils 2 "  # and the version of the format; a checksum follows
 _PATTERNS = {"newest": f"checkpoint-{'[0-9]' * 8}.pt", "best": f"best-{'[0-9]' * 8}.pt"}
+_MOST_BYTES = 1e10
 _OTHERS_KEPT = {"newest": 1, "best": 0}
 _PAUSES_S = (60.0, 10.0)  # the least between two checkpoints; the latter at the end of an epoch
 
@@ -58,7 +59,7 @@ class CheckpointFolder:
 
     def __init__(self, run: str | Path) -> None:
         self.run = Path(run)
-        name = hash_bytes(os.fsencode(self.run.absolute()))
+        name = hash_bytes(str(self.run.absolute()).encode(errors="surrogatepass"))
         self.waiting = Path(tempfile.gettempdir()) / "colab_utils-checkpoints" / name
 
     @property
@@ -85,10 +86,10 @@ class CheckpointFolder:
             for path in [*self._list("newest"), *self._list("best")] if anew else ():
                 target.mkdir(exist_ok=True)
                 shutil.move(path, target / path.name)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter of a name that is none
             raise ColabUtilsError(
                 f"expected a folder for checkpoints, found that {self.run} cannot be written to "
-                f"({error.strerror or error}). Choose another run folder."
+                f"({getattr(error, 'strerror', None) or error}). Choose another run folder."
             ) from None
 
     def save(self, state: Mapping[str, Any], *, step: int, which: Which = "newest", patiently: bool = False) -> Path:
@@ -136,14 +137,15 @@ class CheckpointFolder:
                 return {**state, "path": str(path)}
             text = f"{path} is torn (cut short or damaged): the one before it is taken"
             if repair:
-                os.replace(path, aside := _find_free_name(f"{path}.torn-"))
-                text += f", and this one was renamed to {aside.name}"
+                with suppress(OSError):  # in a folder that is only read
+                    os.replace(path, aside := _find_free_name(f"{path}.torn-"))
+                    text += f", and this one was renamed to {aside.name}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=3)
         return None
 
     def _list(self, which: Which = "newest") -> list[Path]:
         """In the order of their steps."""
-        with guard_drive(self.run):
+        with _explain_read(self.run), guard_drive(self.run):
             paths = [*_list_files(self.waiting, which), *_list_files(self.run, which)]
         return sorted(paths, key=lambda path: path.name)
 
@@ -246,17 +248,52 @@ def _read_sealed(path: Path) -> bytes | None:
         ColabUtilsError: It is a complete zip without a seal: another program wrote it, or changed it.
     """
     length = len(_make_seal(b""))
-    with guard_drive(path), path.open("rb") as file:
+    with _explain_read(path), guard_drive(path), open_file(path, most_bytes=_MOST_BYTES) as file:
         file.seek(max(0, path.stat().st_size - length))
         seal = file.read()
         if not seal.startswith(_SEAL):
             # of another version; or a complete zip without a comment, where ours would only be cut short
-            if seal.startswith(_SEAL[:-2]) or (seal.endswith(b"\0\0") and zipfile.is_zipfile(file)):
-                raise _refuse(path)
+            with suppress(zipfile.BadZipFile):
+                if seal.startswith(_SEAL[:-2]) or (seal.endswith(b"\0\0") and zipfile.is_zipfile(file)):
+                    raise _refuse(path)
             return None
         file.seek(0)
         content = file.read()
     return content if content.endswith(_make_seal(memoryview(content)[:-length])) else None
+
+
+@contextmanager
+def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
+    """Refuse a checkpoint whose ``state``, as `CheckpointFolder.read` gives it, the block cannot take.
+
+    Example:
+        >>> with explain_state({"path": "runs/first/checkpoint-00000120.pt"}):
+        ...     {}["plan"]
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a checkpoint as this version of colab_utils writes it in runs/...
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if state is None or "memory" in str(error) or "CUDA" in str(error):  # of this machine
+            raise
+        raise _refuse(Path(state["path"])) from error
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) -> None:
+    """Load the weights of the checkpoint at ``path`` into a model.
+
+    Raises:
+        ColabUtilsError: A weight is not a number.
+        RuntimeError: They are those of another model.
+    """
+    model.load_state_dict(weights)
+    for name, value in model.state_dict().items():
+        if not torch.isfinite(value).all():
+            raise ColabUtilsError(
+                f"expected finite weights in {path}, found {name} with values that are no numbers. Move this file "
+                "away: the one before it is loaded then."
+            )
 
 
 def _refuse(path: Path) -> ColabUtilsError:
@@ -277,9 +314,21 @@ def _load(path: Path, content: bytes) -> dict[str, Any]:
             f"expected to load {path}, found an error, though the file is complete: {reason} "
             "Free memory and start again; or move this file away: the one before it is loaded then."
         ) from error
-    if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
+    step = state.get("step") if isinstance(state, dict) else None
+    if type(step) is not int or f"{step:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
     return state
+
+
+@contextmanager
+def _explain_read(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter of a name that is none
+        raise ColabUtilsError(
+            f"expected to read checkpoints in {path}, found: {getattr(error, 'strerror', None) or error}. Make it "
+            "readable, move it away, or choose another run folder."
+        ) from error
 
 
 def _list_files(folder: Path, which: Which) -> list[Path]:

@@ -31,7 +31,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import is_watched
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder, explain_state, load_weights
 
 __all__ = [
     "BUILDERS", "GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "TINY_MODEL", "assemble_mask_rcnn", "build_mask_rcnn",
@@ -177,10 +177,17 @@ def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "n
 
 def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     """The model of a checkpoint, in training mode."""
-    plan, names = state["plan"], ("num_classes", "starts_from", "min_size", "max_size", "norms")
-    model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
-    model.load_state_dict(state.get("ema") or state["model"])
-    model.class_names, model.category_ids = state["class_names"], state["category_ids"]
+    with explain_state(state):
+        plan, names = state["plan"], ("num_classes", "min_size", "max_size", "starts_from", "norms")
+        weights, classes, ids = state.get("ema") or state["model"], state["class_names"], state["category_ids"]
+        sound = all(type(plan[name]) is int and plan[name] >= 1 for name in names[:3])
+        sound &= len(weights["roi_heads.box_predictor.cls_score.bias"]) == plan["num_classes"]
+        sound &= all(label in range(plan["num_classes"]) and isinstance(name, str) for label, name in classes.items())
+        if not (sound and all(label in classes and type(one) is int for label, one in ids.items())):
+            raise ValueError("a model of other classes or sizes")
+        model = assemble_mask_rcnn(plan["model"], **{name: plan[name] for name in names})
+        load_weights(model, weights, state["path"])
+        model.class_names, model.category_ids = classes, ids
     return model
 
 
@@ -270,7 +277,8 @@ def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
     state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:
         raise ColabUtilsError(f"expected weights 'coco', None or the folder of a run, found {str(run)!r}. Pass one.")
-    found = state["plan"]["model"]
+    with explain_state(state):
+        found = state["plan"]["model"]
     if found != name:
         raise ColabUtilsError(f"expected a run of the model {name}, found one of {found} in {run}. Pass that name.")
     return _read_model(state), state["class_names"]

@@ -28,6 +28,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import format_bytes
+from colab_utils.training.checkpoint import load_weights
 from colab_utils.training.losses import compute_losses, resize_all
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
@@ -193,21 +194,20 @@ class TrainingStep:
 
         Raises:
             ColabUtilsError: A weight is not a number.
+            LookupError, RuntimeError, TypeError, ValueError: It is the state of something else.
         """
-        for name, value in state["model"].items():
-            if not torch.isfinite(value).all():
-                raise ColabUtilsError(
-                    f"expected finite weights in {state['path']}, found {name} with values that are no numbers. Move "
-                    "this file away: the one before it is loaded then."
-                )
-        self.model.load_state_dict(state["model"])
-        for own, saved in zip(self.optimizer.param_groups, state["optimizer"]["param_groups"], strict=True):
-            saved["fused"] = own["fused"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_weights(self.model, state["model"], state["path"])
+        groups = self.optimizer.state_dict()["param_groups"]  # with the settings of this version and device
+        if [own["params"] for own in groups] != [saved["params"] for saved in state["optimizer"]["param_groups"]]:
+            raise ValueError("an optimizer of other weights")
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
         # a fused optimiser wants its averages in the same order of memory as the weights
+        names = {"momentum_buffer"} if "momentum" in self.optimizer.defaults else {"step", "exp_avg", "exp_avg_sq"}
         for parameter, averages in self.optimizer.state.items():
+            if averages.keys() != names:
+                raise ValueError("averages of another optimizer")
             for name, value in averages.items():
-                if value is not None and value.ndim:
+                if value is not None and name != "step":
                     averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         if state["scaler"]:  # empty where it was not needed
             self.scaler.load_state_dict(state["scaler"])

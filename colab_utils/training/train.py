@@ -21,7 +21,7 @@ from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.training import model as models
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder, explain_state
 from colab_utils.training.losses import Augment, list_scales
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer, plan_memory
 from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
@@ -126,7 +126,8 @@ def train(
         dataset, rows, validation = _open_images(shards, local, limit_gb, val_shards, seed, ranks, stack)
         folder = CheckpointFolder(run)
         state = ranks.send(folder.read(repair=True) if resume == "auto" and ranks.is_first else None)
-        plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks, seed=seed)
+        with explain_state(state):
+            plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks, seed=seed)
         step = _build_step(plan, dataset.class_names, weights=weights, state=state, device=torch_device, ranks=ranks)
         plan = _plan_batches(plan, step, dataset, rows)
         loader = stack.enter_context(closing(make_loader(
@@ -134,7 +135,8 @@ def train(
             workers=1 if workers == "auto" and torch_device.type == "cpu" else workers,
             deliver="dense" if transforms else "packed", transforms=transforms,
         )))  # fmt: skip
-        plan = _plan_steps(plan, loader, state, steps=steps, epochs=epochs or 1)
+        with explain_state(state):
+            plan = _plan_steps(plan, loader, state, steps=steps, epochs=epochs or 1)
         if ranks.is_first:
             folder.prepare(anew=resume == "never")
         trainer = Trainer(plan, step, loader, folder, dataset, validation, checkpoint_steps=checkpoint_steps)
@@ -148,7 +150,7 @@ def _check_values(**values: Any) -> None:
     at_least_one = "steps", "checkpoint_steps", "min_size", "max_size", "batch_size"
     augments, is_folder = get_args(Augment), (lambda value: isinstance(value, str | PathLike))
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        **dict.fromkeys(at_least_one, (lambda value: value >= 1, "of at least 1")),
+        **dict.fromkeys(at_least_one, (lambda value: 1 <= value < 1 << 31, "of at least 1")),
         **dict.fromkeys(("shards", "val_shards"), (is_folder, "as the path of a folder, such as dataset.folder")),
         "epochs": (lambda value: value >= 1 and values["steps"] is None, "of at least 1, and no steps beside them"),
         "resume": (("auto", "never").__contains__, "as 'auto' or 'never'"),
@@ -238,8 +240,10 @@ def _make_plan(
 ) -> TrainingPlan:  # fmt: skip
     """All that is known before the model is built; steps, batch size and learning rate may be 0."""
     known = state["plan"] if state else {}
+    settings = choose_settings(asked, known, on_gpu=device.type == "cuda")
+    _check_values(**{name: value or None for name, value in settings.items()})  # the checkpoint's
     plan = TrainingPlan(
-        **choose_settings(asked, known, on_gpu=device.type == "cuda"), dataset=dataset.fingerprint, device=str(device),
+        **settings, dataset=dataset.fingerprint, device=str(device),
         starts_from=known.get("starts_from", ""), precision=str(models.choose_precision(device)).removeprefix("torch."),
         num_classes=dataset.num_classes, images=images, skipped_images=len(dataset) - images, objects=dataset.objects,
         skipped_objects=dataset.left_out, steps=0, seed=seed, first_step=state["step"] if state else 0,
@@ -291,7 +295,8 @@ def _build_step(
     step = TrainingStep(network, device, ranks=ranks)
     step.optimizer = make_optimizer(network, name=plan.model, learning_rate=0.0)  # the schedule sets it
     if state:
-        step.load_state(state)
+        with explain_state(state):
+            step.load_state(state)
     return step
 
 
@@ -317,7 +322,7 @@ def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int
         try:
             loader.load_state_dict(position)
         except ColabUtilsError:  # of other images: rather leave some out than see them twice
-            epoch = position["epoch"] + (position["batch"] > 0)
+            epoch = max(0, int(position["epoch"]) + (position["batch"] > 0))
             loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": 0})
             changed = f"in a new epoch, of {plan.images} images, before {state['plan']['images']}"
     if steps is None:

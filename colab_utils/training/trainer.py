@@ -25,7 +25,7 @@ from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import format_bytes, show_progress
-from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, copy_to_cpu
+from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, copy_to_cpu, explain_state, load_weights
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
 from colab_utils.training.step import MemoryPlan, TrainingStep, compute_rate
 
@@ -197,14 +197,20 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
-        if self.ema:
-            self.ema.model.load_state_dict(state["ema"] or state["model"])
-        self.losses = state["losses"].tolist()
-        self.done = self._saved_step = self._logged_step = state["step"]
+        with explain_state(state):
+            if self.ema:
+                load_weights(self.ema.model, state["ema"] or state["model"], state["path"])
+            losses, self.done = state["losses"], state["step"]
+            is_plain = losses.dtype == torch.float64 and losses.is_contiguous()  # not one number repeated
+            if not (is_plain and losses.shape == (self.done,) and losses.isfinite().all()):
+                raise ValueError("losses of other steps")
+            self.losses, self._saved_step, self._logged_step = losses.tolist(), self.done, self.done
         self._position = self.loader.state_dict()
         best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
-        if best and self.validation and best["validation"] == self.validation.fingerprint:
-            self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
+        with explain_state(best):
+            if best and self.validation and best["validation"] == self.validation.fingerprint:
+                bbox, segm = best["bbox"] + 0.0, best["segm"] + 0.0  # numbers
+                self.best = BestCheckpoint(best["step"], bbox, segm, best["path"])
 
     def _describe_model(self) -> dict[str, Any]:
         names, ids = self.dataset.class_names, self.dataset.category_ids

@@ -17,6 +17,7 @@ from tests.fuzz import mutate
 from tests.fuzz.originals import TRAINING, read_tree, write_tree
 from tests.fuzz.pool import REFUSED, Case
 from tests.fuzz.truth import WrongDataError
+from tests.sealed import seal_checkpoint
 
 _LAST = "checkpoint-00000002.pt"
 _PARTS = ("plan", "model", "optimizer", "loader")
@@ -56,9 +57,15 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def _seal(rng: Random, content: bytes) -> bytes:
+    """With the checksum of a real one, mostly: what is behind it is reached then."""
+    return content if rng.random() < 0.1 else seal_checkpoint(content)
+
+
 def _load_forged(case: Case, content: bytes) -> None:
     which = case.rng.choice(["newest", "best"])
-    write_tree(case.folder / "run", {_LAST if which == "newest" else "best-00000002.pt": content})
+    name = _LAST if which == "newest" else "best-00000002.pt"
+    write_tree(case.folder / "run", {name: _seal(case.rng, content)})
     if case.attempt(CheckpointFolder(case.folder / "run").read, which, repair=case.rng.random() < 0.5):
         case.attempt(load_trained_model, case.folder / "run", which=which)
 
@@ -77,7 +84,8 @@ def checkpoint_state(case: Case) -> None:
 def resume(case: Case) -> None:
     """The same call goes on from such a state: two steps in all, or it is refused."""
     write_tree(case.folder / "shards", case.originals.shards[0])
-    write_tree(case.folder / "run", {_LAST: _forge_state(case.rng, case.originals.runs[1][_LAST])})
+    forged = _forge_state(case.rng, case.originals.runs[1][_LAST])
+    write_tree(case.folder / "run", {_LAST: _seal(case.rng, forged)})
     report = case.attempt(train, case.folder / "shards", case.folder / "run", log=lambda line: None, **TRAINING)
     if report is not REFUSED and (report.steps, len(report.losses)) != (2, 2):
         raise WrongDataError("other steps than were asked for")

@@ -485,6 +485,16 @@ def test_it_says_so_when_drive_does_not_answer(mount, tmp_path, monkeypatch):
         time.sleep(0.01)
 
 
+def test_a_status_that_is_no_file_is_no_status(tiny_shards, tmp_path):
+    os.mkfifo(tmp_path / "arriving.json")
+    dataset = ArrivingShards(tiny_shards, tmp_path)
+    assert len(dataset[11][1]["labels"]) == len(ShardDataset(tiny_shards)[11][1]["labels"])
+    dataset.stop()
+    (tmp_path / "other" / "arriving.json").mkdir(parents=True)
+    with pytest.raises(ColabUtilsError, match="expected to write into"):
+        ArrivingShards(tiny_shards, tmp_path / "other")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "5", "[" * 100_000, "{}", '{"key": 5, "rolls": true}'])
 def test_a_damaged_status_of_another_session_is_no_status(tiny_shards, tmp_path, content):
     """A machine that lost power leaves such a file."""

@@ -311,6 +311,17 @@ def test_missing_or_damaged_arrays_are_made_again_from_the_tar(shards, tiny_shar
 
 
 @pytest.mark.parametrize(
+    "put", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name), lambda path: path.symlink_to("/dev/zero")]
+)
+def test_arrays_that_are_no_file_are_made_again(shards, put):
+    path = shards / read_index(shards).shards[0].arrays_name
+    path.unlink()
+    put(path)
+    with pytest.warns(ColabUtilsWarning, match="made again"):
+        assert ShardDataset(shards)[0][0].shape == (3, 128, 160)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda arrays: {"labels": arrays.labels + 12345},  # no category
@@ -434,7 +445,14 @@ def test_a_changed_digit_of_a_record_is_refused(shards):
 
 @pytest.mark.parametrize(
     "record",
-    [b"5" * 900, b"[" * 900, b'{"annotations":5}' + b" " * 900, b"\xff" * 900],
+    [
+        b"5" * 900,
+        b"[" * 900,
+        b'{"annotations":5}' + b" " * 900,
+        b"\xff" * 900,
+        b'{"annotations":[],"height":Infinity,"width":9}',
+        b'{"annotations":[],"height":9,"width":9}',
+    ],
 )
 def test_a_record_of_a_right_checksum_that_is_none_is_refused(shards, record):
     dataset = ShardDataset(shards)

@@ -200,6 +200,30 @@ def test_a_state_of_another_order_is_refused(make):
             make(Numbers(size), workers=0, **options).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1}, {"epoch": "x"}, {"batch": 1.5}, {"batch": None}, {"epoch": None}, {"skipped": 5},
+        {"skipped": [[1]]}, {"before": [[2]]}, {"before": [[0, 1]]}, {"before": [["x", 1]]}, {"before": [[1 << 40, 1]]},
+        {"joined": [["x"]]}, {"joined": [[10**400]]}, {"joined": [[1, 0, 1]]}, {"joined": 5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_state_that_was_changed_is_refused(tiny_shards, make, change):
+    loader = make(ShardDataset(tiny_shards), batch_size=2, workers=0)
+    with pytest.raises(ColabUtilsError, match=r"as Loader\.state_dict gives it"):
+        loader.load_state_dict({**loader.state_dict(), **change})
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch": 4}, {"skipped": [0, 1, 2, 3]}, {"before": [[4, 2]]}, {"before": [[1, 10**12]]}], ids=str
+)
+def test_a_state_without_batches_left_goes_on_with_the_next_epoch(make, change):
+    loader = make(Numbers(8), batch_size=2, workers=0)
+    loader.load_state_dict({**loader.state_dict(), **change})
+    assert (loader.epoch, loader.left, len(list(loader))) == (1, 4, 4)
+
+
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 6])  # batches of 2 of 11 images; the fourth is in the second epoch
 @pytest.mark.parametrize("sizes", [(3,), (1, 4), (4, 4, 2)])
 def test_another_batch_size_goes_on_with_what_the_epoch_has_left(make, done, sizes):

@@ -247,6 +247,15 @@ def test_tables_of_right_checksums_that_contradict_each_other_are_refused(small_
     assert "\n" not in str(error.value)
 
 
+def test_an_image_larger_than_any_is_refused_whatever_the_tar_holds(small_shard, tmp_path):
+    path = tmp_path / "a.arrays"
+    shutil.copy(small_shard[0] / "a.arrays", path)
+    arrays = edit("image_spans", put((0, 1), 2 * 10**9))(load_arrays(path, small_shard[1], CATEGORIES))
+    sealed = seal_arrays(path, dataclasses.replace(arrays, bits=arrays.bits.copy()), bytes=2**40)
+    with pytest.raises(ColabUtilsError, match="places"):
+        load_arrays(path, sealed, CATEGORIES)
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -287,6 +296,7 @@ RECORD = {"image_id": 9, "height": 6, "width": 8, "annotations": [ONE]}
             {"bbox": [1, 1, 4]}, {"bbox": ["1", 1, 4, 3]}, {"bbox": None}, {"area": None}, {"iscrowd": 5},
             {"category_id": "3"}, {"category_id": 4}, {"segmentation": {"size": [6, 8], "counts": "7110"}},
             {"segmentation": {"size": [6, 9], "counts": "71100000O10"}}, {"segmentation": []}, {"bbox": [1] * 8},
+            {"segmentation": [[1, 2, 3, 4, 5, 6]]},
         )),
     ],
 )  # fmt: skip
@@ -300,6 +310,8 @@ def test_records_of_right_checksums_that_are_none_are_refused(small_shard, tmp_p
         b"", b"x" * 1024, pack_tar(("a.jpg", b"image")), pack_tar(("a.jpg", b"image"), ("a.json", b"[" * 100_000)),
         pack_tar(("a.jpg", b"image"), ("a.json", b"\xff{")),
         split_member("a.jpg", b"image")[0].replace(b"00000000005", b"77777777777") + bytes(1024),  # 8 GB
+        split_member("a.jpg", b"image")[0].replace(b"00000000005", b"\xff" * 10 + b"\xfe") + bytes(1024),  # below 0
+        split_member("././@PaxHeader", b"13 size=-512\n")[0][:156] + b"x" + bytes(355) + b"13 size=-512\n" + bytes(999),
         split_member("././@PaxHeader", b"9" * 600)[0][:156] + b"x" + bytes(355) + b"9" * 600 + bytes(936),
     ],
 )  # fmt: skip

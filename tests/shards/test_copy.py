@@ -292,6 +292,13 @@ def test_a_read_that_was_wrong_once_is_repaired(source, tmp_path, monkeypatch):
     assert_same(source, tmp_path / "ssd")
 
 
+def test_a_file_that_never_ends_is_not_copied(source, tmp_path):
+    (source / "shard-000003.arrays").unlink()
+    (source / "shard-000003.arrays").symlink_to("/dev/zero")
+    with pytest.raises(ColabUtilsError, match=r"shard-000003\.arrays.*the source is damaged"):
+        copy_shards(source, tmp_path / "ssd")
+
+
 def test_a_shard_that_is_missing_in_the_source_is_named(source, tmp_path):
     (source / "shard-000003.arrays").unlink()
     with pytest.raises(ColabUtilsError, match=r"shard-000003\.arrays.*No such file.*verify"):
@@ -370,6 +377,9 @@ def test_mistakes_are_named(source, tmp_path):
     (tmp_path / "link").symlink_to(source)
     with pytest.raises(ColabUtilsError, match=r"expected two folders"):
         copy_shards(source, tmp_path / "link")
+    for name in ("a" * 300, "a\0b", "\ud800"):
+        with pytest.raises(ColabUtilsError, match=r"expected to write into .*found: "):
+            copy_shards(source, tmp_path / name)
     (tmp_path / "file").touch()
     with pytest.raises(ColabUtilsError, match=r"File exists"):
         copy_shards(source, tmp_path / "file")
@@ -465,6 +475,8 @@ def flip(path):
         (lambda path: path.write_bytes(b""), "has 0 bytes"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "cut short or changed"),
         (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.unlink() or path.symlink_to("/dev/zero"), "has 0 bytes"),
+        (lambda path: path.unlink() or path.symlink_to(path.name), "cannot be read"),
         (flip, "another checksum"),
     ],
 )

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 
@@ -131,6 +132,13 @@ def test_an_edited_index_is_refused(tmp_path, edit):
     edit(raw)
     (tmp_path / "index.json").write_text(json.dumps(raw))
     is_refused(tmp_path, CHANGED)
+
+
+def test_what_nobody_asked_for_does_not_leave_the_index(tmp_path):
+    deep = reduce(lambda inner, _: [inner], range(800), 5)
+    write_index(tmp_path, INDEX)
+    seal_index(tmp_path, recipe={**RECIPE, "x": deep}, categories=[{**one, "x": deep} for one in INDEX.categories])
+    assert read_index(tmp_path) == INDEX
 
 
 def test_another_layout_of_the_same_index_is_the_same(tmp_path):
@@ -330,11 +338,34 @@ def test_a_writer_gives_signs_of_life(tmp_path, monkeypatch):
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 5}'])
+LOCK = b'{"host": "x", "pid": %b, "time": %b}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"host": 5}', b"\xff", b"[" * 2000, LOCK % (b"1e999", b"1"), LOCK % (b"1", b"9" * 400)],
+)
 def test_a_lock_without_content_is_somebodys(tmp_path, content):
-    (tmp_path / "writer.json").write_text(content)
+    (tmp_path / "writer.json").write_bytes(content)
     with pytest.raises(ColabUtilsError, match="found another process at work there"), hold_folder(tmp_path):
         pass
     os.utime(tmp_path / "writer.json", (0, 0))
     with hold_folder(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("pid", [-1, 2**70])
+def test_a_lock_of_no_process_is_removed(tmp_path, pid):
+    write_lock(tmp_path, pid=pid)
+    with hold_folder(tmp_path):
+        pass
+
+
+def test_a_lock_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "writer.json")
+    with pytest.raises(ColabUtilsError, match="found a device or a pipe"), hold_folder(tmp_path):
+        pass
+    (tmp_path / "writer.json").unlink()
+    (tmp_path / "writer.json").symlink_to("nowhere")
+    with pytest.raises(ColabUtilsError, match=r"found the link writer\.json: remove it"), hold_folder(tmp_path):
         pass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import resource
+import struct
 import warnings
 import zipfile
 from functools import partial
@@ -16,8 +18,9 @@ import torch
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.checkpoint import CheckpointFolder, explain_state
 from tests.drive_mount import mount_or_skip
+from tests.sealed import seal_checkpoint
 
 
 def make_state(value: float = 1.0) -> dict:
@@ -62,6 +65,7 @@ def test_the_newest_two_stay_and_nothing_else_goes(tmp_path: Path):
         lambda data: b"not a zip" * 100,  # something else altogether
         lambda data: data[:-9],  # in the middle of the checksum
         lambda data: data[:-30],  # before it
+        lambda data: bytes(200) + struct.pack("<4sLQL4s4H2LH", b"PK\6\7", 1, 0, 1, b"PK\5\6", *[0] * 7),
     ],
 )
 def test_torn_newest_is_set_aside_and_named(tmp_path: Path, tear):
@@ -153,8 +157,8 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch
     def fail(path, *args, **options):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(Path, "open", fail)
-    with pytest.raises(OSError if number == errno.EIO else DriveLostError):
+    monkeypatch.setattr("colab_utils.training.checkpoint.open_file", fail)
+    with pytest.raises(ColabUtilsError if number == errno.EIO else DriveLostError, match=r"expected to read "):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt"]
 
@@ -164,6 +168,42 @@ def test_a_file_of_another_program_is_left_alone(tmp_path: Path):
     with pytest.raises(ColabUtilsError, match=r"of another program or version\. Move this file away"):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000005.pt"]
+
+
+@pytest.mark.parametrize("state", [[1], None, torch.zeros(3), {}, {"step": 5.0}, {"step": "5"}, {"step": 6}], ids=str)
+def test_a_state_of_a_right_checksum_that_is_none_is_refused(tmp_path: Path, state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    (tmp_path / "checkpoint-00000005.pt").write_bytes(seal_checkpoint(file.getvalue()))
+    with pytest.raises(ColabUtilsError, match="of another program or version"):
+        CheckpointFolder(tmp_path).read(repair=True)
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory"])
+def test_a_machine_that_is_full_is_no_forged_checkpoint(text):
+    with pytest.raises(RuntimeError, match=text), explain_state({"path": "run/checkpoint-00000005.pt"}):
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name), lambda path: path.symlink_to("nowhere"),
+     lambda path: path.symlink_to("/dev/zero")],
+)  # fmt: skip
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_checkpoint_that_is_no_file_is_told(tmp_path: Path, put, repair):
+    put(tmp_path / "checkpoint-00000005.pt")
+    with pytest.raises(ColabUtilsError, match=r"expected (to read checkpoints in|a file at) .*05\.pt"):
+        CheckpointFolder(tmp_path).read(repair=repair)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"])
+def test_a_run_whose_name_no_disk_takes_is_told(tmp_path: Path, name):
+    folder = CheckpointFolder(tmp_path / name)
+    with pytest.raises(ColabUtilsError, match="expected to read checkpoints in"):
+        folder.read(repair=True)
+    with pytest.raises(ColabUtilsError, match="expected a folder for checkpoints"):
+        folder.prepare(anew=False)
 
 
 def test_a_newer_format_is_refused_in_words(tmp_path: Path):

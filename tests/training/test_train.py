@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -338,6 +339,52 @@ def test_trained_model_is_the_one_of_the_checkpoint(undisturbed, tmp_path):
     assert model.transform.min_size == (64,)
     expected = load_weights(undisturbed)
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+def forge(report: TrainReport, run: Path, change: dict) -> None:
+    """The run's last checkpoint with other values, whose checksum is right; ``...`` leaves one out."""
+    state = torch.load(report.checkpoint, weights_only=True)
+    for name, value in change.items():
+        *holders, key = name.split("/")
+        holder = reduce(dict.__getitem__, holders, state)
+        holder[key] = value(holder[key]) if callable(value) else value
+        if value is ...:
+            del holder[key]
+    CheckpointFolder(run).save(state, step=state["step"])
+
+
+WEIGHT = "model/backbone.body.0.0.weight"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan": ...}, {"plan": None}, {"plan/model": []}, {"plan/num_classes": -1}, {"plan/num_classes": 10**9},
+        {"plan/min_size": "x"}, {"model": None}, {WEIGHT: ...}, {"class_names": ...}, {"class_names": {1: 5}},
+        {"category_ids": None}, {WEIGHT: lambda weight: weight / 0},
+    ],
+)  # fmt: skip
+def test_a_model_from_a_forged_checkpoint_is_refused(undisturbed, tmp_path, change):
+    forge(undisturbed, tmp_path, change)
+    with pytest.raises(ColabUtilsError, match=r"this version of colab_utils|finite weights"):
+        load_trained_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan": ...}, {"plan/device": ...}, {"plan/learning_rate": "x"}, {"plan/ema": "x"}, {"plan/starts_from": "x"},
+        {"plan/learning_rate": -1.0}, {"plan/ema": 5.0}, {WEIGHT: 5}, {"optimizer": None},
+        {"optimizer/param_groups": [None]}, {"optimizer/state": {"x": 1}}, {"optimizer/state": {0: {"x": 1}}},
+        {"scaler": ...}, {"loader": None}, {"loader/batch": "x"}, {"losses": [1.0]},
+        {"losses": lambda losses: losses[1:]}, {"losses": lambda losses: losses[:1].expand(5)},
+        {"losses": lambda losses: losses / 0}, {"plan/ema": 0.9, "ema": {"a": 1}},
+    ],
+)  # fmt: skip
+def test_a_forged_checkpoint_is_not_trained_on(undisturbed, tiny_shards, tmp_path, change):
+    forge(undisturbed, tmp_path, change)
+    with pytest.raises(ColabUtilsError, match=r"this version of colab_utils|expected (learning_rate|ema) "):
+        train(tiny_shards, tmp_path, steps=6, log=print, workers=0, device="cpu")
 
 
 def test_one_epoch_is_the_default(tiny_shards, tmp_path):
