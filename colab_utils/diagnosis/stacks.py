@@ -206,9 +206,8 @@ class WorkerMonitor:
 
     def _read_stacks(self, pid: int) -> list[list[str]]:
         """The lines of each thread, innermost first, main thread last; none of a process not forked under watch."""
-        caught = re.search(r"SigCgt:\s*(\w+)", _read(f"/proc/{pid}/status"))
-        if pid not in self.list_samples() or not caught or not int(caught[1], 16) >> (_SIGNAL - 1) & 1:
-            return []  # the signal would end it
+        if pid not in self.list_samples() or not _takes_signal(pid):
+            return []
         os.ftruncate(self._file, 0)
         os.lseek(self._file, 0, os.SEEK_SET)  # the workers share the position
         os.kill(pid, _SIGNAL)
@@ -219,6 +218,13 @@ class WorkerMonitor:
         threads = re.split(r"^(?:Current thread|Thread) ", text.decode(errors="replace"), flags=re.M)[1:]
         lines = (re.findall(r'File "(.*)", line (\d+) in (.*)', thread) for thread in threads)
         return [[f"{file}:{line} {name}" for file, line, name in found] for found in lines]
+
+
+def _takes_signal(pid: int) -> bool:
+    """Whether a process handles the signal, which would end it else, and none waits: five at once overflow its stack."""
+    masks = dict(re.findall(r"(ShdPnd|SigCgt):\s*(\w+)", _read(f"/proc/{pid}/status")))
+    waits, caught = (int(masks.get(name, "0"), 16) >> (_SIGNAL - 1) & 1 for name in ("ShdPnd", "SigCgt"))
+    return bool(caught and not waits)
 
 
 def _read_progress(base: str) -> tuple[int, int]:

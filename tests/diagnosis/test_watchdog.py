@@ -453,9 +453,31 @@ def test_a_worker_whose_stack_is_asked_for_keeps_its_errno(tmp_path):
         os._exit(min(wrong, 100))
     os.read(begun, 1)
     for _ in range(1000):
-        os.kill(pid, stacks._SIGNAL)
+        if stacks._takes_signal(pid):
+            os.kill(pid, stacks._SIGNAL)
         time.sleep(0.001)
     assert os.waitpid(pid, 0)[1] == 0
+    os.close(begun)
+    os.close(begin)
+
+
+def test_a_worker_that_takes_no_signal_is_asked_for_its_stack_once(tmp_path):
+    """A read that the kernel does not interrupt holds signals back: five at once overflowed the worker's stack."""
+    monitor, (begun, begin) = stacks.WorkerMonitor(_Photos(tmp_path)), os.pipe()
+    pid = os.fork()
+    if not pid:
+        monitor.enter()
+        os.write(begin, b"1")
+        while True:
+            time.sleep(0.1)
+    os.read(begun, 1)
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(10):
+        monitor.inspect_worker(pid)
+    os.kill(pid, signal.SIGCONT)
+    assert monitor.inspect_worker(pid).stack, "the worker is no more"
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     os.close(begun)
     os.close(begin)
 
