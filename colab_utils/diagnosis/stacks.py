@@ -221,7 +221,7 @@ class WorkerMonitor:
 
 
 def _takes_signal(pid: int) -> bool:
-    """Whether a process handles the signal, which would end it else, and none waits: five at once overflow its stack."""
+    """Whether a process handles the signal, which would end it else, and none waits: five overflow its stack."""
     masks = dict(re.findall(r"(ShdPnd|SigCgt):\s*(\w+)", _read(f"/proc/{pid}/status")))
     waits, caught = (int(masks.get(name, "0"), 16) >> (_SIGNAL - 1) & 1 for name in ("ShdPnd", "SigCgt"))
     return bool(caught and not waits)
