@@ -222,9 +222,8 @@ class WorkerMonitor:
 
 def _takes_signal(pid: int) -> bool:
     """Whether a process handles the signal, which would end it else, and none waits: five overflow its stack."""
-    masks = dict(re.findall(r"(ShdPnd|SigCgt):\s*(\w+)", _read(f"/proc/{pid}/status")))
-    waits, caught = (int(masks.get(name, "0"), 16) >> (_SIGNAL - 1) & 1 for name in ("ShdPnd", "SigCgt"))
-    return bool(caught and not waits)
+    masks = re.findall(r"(?:ShdPnd|SigCgt):\s*(\w+)", _read(f"/proc/{pid}/status"))
+    return [int(mask, 16) >> (_SIGNAL - 1) & 1 for mask in masks] == [0, 1]
 
 
 def _read_progress(base: str) -> tuple[int, int]:
