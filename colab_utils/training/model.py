@@ -34,8 +34,8 @@ from colab_utils.runtime import is_watched
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state, load_weights
 
 __all__ = [
-    "BUILDERS", "GPU_MODEL", "LIGHT_MODEL", "MODEL_NAMES", "TINY_MODEL", "assemble_mask_rcnn", "build_mask_rcnn",
-    "choose_precision", "fold_norms", "keep_boxes_exact", "load_trained_model",
+    "BUILDERS", "GPU_MODEL", "LARGEST_SIDE", "LIGHT_MODEL", "MODEL_NAMES", "TINY_MODEL", "assemble_mask_rcnn",
+    "build_mask_rcnn", "choose_precision", "fold_norms", "keep_boxes_exact", "load_trained_model",
 ]  # fmt: skip
 
 Norms = Literal["frozen", "trained"]
@@ -44,6 +44,7 @@ Norms = Literal["frozen", "trained"]
 GPU_MODEL = "maskrcnn_resnet50_fpn_v2"
 LIGHT_MODEL = "maskrcnn_mobilenet_v3_large_fpn"
 TINY_MODEL = "maskrcnn_tiny_fpn"
+LARGEST_SIDE = 10_000  # pixels: an image of 100 megapixels alone takes 1.2 GB
 _WEIGHTS = {
     GPU_MODEL: get_weight("MaskRCNN_ResNet50_FPN_V2_Weights.COCO_V1"),
     "maskrcnn_resnet50_fpn": get_weight("MaskRCNN_ResNet50_FPN_Weights.COCO_V1"),
@@ -180,7 +181,7 @@ def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     with explain_state(state):
         plan, names = state["plan"], ("num_classes", "min_size", "max_size", "starts_from", "norms")
         weights, classes, ids = state.get("ema") or state["model"], state["class_names"], state["category_ids"]
-        sound = all(type(plan[name]) is int and plan[name] >= 1 for name in names[:3])
+        sound = all(type(plan[name]) is int and 1 <= plan[name] <= LARGEST_SIDE for name in names[:3])
         sound &= len(weights["roi_heads.box_predictor.cls_score.bias"]) == plan["num_classes"]
         sound &= all(label in range(plan["num_classes"]) and isinstance(name, str) for label, name in classes.items())
         if not (sound and all(label in classes and type(one) is int for label, one in ids.items())):

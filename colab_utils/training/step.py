@@ -209,8 +209,10 @@ class TrainingStep:
             for name, value in averages.items():
                 if value is not None and name != "step":
                     averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                elif name == "step":
+                    averages[name] = value.reshape(())  # one number
         if state["scaler"]:  # empty where it was not needed
-            self.scaler.load_state_dict(state["scaler"])
+            self.scaler.load_state_dict({name: value + 0 for name, value in state["scaler"].items()})  # numbers
 
 
 class _SummedLosses(nn.Module):

@@ -210,6 +210,8 @@ class Trainer:
         with explain_state(best):
             if best and self.validation and best["validation"] == self.validation.fingerprint:
                 bbox, segm = best["bbox"] + 0.0, best["segm"] + 0.0  # numbers
+                if not math.isfinite(bbox + segm):
+                    raise ValueError("no average precision")
                 self.best = BestCheckpoint(best["step"], bbox, segm, best["path"])
 
     def _describe_model(self) -> dict[str, Any]:

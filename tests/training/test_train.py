@@ -360,8 +360,8 @@ WEIGHT = "model/backbone.body.0.0.weight"
     "change",
     [
         {"plan": ...}, {"plan": None}, {"plan/model": []}, {"plan/num_classes": -1}, {"plan/num_classes": 10**9},
-        {"plan/min_size": "x"}, {"model": None}, {WEIGHT: ...}, {"class_names": ...}, {"class_names": {1: 5}},
-        {"category_ids": None}, {WEIGHT: lambda weight: weight / 0},
+        {"plan/min_size": 10**9}, {"plan/min_size": "x"}, {"model": None}, {WEIGHT: ...}, {"class_names": ...},
+        {"class_names": {1: 5}}, {"category_ids": None}, {WEIGHT: lambda weight: weight / 0},
     ],
 )  # fmt: skip
 def test_a_model_from_a_forged_checkpoint_is_refused(undisturbed, tmp_path, change):
@@ -376,6 +376,7 @@ def test_a_model_from_a_forged_checkpoint_is_refused(undisturbed, tmp_path, chan
         {"plan": ...}, {"plan/device": ...}, {"plan/learning_rate": "x"}, {"plan/ema": "x"}, {"plan/starts_from": "x"},
         {"plan/learning_rate": -1.0}, {"plan/ema": 5.0}, {WEIGHT: 5}, {"optimizer": None},
         {"optimizer/param_groups": [None]}, {"optimizer/state": {"x": 1}}, {"optimizer/state": {0: {"x": 1}}},
+        {"optimizer/state": lambda states: {number: {**one, "step": [1]} for number, one in states.items()}},
         {"scaler": ...}, {"loader": None}, {"loader/batch": "x"}, {"losses": [1.0]},
         {"losses": lambda losses: losses[1:]}, {"losses": lambda losses: losses[:1].expand(5)},
         {"losses": lambda losses: losses / 0}, {"plan/ema": 0.9, "ema": {"a": 1}},
@@ -385,6 +386,16 @@ def test_a_forged_checkpoint_is_not_trained_on(undisturbed, tiny_shards, tmp_pat
     forge(undisturbed, tmp_path, change)
     with pytest.raises(ColabUtilsError, match=r"this version of colab_utils|expected (learning_rate|ema) "):
         train(tiny_shards, tmp_path, steps=6, log=print, workers=0, device="cpu")
+
+
+@pytest.mark.parametrize("change", [{"segm": "x"}, {"segm": float("nan")}, {"bbox": None}])
+def test_a_forged_best_checkpoint_is_refused(two_steps, tiny_shards, tmp_path, change):
+    settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
+    report = train(tiny_shards, tmp_path, **settings)
+    path = Path(report.best.path)
+    CheckpointFolder(tmp_path).save({**torch.load(path, weights_only=True), **change}, step=3, which="best")
+    with pytest.raises(ColabUtilsError, match=r"this version of colab_utils writes it in .*best-"):
+        train(tiny_shards, tmp_path, **{**settings, "steps": 4})
 
 
 def test_one_epoch_is_the_default(tiny_shards, tmp_path):
