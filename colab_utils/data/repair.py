@@ -209,10 +209,16 @@ def _is_number(value: Any) -> bool:
 
 
 def _to_numbers(value: Any, depth: int = 2) -> Any:
-    if isinstance(value, list):
-        return [_to_numbers(one, depth - 1) for one in value] if depth else value
+    """Numbers for text, in lists so deep, too; what is no number stays.
+
+    Example:
+        >>> _to_numbers(["1.5", "9007199254740993 ", "x"])
+        [1.5, 9007199254740993, 'x']
+    """
+    if not isinstance(value, str):
+        return [_to_numbers(one, depth - 1) for one in value] if depth and isinstance(value, list) else value
     try:
-        return value if not isinstance(value, str) else int(value) if value.lstrip("-").isdigit() else float(value)
+        return int(value) if value.strip().lstrip("-").isdecimal() else float(value)
     except ValueError:
         return value
 
