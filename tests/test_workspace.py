@@ -496,10 +496,10 @@ def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path
     content |= {"images": content["images"][:3], "annotations": []}
     (tmp_path / "annotations.json").write_text(json.dumps(content))
     other = own | {"annotations": str(tmp_path / "annotations.json")}
-    with pytest.raises(ColabUtilsError, match=r"found another dataset in .*DRIVE_FOLDER"):
+    with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
         ensure_shards(workspace, **other)
     ensure_dataset(workspace, **other)  # as notebook 01 remembers it, for notebook 03
-    with pytest.raises(ColabUtilsError, match=r"found another dataset in .*DRIVE_FOLDER"):
+    with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
         ensure_shards(workspace)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     ensure_dataset(workspace, **own)

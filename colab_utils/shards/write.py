@@ -236,10 +236,10 @@ def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> Sh
     """The same of shards that must be of this data and these settings."""
     found = _find_run(folder)
     if found and (found.fingerprint != dataset.fingerprint or not found.recipe.items() >= recipe.items()):
-        what = "shards made with other settings" if found.fingerprint == dataset.fingerprint else "another dataset"
+        what = "made with other settings" if found.fingerprint == dataset.fingerprint else "of another dataset"
         raise ColabUtilsError(
-            f"expected an empty folder or the same shards, found {what} in {folder}. Name another one (in a notebook: "
-            "DRIVE_FOLDER)."
+            f"expected an empty folder or the same shards, found shards {what} in {folder}. Name another one (in a "
+            "notebook: DRIVE_FOLDER), or delete these if you no longer need them."
         )
     return found
 
