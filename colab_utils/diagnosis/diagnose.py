@@ -195,7 +195,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
     if isinstance(loader, Loader) and stages and waits:
         stages.append(_estimate_handoff(now, stages, count_workers(loader)))
     summary = watched.summary()
-    causes = refine_causes(summary.causes, stages, slower=slower, waits=waits)
+    causes = refine_causes(summary.causes, stages, slower=slower, step_share=1 - now.wait_share, waits=waits)
     stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))

@@ -298,13 +298,16 @@ def find_causes(waits: _Seconds, between: _Seconds, is_first: _Flags, loop_s: fl
     return causes
 
 
-def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, slower: float, waits: bool) -> list[Cause]:
+def refine_causes(
+    causes: Sequence[Cause], stages: Sequence[Stage], *, slower: float, step_share: float, waits: bool
+) -> list[Cause]:
     """Name the stage of loading that takes most, and contention where a step takes ``slower`` times as long as alone.
 
     Args:
         causes: of `find_causes`.
         stages: of loading, timed alone.
         slower: 1 where the step is as fast beside the loader as without it.
+        step_share: of the loop's time.
         waits: whether loading has something to win; else only what will end the run is left.
     """
     if not waits:
@@ -324,7 +327,7 @@ def refine_causes(causes: Sequence[Cause], stages: Sequence[Stage], *, slower: f
     if slower > _SLOWER:
         why = f"Beside the loader the step takes {slower:.1f} times as long as alone."
         cure = "Use fewer workers, torch.set_num_threads(1) in each, or make loading cheaper."
-        found.append(Cause("contention", 1 - 1 / slower, why, cure))
+        found.append(Cause("contention", (1 - 1 / slower) * step_share, why, cure))
     # loading that takes the cores from the step is cured by cheaper loading: it comes first
     return sorted(found, key=lambda cause: (works and cause.id == "contention", -cause.share))
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from colab_utils.diagnosis import summary as module
 from colab_utils.diagnosis.resources import Resources
 from colab_utils.diagnosis.stacks import SampleTimes
-from colab_utils.diagnosis.summary import LoopRecord, find_causes
+from colab_utils.diagnosis.summary import LoopRecord, find_causes, refine_causes
 from colab_utils.diagnosis.watchdog import watch
 from colab_utils.errors import ColabUtilsError
 
@@ -94,6 +94,11 @@ def test_each_cause_is_named_with_its_cure(loop, id, words, monkeypatch):
 def test_two_causes_stand_in_the_order_of_their_shares():
     found = find(between=spread(0.06), waits=spread(0.02), times=SampleTimes(200, 14.0, 0.4, 0.2))
     assert [cause.id for cause in found] == ["between", "read"]
+
+
+def test_contention_has_its_share_of_the_loop_not_of_the_step():
+    (cause,) = refine_causes([], [], slower=2, step_share=0.5, waits=True)
+    assert (cause.id, cause.share) == ("contention", 0.25)
 
 
 def test_memory_that_grows_is_named_beside_a_fine_loop():
