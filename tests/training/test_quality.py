@@ -223,7 +223,7 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
         ({"augment": "mosaic"}, "augment as one of none, flip, multiscale or transforms of your own, found 'mosaic'"),
         ({"ema": 1.5}, "ema between 0 and 1"),
         ({"learning_rate": -0.1}, "learning_rate above 0"),
-        ({"min_size": 0}, "min_size of at least 1"),
+        ({"min_size": 0}, "min_size of 1 to 10,000"),
     ],
 )
 def test_settings_that_are_not_known(options, message, tmp_path):
