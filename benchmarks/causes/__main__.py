@@ -8,8 +8,10 @@ as named where the first cause of either has its id, and the advice fits. Health
 from __future__ import annotations
 
 import json
-import multiprocessing
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ import torch
 
 from benchmarks.causes import CAUSES, get_cause
 from benchmarks.causes.healthy import HEALTHY
-from benchmarks.causes.loop import burn, run_loop
+from benchmarks.causes.loop import run_loop
 from benchmarks.command import make_parser, run_to_end
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.summary import Cause
@@ -89,23 +91,30 @@ def describe_causes(causes: Sequence[Cause]) -> str:
     return ", ".join(f"{cause.id} {cause.share:.0%}" for cause in causes) or "none"
 
 
-def _burn_for_ever() -> None:
-    torch.set_num_threads(1)
-    while True:
-        burn(1000)
+# until this process ends; started by one that ends at once: what is busy beside a training is no child of it
+BURN = """
+import os, sys, time
+while os.path.exists(f"/proc/{sys.argv[1]}"):
+    until_s = time.monotonic() + 1
+    while time.monotonic() < until_s:
+        pass
+"""
+START = """
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdout=subprocess.DEVNULL).pid)
+"""
 
 
 @contextmanager
 def load_cores(count: int) -> Iterator[None]:
     """Other processes that keep so many cores busy."""
-    others = [multiprocessing.get_context("fork").Process(target=_burn_for_ever, daemon=True) for _ in range(count)]
-    for other in others:
-        other.start()
+    command = [sys.executable, "-c", START, BURN, str(os.getpid())]
+    others = [int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout) for _ in range(count)]
     try:
         yield
     finally:
         for other in others:
-            other.kill()
+            os.kill(other, signal.SIGKILL)
 
 
 def tabulate(rows: Sequence[dict[str, Any]]) -> str:

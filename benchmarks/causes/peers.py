@@ -11,13 +11,16 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -59,6 +62,26 @@ def run_under(tool: str, name: str, seconds: float) -> None:
         run_loop(make_loop, Path(folder), seconds=seconds)
 
 
+def run_to_summary(command: list[str], folder: Path, environment: dict[str, str], limit_s: float) -> str:
+    """What a command prints; after ``limit_s`` it gets a Ctrl-C, as from somebody who waits no longer."""
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            return process.communicate(timeout=limit_s)[0]
+        except subprocess.TimeoutExpired:
+            started = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+        try:
+            return process.communicate(timeout=GRACE_S / 3)[0]
+        except subprocess.TimeoutExpired:
+            return ""
+        finally:
+            for one in [process, *started]:  # else the next run of TraceML finds its port taken
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+
+
 def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
     """What the tool says of a planted cause."""
     with TemporaryDirectory() as folder:
@@ -68,13 +91,10 @@ def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
             traceml = str(Path(sys.executable).with_name("traceml"))
             command = [traceml, "run", "--run-name", "run", "--logs-dir", folder, *command[1:]]
         environment = os.environ | {"PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds + GRACE_S
-            )
-            said = done.stdout + done.stderr
-        except subprocess.TimeoutExpired:
-            said = ""
+        said = run_to_summary(command, Path(folder), environment, seconds + GRACE_S)
+        if tool == "gpuprof" and said:  # what to do about each insight is a command of its own
+            report = [str(Path(sys.executable).with_name("gpuprof")), "insights", "gpuprof.db", "1"]
+            said += subprocess.run(report, cwd=folder, env=environment, capture_output=True, text=True).stdout
     says, advice = READERS[tool](said)
     fits = bool(re.search(get_cause(name).NEXT, advice))
     return {
@@ -95,9 +115,9 @@ def read_traceml(said: str) -> tuple[str, str]:
 
 
 def read_gpuprof(said: str) -> tuple[str, str]:
-    """Its first insight, and all of them: each is finding and advice in one."""
-    insights = re.findall(r"\[(?:CRIT|HIGH|MED|MEDIUM|LOW|INFO)\]\s+(.*)", said)
-    return insights[0] if insights else "", " ".join(insights)
+    """Its first insight, and what it advises there."""
+    insights = re.findall(r"^ *\[(?:CRIT|HIGH|MED|MEDIUM|INFO)\]\s+(.*)\n((?: {10}.*\n)+)", said, re.M)
+    return (insights[0][0], " ".join(insights[0][1].split())) if insights else ("", "")
 
 
 READERS: dict[str, Callable[[str], tuple[str, str]]] = {"TraceML": read_traceml, "gpuprof": read_gpuprof}

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from time import monotonic, monotonic_ns, sleep, thread_time_ns
+from time import monotonic, monotonic_ns, process_time_ns, sleep, thread_time_ns
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
@@ -49,6 +49,7 @@ _ROW = np.dtype([  # what a worker notes
     ("at", np.int64, (_THREADS, 2)),  # of each thread: the sample, or -1, and since when it is at it
     ("sums", np.int64, 5),  # samples so far, their wall, CPU and queueing time in ns, and the bytes that they read
     ("slowest", np.int64, (_SLOWEST, 2)),  # their time in ns, and their index
+    ("cpu", np.int64, 2),  # of whole processes in ns: of those before with this row, and of this one so far
 ])  # fmt: skip
 
 
@@ -83,6 +84,8 @@ class SampleTimes(NamedTuple):
     """Seconds and index of the slowest ones, the slowest first."""
     bytes_read: int = 0
     """By all of them, in sum; 0 where Linux does not say."""
+    worker_cpu_s: float = 0.0
+    """CPU time of the workers, in samples and outside of them."""
 
 
 class _ThreadCounts(threading.local):
@@ -120,7 +123,7 @@ class WorkerMonitor:
     def enter(self) -> None:
         """In a worker: be seen from now on."""
         row, kind = self._notes[os.getpid() % _ROWS], type(self.dataset)
-        row["at"] = -1
+        row["at"], row["cpu"] = -1, (row["cpu"].sum(), 0)
         signal.signal(_SIGNAL, signal.SIG_IGN)  # chained, which keeps errno: else a call at that moment fails with 0
         faulthandler.register(_SIGNAL, file=self._file, chain=True)
         row["pid"] = os.getpid()
@@ -129,7 +132,7 @@ class WorkerMonitor:
                 setattr(kind, name, self._wrap(getattr(kind, name), row))
 
     def _wrap(self, method: Callable[..., Any], row: Any) -> Callable[..., Any]:
-        threads, sums, slowest, counts = row["at"], row["sums"], row["slowest"], _ThreadCounts()
+        threads, sums, slowest, cpu, counts = row["at"], row["sums"], row["slowest"], row["cpu"], _ThreadCounts()
 
         @wraps(method)
         def noted(me: Any, index: Any, *rest: Any) -> Any:
@@ -144,6 +147,7 @@ class WorkerMonitor:
                 wall_ns, sample, note[:] = monotonic_ns() - began_ns, note[0], before
                 if before[0] < 0:  # one method may call another
                     sums[:] += 1, wall_ns, thread_time_ns() - began_cpu_ns, *(counts.read() - began)
+                    cpu[1] = process_time_ns()
                     fastest = slowest[:, 0].argmin()
                     if wall_ns > slowest[fastest, 0]:
                         slowest[fastest] = wall_ns, sample
@@ -160,7 +164,8 @@ class WorkerMonitor:
         count, wall, cpu, queued, read = self._notes["sums"].sum(axis=0).tolist()
         times = self._notes["slowest"].reshape(-1, 2).tolist()
         slowest = sorted(((ns / 1e9, sample) for ns, sample in times if ns), reverse=True)[:_SLOWEST]
-        return SampleTimes(count, wall / 1e9, cpu / 1e9, queued / 1e9, tuple(slowest), read)
+        whole_s = float(self._notes["cpu"].sum()) / 1e9
+        return SampleTimes(count, wall / 1e9, cpu / 1e9, queued / 1e9, tuple(slowest), read, whole_s)
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import perf_counter, process_time
 from typing import Any
 
 import numpy as np
@@ -116,7 +116,7 @@ class Summary:
     worst: tuple[SlowBatch, ...]
     """The ten batches that took longest, the longest first."""
     worker_cpu: float
-    """Cores that all workers kept busy, in the mean."""
+    """Cores that all workers kept busy, in the mean; all children of this process, where samples are not seen."""
     resources: Resources | None
     stalls: tuple[str, ...]
     unseen: tuple[str, ...]
@@ -162,8 +162,8 @@ class LoopRecord:
         workers: worker processes of the loader.
         persistent: whether they live on between two passes.
         passes_s: wall time of all passes.
-        cpu_s: CPU time of this process and its workers in them.
-        main_cpu_s: of it, that of the thread that trains.
+        cpu_s: CPU time of this process and its children in them.
+        main_cpu_s: of it, that of this process.
         waited_s: wall time of those of its waits whose CPU time was looked at.
         waited_cpu_s: this CPU time.
         times: of samples in workers.
@@ -190,7 +190,7 @@ class LoopRecord:
     @contextmanager
     def measure_pass(self) -> Iterator[LoopClock]:
         """Around a pass: see where steps end, and count CPU time."""
-        thread, began_s, main_s, all_s = threading.get_ident(), perf_counter(), thread_time(), measure_tree_cpu()
+        thread, began_s, main_s, all_s = threading.get_ident(), perf_counter(), process_time(), measure_tree_cpu()
 
         def end_step(*_: Any) -> None:
             if threading.get_ident() == thread:
@@ -203,7 +203,7 @@ class LoopRecord:
             self.clock.stop()
             handle.remove()
             self.passes_s += perf_counter() - began_s
-            self.main_cpu_s += thread_time() - main_s
+            self.main_cpu_s += process_time() - main_s
             self.cpu_s += measure_tree_cpu() - all_s
 
     def note_samples(self, samples: Sequence[int]) -> None:
@@ -243,7 +243,7 @@ class LoopRecord:
         return Summary(
             _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
             len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
-            max(0.0, self.cpu_s - self.main_cpu_s) / max(self.passes_s, 1e-9), self.used,
+            (self.times.worker_cpu_s or max(0.0, self.cpu_s - self.main_cpu_s)) / max(self.passes_s, 1e-9), self.used,
             tuple(map(str, self.stalls)), tuple(unseen), _find_rank(),
         )  # fmt: skip
 
@@ -382,12 +382,12 @@ def _explain_waits(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause 
         name = slow.partition(" takes")[0].lower()
         cure = f"Look at {name}: make it smaller, store it on the local disk, or leave it out."
         return Cause("slow_sample", share, slow, cure)
-    outside_s, data_s = record.cpu_s - record.main_cpu_s - times.cpu_s, times.wall_s - times.cpu_s - times.queued_s
+    outside_s, data_s = times.worker_cpu_s - times.cpu_s, times.wall_s - times.cpu_s - times.queued_s
     if not times.samples:
         return _explain_unseen(share, record)
     if outside_s > max(times.cpu_s, data_s):
-        part = outside_s / record.cpu_s
-        why = f"Workers spend {part:.0%} of the CPU time outside of samples: in collate_fn, or on the way here."
+        part = outside_s / times.worker_cpu_s
+        why = f"Workers spend {part:.0%} of their CPU time outside of samples: in collate_fn, or on the way here."
         cure = "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both."
         return Cause("collate", share, why, cure)
     wall_ms, cpu_ms, queued_ms, data_ms = (

@@ -70,7 +70,11 @@ def test_a_loop_that_never_waits_has_no_cause():
         ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 13.0, 0.2), "cpu_s": 14.0}, "work",
          r"65 ms of work.*1.4 of 2 cores are busy.*more workers"),
         ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 4.0, 9.5)}, "work", r"more workers would not help"),
-        ({"waits": spread(0.05), "times": SampleTimes(200, 1.0, 1.0), "cpu_s": 12.0}, "collate", r"83% of the CPU"),
+        ({"waits": spread(0.05), "times": SampleTimes(200, 1.0, 1.0, worker_cpu_s=6.0)}, "collate",
+         r"83% of their CPU"),
+        # other children of this process are busy, too: the evaluation
+        ({"waits": spread(0.05), "times": SampleTimes(200, 14.0, 0.4, 0.2, worker_cpu_s=0.5), "cpu_s": 30.0}, "read",
+         r"waits 67 ms"),
         ({"waits": spread(0.05), "times": SampleTimes(200, 9.0, 8.0), "cpu_s": 19.0, "workers": 16},
          "too_many_workers", r"16 workers share 2 cores.*num_workers=2"),
         ({"waits": spread(1.0, every=25), "times": SampleTimes(200, 4.0, 0.9, 0, ((1.0, 37), (0.9, 37), (0.01, 4)))},

@@ -435,7 +435,7 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
     assert times.samples == 8
     assert times.bytes_read == pytest.approx(800_000, rel=0.05)
     assert times.wall_s > 0
-    assert times.cpu_s > 0
+    assert 0 < times.cpu_s < times.worker_cpu_s
 
 
 def test_a_worker_whose_stack_is_asked_for_keeps_its_errno(tmp_path):
