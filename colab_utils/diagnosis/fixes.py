@@ -111,9 +111,7 @@ class Situation:
         """A step as long and as busy as yours on batches that lie ready: trials train nothing."""
         if self.step is None or isinstance(self.step, EmulatedStep):
             return self.step
-        wall_s = sum(self.cached.step_s)
-        # on a GPU, a thread of its own launches the backward pass
-        cpu_s = self.cached.cpu_s if torch.cuda.is_initialized() else self.cached.step_cpu_s
+        wall_s, cpu_s = sum(self.cached.step_s), self.cached.step_cpu_s
         return EmulatedStep(1000 * wall_s / len(self.cached.step_s), min(max(cpu_s / wall_s, _LEAST_BUSY), 1.0))
 
     def choose_workers(self, load_ms: float, cpu_ms: float) -> int:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from time import perf_counter, thread_time
+from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class BatchTimes:
     cpu_s: float
     """CPU seconds of this process and its children."""
     step_cpu_s: float
-    """CPU seconds of the calling thread in steps."""
+    """CPU seconds of this process in steps: of all threads, as a GPU's backward pass is launched by another one."""
 
     @property
     def batch_s(self) -> NDArray[np.float64]:
@@ -81,7 +81,7 @@ class BatchTimes:
 
     @property
     def cpu_ms_per_image(self) -> float:
-        """CPU milliseconds that loading an image took, over all processes, without the step's own thread."""
+        """CPU milliseconds that loading an image took, over all processes, without the steps."""
         return max(0.0, self.cpu_s - self.step_cpu_s) / self.images * 1000
 
     @property
@@ -136,12 +136,12 @@ def time_batches(
         began_s = timed_s = asked_s = perf_counter()
         for seen, batch in enumerate(source, start=1):
             _synchronize()  # what the loader queued on the device belongs to the wait
-            got_s, got_cpu_s = perf_counter(), thread_time()
+            got_s, got_cpu_s = perf_counter(), process_time()
             first_batch_s = first_batch_s or got_s - asked_s
             if step is not None:
                 step(*batch) if _is_pair(batch) else step(batch)
                 _synchronize()
-            ended_s, ended_cpu_s = perf_counter(), thread_time()
+            ended_s, ended_cpu_s = perf_counter(), process_time()
             if seen <= untimed:
                 if ended_s - began_s > max_s and seen % lanes == 0:
                     untimed = seen

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import threading
 import time
 
 import numpy as np
@@ -119,6 +120,18 @@ class TestTimeBatches:
         assert times.step_cpu_s >= 8 * 0.018
         # the kernel counts CPU in ticks of 10 ms, and workers run a few batches ahead or behind
         assert 10 < times.cpu_ms_per_image < 90
+
+    def test_counts_all_threads_of_a_step(self):
+        """As the one that launches a GPU's backward pass."""
+
+        def step(_: int) -> None:
+            other = threading.Thread(target=_burn, args=(0.03,))
+            other.start()
+            other.join()
+
+        times = time_batches(range(6), step, batches=6, warmup=0)
+        assert times.step_cpu_s >= 6 * 0.03
+        assert times.cpu_ms_per_image < 15  # in ticks of 10 ms
 
     @pytest.mark.clock
     def test_slow_workers_that_deliver_in_bursts_are_timed_in_whole_rounds(self):
