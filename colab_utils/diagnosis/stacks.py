@@ -34,6 +34,7 @@ __all__ = ["Activity", "SampleTimes", "WorkerMonitor", "passes", "read_ending"]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
 _SLOWEST = 8  # samples of each worker whose times are kept
+_BITS = 48  # of the longest time, 39 hours
 _SIGNAL = 60  # a real-time signal that nothing known uses
 _METHODS = ("__getitem__", "read_packed", "read_into")
 _JOBS = {"stacks.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
@@ -49,6 +50,7 @@ _ROW = np.dtype([  # what a worker notes
     ("at", np.int64, (_THREADS, 2)),  # of each thread: the sample, or -1, and since when it is at it
     ("sums", np.int64, 5),  # samples so far, their wall, CPU and queueing time in ns, and the bytes that they read
     ("slowest", np.int64, (_SLOWEST, 2)),  # their time in ns, and their index
+    ("spread", np.int64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their time
     ("cpu", np.int64, 2),  # of whole processes in ns: of those before with this row, and of this one so far
 ])  # fmt: skip
 
@@ -86,6 +88,8 @@ class SampleTimes(NamedTuple):
     """By all of them, in sum; 0 where Linux does not say."""
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
+    spread: tuple[tuple[int, float], ...] = ()
+    """How many samples took 2**(n - 1) to 2**n ns, and their seconds in sum, by n."""
 
 
 class _ThreadCounts(threading.local):
@@ -132,7 +136,8 @@ class WorkerMonitor:
                 setattr(kind, name, self._wrap(getattr(kind, name), row))
 
     def _wrap(self, method: Callable[..., Any], row: Any) -> Callable[..., Any]:
-        threads, sums, slowest, cpu, counts = row["at"], row["sums"], row["slowest"], row["cpu"], _ThreadCounts()
+        threads, sums, slowest, spread, cpu = (row[name] for name in ("at", "sums", "slowest", "spread", "cpu"))
+        counts = _ThreadCounts()
 
         @wraps(method)
         def noted(me: Any, index: Any, *rest: Any) -> Any:
@@ -151,6 +156,7 @@ class WorkerMonitor:
                     fastest = slowest[:, 0].argmin()
                     if wall_ns > slowest[fastest, 0]:
                         slowest[fastest] = wall_ns, sample
+                    spread[min(wall_ns.bit_length(), _BITS - 1)] += 1, wall_ns
 
         return noted
 
@@ -165,7 +171,8 @@ class WorkerMonitor:
         times = self._notes["slowest"].reshape(-1, 2).tolist()
         slowest = sorted(((ns / 1e9, sample) for ns, sample in times if ns), reverse=True)[:_SLOWEST]
         whole_s = float(self._notes["cpu"].sum()) / 1e9
-        return SampleTimes(count, wall / 1e9, cpu / 1e9, queued / 1e9, tuple(slowest), read, whole_s)
+        spread = tuple((number, ns / 1e9) for number, ns in self._notes["spread"].sum(axis=0).tolist())
+        return SampleTimes(count, wall / 1e9, cpu / 1e9, queued / 1e9, tuple(slowest), read, whole_s, spread)
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""

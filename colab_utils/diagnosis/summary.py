@@ -432,18 +432,18 @@ def _explain_work(share: float, why: str, record: LoopRecord, *, is_queued: bool
 
 
 def _find_slow_sample(waits: _Seconds, record: LoopRecord) -> str:
-    """The slowest sample in words, where a few samples hold much of the time of all; else nothing."""
+    """The slowest sample in words, where a few samples hold much of the time of all, and of the waits; else nothing."""
     times = record.times
-    slow = [(seconds, index) for seconds, index in times.slowest if seconds >= _LEAST_SLOW_S]
-    if times.samples > len(slow) > 0:
-        rest_s = (times.wall_s - sum(seconds for seconds, _ in slow)) / (times.samples - len(slow))
-        slow = [(seconds, index) for seconds, index in slow if seconds > _TIMES_SLOWER * rest_s]
-        held = sum(seconds for seconds, _ in slow) / times.wall_s
-        if slow and held > 1 - _HOLDS:
-            seconds, index = slow[0]
-            count = len({index for _, index in slow})
-            others = f"{count} samples hold" if count > 1 else "it holds"
-            return f"Sample {index} takes {seconds:.2g} s: {others} {held:.0%} of the time of all samples."
+    count, slow_s = np.cumsum(np.array(times.spread).reshape(-1, 2)[::-1], axis=0)[::-1].T  # of these and slower ones
+    least_s = np.ldexp(0.5e-9, np.arange(len(count)))
+    rest_s = (times.wall_s - slow_s) / np.maximum(times.samples - count, 1)
+    fits = (count > 0) & (count <= _RARE * times.samples) & (least_s > _TIMES_SLOWER * rest_s)
+    fits &= (least_s > _LEAST_SLOW_S) & (slow_s > (1 - _HOLDS) * max(times.wall_s, float(waits.sum())))
+    for found in np.flatnonzero(fits)[:1].tolist():
+        (seconds, index), *others = [slow for slow in times.slowest if slow[0] >= least_s[found]]
+        who = "it holds" if all(other == index for _, other in others) else f"{count[found]:,.0f} such samples hold"
+        held = slow_s[found] / times.wall_s
+        return f"Sample {index} takes {seconds:.2g} s: {who} {held:.0%} of the time of all samples."
     rare = [number for number in _find_rare(waits).tolist() if record.seen.get(number)]
     if times.samples or not rare:
         return ""

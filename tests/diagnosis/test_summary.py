@@ -49,6 +49,16 @@ def spread(value, *, every=1):
     return [value if number % every == every - 1 else 0.0 for number in range(100)]
 
 
+def sum_up(samples):
+    """What workers note of samples, each with its seconds and its index; half of the time is work."""
+    spread, wall_s = [(0, 0.0)] * 48, sum(seconds for seconds, _ in samples)
+    for seconds, _ in samples:
+        bits = int(seconds * 1e9).bit_length()
+        spread[bits] = spread[bits][0] + 1, spread[bits][1] + seconds
+    slowest = tuple(sorted(samples, reverse=True)[:8])
+    return SampleTimes(len(samples), wall_s, wall_s / 2, 0.0, slowest, 0, wall_s / 2, tuple(spread))
+
+
 def test_a_loop_that_never_waits_has_no_cause():
     assert find(waits=spread(0.005), between=spread(0.005)) == []
     assert find(waits=[3.0, *[0.0] * 99]) == []  # every run starts once
@@ -77,8 +87,16 @@ def test_a_loop_that_never_waits_has_no_cause():
          r"waits 67 ms"),
         ({"waits": spread(0.05), "times": SampleTimes(200, 9.0, 8.0), "cpu_s": 19.0, "workers": 16},
          "too_many_workers", r"16 workers share 2 cores.*num_workers=2"),
-        ({"waits": spread(1.0, every=25), "times": SampleTimes(200, 4.0, 0.9, 0, ((1.0, 37), (0.9, 37), (0.01, 4)))},
-         "slow_sample", r"Sample 37 takes 1 s: it holds 48%"),
+        ({"waits": spread(1.0, every=25), "times": sum_up([*[(0.01, 4)] * 196, *[(1.0, 37)] * 4])},
+         "slow_sample", r"Sample 37 takes 1 s: it holds 67% of the time"),
+        ({"waits": spread(1.0, every=25), "times": sum_up([*[(0.01, 4)] * 196, (0.9, 5), *[(1.0, 37)] * 3])},
+         "slow_sample", r"Sample 37 takes 1 s: 4 such samples hold 6\d%"),
+        # hours later: a thousand times as many samples, the eight slowest of which are kept
+        ({"waits": spread(1.0, every=25), "times": sum_up([*[(0.01, 4)] * 196_000, *[(1.0, 37)] * 4_000])},
+         "slow_sample", r"Sample 37 takes 1 s: it holds 67% of the time"),
+        # one sample that had no core for a moment, in a loop that waits for something else
+        ({"waits": spread(0.05), "times": sum_up([*[(0.0005, 4)] * 200, (0.3, 37)])._replace(worker_cpu_s=6.0)},
+         "collate", r"of their CPU time outside of samples"),
         ({"waits": spread(1.0, every=25), "seen": {24: (37,), 49: (3,)}, "workers": 0}, "slow_sample",
          r"Sample 37 takes 1 s: 2 of 100 batches are so slow"),
         ({"waits": spread(0.05), "workers": 0}, "read", r"Use worker processes"),
