@@ -116,7 +116,7 @@ def read_traceml(said: str) -> tuple[str, str]:
 
 def read_gpuprof(said: str) -> tuple[str, str]:
     """Its first insight, and what it advises there."""
-    insights = re.findall(r"^ *\[(?:CRIT|HIGH|MED|MEDIUM|INFO)\]\s+(.*)\n((?: {10}.*\n)+)", said, re.M)
+    insights = re.findall(r"^ *\[(?:CRIT|HIGH|MED|LOW|INFO)\]\s+(.*)\n((?: {10}.*\n)+)", said, re.M)
     return (insights[0][0], " ".join(insights[0][1].split())) if insights else ("", "")
 
 
