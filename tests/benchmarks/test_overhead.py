@@ -31,7 +31,9 @@ def test_verdict_and_advice_of_traceml():
     assert read_traceml("") == ("", "")
 
 
-def test_insights_of_gpuprof():
-    said = "  Insights (2):\n  [HIGH]  the loader is slow\n  [LOW]   it costs money\n"
-    assert read_gpuprof(said) == ("the loader is slow", "the loader is slow it costs money")
+def test_the_first_insight_of_gpuprof_counts():
+    said = "  Insights (2):\n  [HIGH]  the loader is slow\n  [LOW]   it costs money\n"  # after a run: without advice
+    said += "  [HIGH]  the loader is slow\n          Use more workers,\n          or fewer.\n"
+    said += "  [LOW]   it costs money\n          Pay less.\n"
+    assert read_gpuprof(said) == ("the loader is slow", "Use more workers, or fewer.")
     assert read_gpuprof("") == ("", "")
