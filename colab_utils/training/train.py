@@ -89,7 +89,7 @@ def train(
             while training goes on.
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for the tiny one.
-        max_size: Limit of the longer side in pixels. Default: five thirds of ``min_size``.
+        max_size: Limit of the longer side in pixels, at most 10,000. Default: five thirds of ``min_size``.
         augment: ``"flip"``, the default, mirrors half of the images; ``"multiscale"`` also takes 0.6 to 1 of
             ``min_size``; ``"none"``; or your own ``torchvision.transforms.v2`` of (image, target), on the device.
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms; ``"trained"`` trains them. See
@@ -230,8 +230,9 @@ def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gp
     model = found["model"] or (models.GPU_MODEL if on_gpu else models.LIGHT_MODEL)
     light = 128 if model == models.TINY_MODEL else 192 if model == models.LIGHT_MODEL and not on_gpu else 800
     min_size = found["min_size"] or light
-    defaults = {"model": model, "min_size": min_size, "max_size": round(min_size * 5 / 3), "augment": "flip",
-                "norms": "frozen", "batch_size": 0, "learning_rate": 0}  # fmt: skip
+    max_size = min(round(min_size * 5 / 3), models.LARGEST_SIDE)
+    defaults = {"model": model, "min_size": min_size, "max_size": max_size, "augment": "flip", "norms": "frozen",
+                "batch_size": 0, "learning_rate": 0}  # fmt: skip
     return found | {name: found[name] or default for name, default in defaults.items()}
 
 

@@ -237,6 +237,7 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
         ({}, (192, 320)),  # a laptop's
         ({"min_size": 96}, (96, 160)),  # the usual shape
         ({"max_size": 200}, (192, 200)),  # as named
+        ({"min_size": 9000}, (9000, 10_000)),
     ],
 )
 def test_light_model_on_a_cpu_is_small(tiny_shards, tmp_path, options, sizes):
