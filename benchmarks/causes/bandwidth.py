@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader, read_slowly
 
 EXPECTED = "read"
-NEXT = r"(?i)local (SSD|disk)|storage|smaller|shrink|resize"
+NEXT = r"(?i)local (SSD|disk)|smaller|shrink|resize"
 EPOCHS = 1
 
 

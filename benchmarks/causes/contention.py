@@ -11,7 +11,7 @@ from benchmarks.causes.loop import Loop, Photos, Step, burn, make_plain_loader
 from colab_utils.runtime import count_cores
 
 EXPECTED = "contention"
-NEXT = r"(?i)num_threads|fewer (workers|threads)|CPU stalls"
+NEXT = r"(?i)num_threads|fewer (workers|threads)"
 EPOCHS = 1
 THREADS = 2 * count_cores()
 CPU_MS = 6.0  # of each thread for each image

@@ -2,7 +2,7 @@
 
 Each loop runs in a process of its own under TraceML (`traceml run`, its summary at the end) and under gpuprof (its
 insights), which have to be installed beside this package: `pip install traceml-ai gpuprof`. Their advice counts as
-fitting by the same words as that of `python -m benchmarks.causes`.
+fitting by the same words as that of `python -m benchmarks.causes`, and by some of their own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ from colab_utils.show.table import make_table
 __all__ = ["TOOLS", "main"]
 
 TOOLS = ("TraceML", "gpuprof")
+ALSO = {  # the words in which a peer's advice fits, beside those of a cause's NEXT
+    "read": "storage|Increase .*workers", "bandwidth": "storage", "between": "logging", "periodic": "checkpointing",
+    "contention": "CPU stalls",
+}  # fmt: skip
 GRACE_S = 60.0  # for a process to end after its loop
 
 
@@ -96,7 +100,7 @@ def ask(tool: str, name: str, seconds: float) -> dict[str, Any]:
             report = [str(Path(sys.executable).with_name("gpuprof")), "insights", "gpuprof.db", "1"]
             said += subprocess.run(report, cwd=folder, env=environment, capture_output=True, text=True).stdout
     says, advice = READERS[tool](said)
-    fits = bool(re.search(get_cause(name).NEXT, advice))
+    fits = any(re.search(words, advice) for words in (get_cause(name).NEXT, ALSO.get(name)) if words)
     return {
         "planted": name,
         "tool": tool,

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.causes.loop import Loop, Photos, Step, make_plain_loader, read_slowly
 
 EXPECTED = "read"
-NEXT = r"(?i)shards|local (SSD|disk)|storage|more workers|increase .*workers"
+NEXT = r"(?i)shards|local (SSD|disk)|more workers"
 EPOCHS = 1
 
 

@@ -98,8 +98,7 @@ def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
     try:
         opened = open_lazily(file)
     except Image.UnidentifiedImageError:
-        file.seek(0)
-        is_png = file.read(4) == b"\x89PNG"
+        is_png = _read_again(file, 4) == b"\x89PNG"
         opened = open_image(_read_again(file, -1 if is_png else 256))  # says what it is
     kind, notes, (width, height) = opened.format or "", list[tuple[str, str]](), opened.size
     if width * height > MOST_PIXELS:

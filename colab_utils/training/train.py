@@ -149,10 +149,11 @@ def _check_values(**values: Any) -> None:
     """Refuse a value that ``train`` does not know; None where nothing is asked for."""
     at_least_one = "steps", "checkpoint_steps", "batch_size"
     augments, is_folder = get_args(Augment), (lambda value: isinstance(value, str | PathLike))
+    side = (lambda value: 1 <= value <= models.LARGEST_SIDE), f"of 1 to {models.LARGEST_SIDE:,}"
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
         **dict.fromkeys(at_least_one, (lambda value: 1 <= value < 1 << 31, "of at least 1")),
         **dict.fromkeys(("shards", "val_shards"), (is_folder, "as the path of a folder, such as dataset.folder")),
-        **dict.fromkeys(("min_size", "max_size"), (lambda value: 1 <= value <= models.LARGEST_SIDE, "of 1 to 10,000")),
+        **dict.fromkeys(("min_size", "max_size"), side),
         "epochs": (lambda value: value >= 1 and values["steps"] is None, "of at least 1, and no steps beside them"),
         "resume": (("auto", "never").__contains__, "as 'auto' or 'never'"),
         "seed": (lambda value: value >= 0, "of 0 or more"),

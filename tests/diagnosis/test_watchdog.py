@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -438,12 +438,23 @@ def test_what_samples_took_and_read_is_counted_in_the_workers(tmp_path):
     assert 0 < times.cpu_s < times.worker_cpu_s
 
 
-def test_a_worker_whose_stack_is_asked_for_keeps_its_errno(tmp_path):
-    monitor, (begun, begin) = stacks.WorkerMonitor(_Photos(tmp_path)), os.pipe()
+@contextmanager
+def _fork_worker(monitor, work):
+    """A forked process that is seen by the monitor and then works; gives its pid."""
+    begun, begin = os.pipe()
     pid = os.fork()
     if not pid:
         monitor.enter()
         os.write(begin, b"1")
+        work()
+    os.read(begun, 1)
+    yield pid
+    os.close(begun)
+    os.close(begin)
+
+
+def test_a_worker_whose_stack_is_asked_for_keeps_its_errno(tmp_path):
+    def work():
         wrong, until_s = 0, time.monotonic() + 1.5
         while time.monotonic() < until_s:
             try:
@@ -451,36 +462,27 @@ def test_a_worker_whose_stack_is_asked_for_keeps_its_errno(tmp_path):
             except OSError as error:
                 wrong += error.errno != errno.ENOENT
         os._exit(min(wrong, 100))
-    os.read(begun, 1)
-    for _ in range(1000):
-        if stacks._takes_signal(pid):
-            os.kill(pid, stacks._SIGNAL)
-        time.sleep(0.001)
-    assert os.waitpid(pid, 0)[1] == 0
-    os.close(begun)
-    os.close(begin)
+
+    with _fork_worker(stacks.WorkerMonitor(_Photos(tmp_path)), work) as pid:
+        for _ in range(1000):
+            if stacks._takes_signal(pid):
+                os.kill(pid, stacks._SIGNAL)
+            time.sleep(0.001)
+        assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_worker_that_takes_no_signal_is_asked_for_its_stack_once(tmp_path):
     """A read that the kernel does not interrupt holds signals back: five at once overflowed the worker's stack."""
-    monitor, (begun, begin) = stacks.WorkerMonitor(_Photos(tmp_path)), os.pipe()
-    pid = os.fork()
-    if not pid:
-        monitor.enter()
-        os.write(begin, b"1")
-        while True:
-            time.sleep(0.1)
-    os.read(begun, 1)
-    os.kill(pid, signal.SIGSTOP)
-    for _ in range(10):
-        monitor.inspect_worker(pid)
-    os.kill(pid, signal.SIGCONT)
-    # the signal that waited comes first
-    assert any(monitor.inspect_worker(pid).stack or time.sleep(0.05) for _ in range(100)), "the worker is no more"
-    os.kill(pid, signal.SIGKILL)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    os.close(begun)
-    os.close(begin)
+    monitor = stacks.WorkerMonitor(_Photos(tmp_path))
+    with _fork_worker(monitor, partial(time.sleep, 60)) as pid:
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(10):
+            monitor.inspect_worker(pid)
+        os.kill(pid, signal.SIGCONT)
+        # the signal that waited comes first
+        assert any(monitor.inspect_worker(pid).stack or time.sleep(0.05) for _ in range(100)), "the worker is no more"
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
 def test_what_the_loader_has_stays_reachable(tmp_path):
