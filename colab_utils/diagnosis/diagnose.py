@@ -122,10 +122,9 @@ def diagnose(
         loader: a ``DataLoader``, a `Loader`, or anything iterable again and again over batches.
         step: your training step, called as ``step(images, targets)``, or an `EmulatedStep`; None times the loader
             alone: then ``headspace`` is 1 and says nothing.
-        seconds: about how long to measure. Each fix, where there is something to win, takes 0.15 of it (up to three
-            times that with a slow loader, and twice as long where `make_loader` is tried: its buffers have to grow
-            first), and ``verify`` 0.4 of it more. Without ``verify``, no fix is tried any more after six times these
-            seconds.
+        seconds: about how long to measure. Each fix, where there is something to win, takes 0.3 of it, half of that
+            untimed, until the memory of each process has grown (up to three times 0.3 with a slow loader); and
+            ``verify`` 0.5 of it more. Without ``verify``, no fix is tried any more after six times these seconds.
         verify: also measure the fixes for longer with your own step, those for the data on a sample of the images.
         restore: what your step changes: a model, its optimizer, a scheduler; anything with ``state_dict`` and
             ``load_state_dict``.

@@ -48,8 +48,8 @@ _MANY = 1_000_000
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
 _TRIAL_BATCHES = 20  # or as many as three times its share of the seconds allow
-_TRIAL_SHARE, _VERIFY_SHARE = 0.15, 0.4  # of the seconds of a diagnosis, for each fix
-_BUFFERS = 150  # batches of our own loader that come first: its buffers are still new, or grow, in each process
+_TRIAL_SHARE, _VERIFY_SHARE = 0.3, 0.5  # of the seconds of a diagnosis, for each fix
+_WARMUP = 150  # batches, or half of the seconds of a trial: until the memory of each process has grown
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,8 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
 
 def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share: float, least: int = 1) -> float:
     with open_like(now, **plan.options) as loader:
-        warmup, times_longer = (2, 1) if isinstance(loader, DataLoader) else (_BUFFERS, 2)
-        watched, max_s = WatchedLoader(loader, _TIMEOUT_S, "raise"), times_longer * share * now.seconds
-        times = time_batches(watched, step, batches=500, warmup=warmup, max_s=max_s, least=least)
+        watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
+        times = time_batches(watched, step, batches=500, warmup=_WARMUP, max_s=share * now.seconds, least=least)
     return times.images_per_second
 
 

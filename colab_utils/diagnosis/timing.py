@@ -113,7 +113,7 @@ def time_batches(
         loader: anything iterable over batches.
         step: called as ``step(images, targets)`` where a batch is such a pair, else as ``step(batch)``.
         batches: how many to time at most.
-        warmup: batches that come first, untimed: at least a round, and fewer after ``max_s`` seconds.
+        warmup: batches that come first, untimed: at least a round, and fewer after half of ``max_s``.
         max_s: when to stop, seconds: after three rounds and ``least`` batches; after three times ``max_s``, counted
             from the first timed batch, with the rounds there are.
         least: so many batches even after ``max_s``.
@@ -143,7 +143,7 @@ def time_batches(
                 _synchronize()
             ended_s, ended_cpu_s = perf_counter(), process_time()
             if seen <= untimed:
-                if ended_s - began_s > max_s and seen % lanes == 0:
+                if ended_s - began_s > max_s / 2 and seen % lanes == 0:
                     untimed = seen
                 if seen == untimed:
                     cpu_began_s, timed_s = measure_tree_cpu(), ended_s
