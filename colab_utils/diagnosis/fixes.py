@@ -47,9 +47,9 @@ _EPOCHS = 50  # of a sample in one: where an epoch ends, workers run dry
 _MANY = 1_000_000
 _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
-_TRIAL_BATCHES = 20  # or as many as three times its share of the seconds allow
+_LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
 _TRIAL_SHARE, _VERIFY_SHARE = 0.3, 0.5  # of the seconds of a diagnosis, for each fix
-_WARMUP = 150  # batches, or half of the seconds of a trial: until the memory of each process has grown
+_WARMUP, _WARMUP_SHARE = 150, 0.15  # batches, or of the seconds too: until the memory of each process has grown
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,8 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
         try:
             with read_at_full_speed():  # what was timed lies in Drive's cache
                 plan = make_plan()
-            rate = _time(now, plan, now.make_placeholder(), share=_TRIAL_SHARE, least=_TRIAL_BATCHES)
-            measured = _time(now, plan, now.step, share=_VERIFY_SHARE) if now.verify else None
+            rate = _time(now, plan, now.make_placeholder(), _TRIAL_SHARE)
+            measured = _time(now, plan, now.step, _VERIFY_SHARE) if now.verify else None
             gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.loop.images_per_second else "wins nothing"
             return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}.")
         except Exception as error:  # what was found out so far is worth more
@@ -221,11 +221,13 @@ def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
     return Fix(id, name, None, None, f"{advice}. Not tried: {why.removesuffix('.')}.")
 
 
-def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, *, share: float, least: int = 1) -> float:
+def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, share: float) -> float:
+    """Images a second; each time from the same batch on, because images of a slow Drive differ in their times."""
     with open_like(now, **plan.options) as loader:
-        watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
-        times = time_batches(watched, step, batches=500, warmup=_WARMUP, max_s=share * now.seconds, least=least)
-    return times.images_per_second
+        return time_batches(
+            WatchedLoader(loader, _TIMEOUT_S, "raise"), step, batches=500, warmup=_WARMUP, least=_LEAST_BATCHES,
+            warmup_s=_WARMUP_SHARE * now.seconds, max_s=share * now.seconds,
+        ).images_per_second  # fmt: skip
 
 
 def _plan_data(now: Situation, folder: Path) -> dict[str, Callable[[], _Plan]]:

@@ -203,6 +203,7 @@ class WorkerMonitor:
             ident = next((other for other, sample in samples.items() if sample is not None), ident)
         task = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
         stack = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frames[ident])]
+        frames.clear()  # this call's frame is one of them: in a circle, all of them would keep their arrays
         progress = _read_progress(f"/proc/self/task/{task}")
         return Activity(_cut(stack), *_read_call(os.getpid(), task), samples[ident], False, *progress)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -101,8 +102,8 @@ def find_error(seconds: NDArray[np.float64]) -> float:
 
 
 def time_batches(
-    loader: Iterable[Any], step: Callable[..., Any] | None = None, *, batches: int, warmup: int = 2, max_s: float = 60,
-    least: int = 1, on_batch: Callable[[int, Any], None] | None = None,
+    loader: Iterable[Any], step: Callable[..., Any] | None = None, *, batches: int, warmup: int = 2,
+    warmup_s: float = math.inf, max_s: float = 60, least: int = 1, on_batch: Callable[[int, Any], None] | None = None,
 ) -> BatchTimes:  # fmt: skip
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step took.
 
@@ -113,7 +114,8 @@ def time_batches(
         loader: anything iterable over batches.
         step: called as ``step(images, targets)`` where a batch is such a pair, else as ``step(batch)``.
         batches: how many to time at most.
-        warmup: batches that come first, untimed: at least a round, and fewer after half of ``max_s``.
+        warmup: batches that come first, untimed: at least a round.
+        warmup_s: fewer after so many seconds, and after ``max_s``.
         max_s: when to stop, seconds: after three rounds and ``least`` batches; after three times ``max_s``, counted
             from the first timed batch, with the rounds there are.
         least: so many batches even after ``max_s``.
@@ -143,7 +145,7 @@ def time_batches(
                 _synchronize()
             ended_s, ended_cpu_s = perf_counter(), process_time()
             if seen <= untimed:
-                if ended_s - began_s > max_s / 2 and seen % lanes == 0:
+                if ended_s - began_s > min(warmup_s, max_s) and seen % lanes == 0:
                     untimed = seen
                 if seen == untimed:
                     cpu_began_s, timed_s = measure_tree_cpu(), ended_s

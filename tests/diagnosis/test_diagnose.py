@@ -70,7 +70,7 @@ def test_a_loader_that_keeps_up_is_fine():
 @pytest.mark.clock
 def test_a_stalled_loader_is_told_what_it_could_win(monkeypatch):
     # loading 4 images takes 40 ms in one worker, the step 10 ms: five times as fast at most, workers cure it
-    monkeypatch.setattr(fixes, "_TRIAL_BATCHES", 8)
+    monkeypatch.setattr(fixes, "_LEAST_BATCHES", 8)
     monkeypatch.setattr(fixes, "_LATE", 1000)
     found = diagnose(DataLoader(_Sleepy(0.01), batch_size=4, num_workers=1), _sleep_step(0.01), seconds=2)
     assert found.verdict.startswith("Training waits")
@@ -87,7 +87,7 @@ def test_a_stalled_loader_is_told_what_it_could_win(monkeypatch):
 
 @pytest.mark.clock
 def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_dataset):
-    monkeypatch.setattr(fixes, "_TRIAL_BATCHES", 4)
+    monkeypatch.setattr(fixes, "_LEAST_BATCHES", 4)
     monkeypatch.setattr(fixes, "_LATE", 1000)
     dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
     loader = make_loader(dataset, batch_size=2, workers=1)

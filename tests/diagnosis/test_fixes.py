@@ -52,7 +52,7 @@ class _Stream(IterableDataset):
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
     """Trials end with their time, however few batches they had; and on a slow machine all are made."""
-    monkeypatch.setattr(fixes, "_TRIAL_BATCHES", 4)
+    monkeypatch.setattr(fixes, "_LEAST_BATCHES", 4)
     monkeypatch.setattr(fixes, "_LATE", 1000)
 
 

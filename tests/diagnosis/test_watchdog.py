@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 from colab_utils.diagnosis import stacks, watchdog
-from colab_utils.diagnosis.watchdog import watch
+from colab_utils.diagnosis.watchdog import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
@@ -584,3 +585,34 @@ def test_arguments_that_cannot_be(arguments, said):
         watch(5)
     with pytest.raises(ColabUtilsError, match="to iterate over, found str"):
         watch("images/train")
+
+
+class _Pixels:
+    """Stands for a large array."""
+
+
+class _Decoding(Dataset):
+    """Each sample decodes for a while into something large, which it does not return."""
+
+    def __init__(self):
+        self.decoded = []
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        pixels = _Pixels()
+        self.decoded.append(weakref.ref(pixels))
+        time.sleep(0.4)
+        return index
+
+
+def test_what_is_looked_at_is_freed_with_its_call():
+    dataset = _Decoding()
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(list(WatchedLoader(DataLoader(dataset), 1, "raise"))) == 3
+        assert [pixels() for pixels in dataset.decoded] == [None] * 3
+    finally:
+        gc.enable()
