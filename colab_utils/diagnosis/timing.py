@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -103,7 +102,7 @@ def find_error(seconds: NDArray[np.float64]) -> float:
 
 def time_batches(
     loader: Iterable[Any], step: Callable[..., Any] | None = None, *, batches: int, warmup: int = 2,
-    warmup_s: float = math.inf, max_s: float = 60, least: int = 1, on_batch: Callable[[int, Any], None] | None = None,
+    warmup_s: float = np.inf, max_s: float = 60, least: int = 1, on_batch: Callable[[int, Any], None] | None = None,
 ) -> BatchTimes:  # fmt: skip
     """Time ``batches`` batches of any loader: how long each was waited for, and how long its step took.
 

@@ -204,8 +204,7 @@ class _Pass:
         self.thread = threading.get_ident()  # which waits for the batches
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
-        main = threading.current_thread() is threading.main_thread()
-        self._can_interrupt = main and self._watched.on_stall == "raise"
+        self._can_interrupt = self._watched.on_stall == "raise" and self.thread == threading.main_thread().ident
         before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
         record, alone, number = self._record, not self._record.workers, 0
         try:
