@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from colab_utils.diagnosis.fixes import Fix, Situation, find_fixes
+from colab_utils.diagnosis.fixes import WARMUP, WARMUP_SHARE, Fix, Situation, find_fixes
 from colab_utils.diagnosis.resources import Resources
 from colab_utils.diagnosis.stages import find_tensors, time_stages
 from colab_utils.diagnosis.summary import Cause, refine_causes
@@ -33,7 +33,6 @@ from colab_utils.runtime import find_free_memory
 
 __all__ = ["Change", "Diagnosis", "compare_runs", "diagnose", "read_run"]
 
-_WARMUP = 4  # batches
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
 _SAMPLED, _VERIFIED = 16, 64  # images that the fixes for the data are forecast on, and measured on
@@ -177,7 +176,10 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
 
     watched = WatchedLoader(loader, _TIMEOUT_S, "raise", pss_s=2)
     on_batch = partial(_keep_batch, kept)
-    now = time_batches(watched, count_and_step, batches=500, warmup=_WARMUP, max_s=0.4 * seconds, on_batch=on_batch)
+    now = time_batches(
+        watched, count_and_step, batches=500, warmup=WARMUP, warmup_s=WARMUP_SHARE * seconds, max_s=0.5 * seconds,
+        on_batch=on_batch,
+    )  # fmt: skip
     rate, size = now.images_per_second, round(now.images / len(now.wait_s))
     cached, slower, ceiling = now, 1.0, rate
     if step is not None:

@@ -49,7 +49,7 @@ _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
 _LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
 _TRIAL_SHARE, _VERIFY_SHARE = 0.3, 0.5  # of the seconds of a diagnosis, for each fix
-_WARMUP, _WARMUP_SHARE = 150, 0.15  # batches, or of the seconds too: until the memory of each process has grown
+WARMUP, WARMUP_SHARE = 150, 0.15  # batches, or of the seconds: until the memory of each process has grown
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, share: f
     """Images a second; each time from the same batch on, because images of a slow Drive differ in their times."""
     with open_like(now, **plan.options) as loader:
         return time_batches(
-            WatchedLoader(loader, _TIMEOUT_S, "raise"), step, batches=500, warmup=_WARMUP, least=_LEAST_BATCHES,
-            warmup_s=_WARMUP_SHARE * now.seconds, max_s=share * now.seconds,
+            WatchedLoader(loader, _TIMEOUT_S, "raise"), step, batches=500, warmup=WARMUP, least=_LEAST_BATCHES,
+            warmup_s=WARMUP_SHARE * now.seconds, max_s=share * now.seconds,
         ).images_per_second  # fmt: skip
 
 

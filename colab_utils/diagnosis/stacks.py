@@ -196,14 +196,14 @@ class WorkerMonitor:
         return Activity(_cut(stack), *calls[0], self.find_sample(pid), idle, *_read_progress(f"/proc/{pid}"))
 
     def inspect_thread(self, ident: int) -> Activity:
-        """What a thread of this process does, or another one that is at a sample while this one is not."""
+        """What another thread of this process does, or a third one that is at a sample while that one is not."""
         frames = sys._current_frames()
+        del frames[threading.get_ident()]  # this call's own: in a circle, it would keep the arrays of all of them
         samples = {other: self._find_sample(frame) for other, frame in frames.items()}
         if samples[ident] is None:
             ident = next((other for other, sample in samples.items() if sample is not None), ident)
         task = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
         stack = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frames[ident])]
-        frames.clear()  # this call's frame is one of them: in a circle, all of them would keep their arrays
         progress = _read_progress(f"/proc/self/task/{task}")
         return Activity(_cut(stack), *_read_call(os.getpid(), task), samples[ident], False, *progress)
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from colab_utils.drive import DriveLostError, Retries, guard_drive, open_file
+from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, open_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import hash_bytes
@@ -75,7 +75,7 @@ class CheckpointFolder:
         Raises:
             ColabUtilsError: The folder cannot be made or written to.
         """
-        try:
+        with explain_write(self.run):
             self.run.mkdir(parents=True, exist_ok=True)
             if not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
@@ -86,11 +86,6 @@ class CheckpointFolder:
             for path in [*self._list("newest"), *self._list("best")] if anew else ():
                 target.mkdir(exist_ok=True)
                 shutil.move(path, target / path.name)
-        except (OSError, ValueError) as error:  # the latter of a name that is none
-            raise ColabUtilsError(
-                f"expected a folder for checkpoints, found that {self.run} cannot be written to "
-                f"({getattr(error, 'strerror', None) or error}). Choose another run folder."
-            ) from None
 
     def save(self, state: Mapping[str, Any], *, step: int, which: Which = "newest", patiently: bool = False) -> Path:
         """Write one checkpoint and read it back; then the oldest of three goes, or the one that was best before.
