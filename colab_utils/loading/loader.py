@@ -357,10 +357,12 @@ class Loader:
 
     def _knows(self, shards: list[int]) -> bool:
         """Whether windows hold these shards, all there are, or none."""
-        arrival, shard_of = self._fetcher.arrival, self._fetcher.shard_of
-        least = len(shards) + 1 if shard_of is None else int(shard_of.max()) + 1
-        count = max(least, len(shards)) if arrival is None else len(arrival.index.shards)
-        return not shards or shards == [*range(count)]
+        arrival, shard_of, count = self._fetcher.arrival, self._fetcher.shard_of, len(shards)
+        if arrival is not None:
+            is_whole = count == len(arrival.index.shards)
+        else:  # a subset may have no image of the last shards
+            is_whole = shard_of is not None and count > shard_of.max()
+        return not shards or (is_whole and shards == [*range(count)])
 
     def close(self) -> None:
         """End the workers; the next pass starts new ones."""

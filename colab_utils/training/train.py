@@ -273,9 +273,7 @@ def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool
             )
     if before["device"] == "cpu" and plan.device.startswith("cuda"):
         text = f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For "
-        text += (
-            f"a GPU's defaults ({models.GPU_MODEL} at 800 px) pass another run folder (RUN_NAME), or resume='never'."
-        )
+        text += f"GPU defaults ({models.GPU_MODEL}, 800 px) pass another run folder (RUN_NAME), or resume='never'."
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
