@@ -17,21 +17,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
-from colab_utils.data.defects import MODEL_SIZES, Findings, Header, check_image, find_scale, read_header
+from colab_utils.data.defects import MODEL_SIZES, Findings, check_image, find_scale, read_header
 from colab_utils.drive import Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import count_cores, fork_pool, show_progress
 
 __all__ = [
-    "EXAMPLES", "ClassCount", "DatasetReport", "DatasetStatistics", "Problem", "WorstImage", "check_dataset",
-    "inspect_images", "sum_up",
+    "EXAMPLES", "DatasetReport", "DatasetStatistics", "Problem", "WorstImage", "check_dataset", "inspect_images",
 ]  # fmt: skip
 
 EXAMPLES = 5  # of each kind
 _WORST = 10
 _CHUNK = 16  # images that a process takes at a time
 _STREAMS = 8  # on Drive each file costs its latency: each process waits for several at once
-_shared: Any = None  # in a worker process
 _MANY_CROWDS = 0.1  # of the objects: COCO has 1 %
 _RARE = 10  # objects, below which a class is not learnt
 _SMALL, _MEDIUM = 32**2, 96**2  # COCO's limits, in pixels of the mask
@@ -71,7 +69,13 @@ _KINDS = {
 _EFFECTS = {kind: effect for effect, kinds in _KINDS.items() for kind in kinds.split("|")}
 _SERIOUS = {kind for kind, effect in _EFFECTS.items() if not effect.startswith("note")}
 # of which an image is none of the worst
-_COMMON = {"grey image", "image without objects", "EXIF rotation, annotated upright", "wrong extension"}
+_COMMON = {
+    "grey image",
+    "image without objects",
+    "EXIF rotation, annotated upright",
+    "wrong extension",
+    "enlarged image",
+}
 # by a key that only their annotations have
 _PURPOSES = {
     "caption": "captions", "segments_info": "panoptic segments", "keypoints": "keypoints without masks",
@@ -103,34 +107,18 @@ class WorstImage:
 
 
 @dataclass(frozen=True)
-class ClassCount:
-    """How often a class is there to learn from."""
-
-    name: str
-    objects: int
-    images: int
-
-
-@dataclass(frozen=True)
 class DatasetStatistics:
     """The usable objects in numbers; crowds are left out."""
 
     objects: int
-    classes: tuple[ClassCount, ...]
-    """The most frequent first."""
+    classes: dict[str, int]
+    """Objects by their class, the most frequent first."""
     sizes: dict[str, int]
     """Objects by the pixels of their mask, in COCO's three sizes."""
     aspect_ratios: dict[str, int]
     """Objects by width : height of their box."""
     objects_per_image: dict[str, int]
     """Images by their number of objects."""
-    median_width_px: float
-    """Of the images."""
-    median_height_px: float
-    enlarged_share: float
-    """Of the images, 0 to 1: those that Mask R-CNN enlarges to 800 / 1333 pixels, torchvision's default."""
-    enlarged_work: float
-    """Pixels that the model sees in place of one of theirs."""
     advice: tuple[str, ...]
     """What to do, in sentences."""
 
@@ -186,89 +174,67 @@ def check_dataset(
     dataset = read_coco(annotations)
     findings = inspect_images(Path(images), dataset, deep=deep)
     more = _find_shared(Path(images), dataset, findings, *validation) if validation else []
-    return sum_up(dataset, findings, more)
+    return _sum_up(dataset, findings, more)
 
 
-def inspect_images(
-    images: Path, dataset: CocoDataset, headers: Sequence[Header] = (), *, deep: bool = False
-) -> list[Findings]:
-    """What is wrong with each image and its annotations, in the dataset's order; its ``headers``, where known already.
+def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
+    """What is wrong with each image and its annotations, in the dataset's order.
 
     Raises:
         ColabUtilsError: if there is no such folder, or a process was ended.
         DriveLostError: if Drive went away.
     """
     require_folder(images)
-    starts, settings = range(0, len(dataset), _CHUNK), (images, dataset, headers, deep)
+    starts, findings = range(0, len(dataset), _CHUNK), list[Findings]()
+    parts = (dataset.subset(start, min(start + _CHUNK, len(dataset))) for start in starts)
     workers = max(1, min(count_cores(), len(starts)))
-    with show_progress("check", total=len(dataset), unit="image") as bar, fork_pool(workers, _share, settings) as pool:
-        findings = list[Findings]()
-        for found in pool.map(_inspect_chunk, starts):
+    with show_progress("check", total=len(dataset), unit="image") as bar, fork_pool(workers) as pool:
+        for found in pool.map(partial(_inspect_part, images, deep), parts):
             findings += found
             bar.update(len(found))
-        return findings
+    return findings
 
 
-def _share(settings: tuple[Path, CocoDataset, Sequence[Header], bool]) -> None:
-    from PIL import Image
-
-    global _shared
-    _shared = settings
-    Image.MAX_IMAGE_PIXELS = None  # ours is the limit, and Pillow would warn below it
-
-
-def _inspect_chunk(start: int) -> list[Findings]:
-    """Some images, in a process that has the dataset from the one that forked it."""
-    images, dataset, known, deep = _shared
-    chosen = range(start, min(start + _CHUNK, len(dataset)))
-    read = partial(read_header, images, dataset, retries=Retries(), deep=deep)
+def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
     with ThreadPoolExecutor(_STREAMS) as pool:
-        headers = known[start : start + _CHUNK] or pool.map(read, chosen)
-        return [check_image(dataset, i, header) for i, header in zip(chosen, headers, strict=True)]
+        headers = pool.map(partial(read_header, images, part, retries=Retries(), deep=deep), range(len(part)))
+        return [check_image(part, i, header) for i, header in enumerate(headers)]
 
 
-def sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tuple[str, str]] = ()) -> DatasetReport:
+def _sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tuple[str, str]]) -> DatasetReport:
     """The report of what was found in each image, of what concerns the whole dataset, and of ``more`` defects."""
     examples, scores = defaultdict[str, list[str]](list), Counter[int]()
     for i, found in enumerate(findings):
         for kind, text in found.defects:
             examples[kind].append(text)
             scores[i] += 1000 if kind in _SERIOUS else kind not in _COMMON
-    statistics = _measure_dataset(
-        dataset, findings, [escape(dataset.file_name(i)) for i, score in scores.most_common(3) if score > 999]
-    )
-    for kind, text in (*_find_in_all(dataset, findings, statistics), *more):
+    worst = [(i, score) for i, score in scores.most_common(_WORST) if score]
+    look_at = [escape(dataset.file_name(i)) for i, score in worst[:3] if score >= 1000]
+    statistics = _measure_dataset(dataset, findings, look_at)
+    for kind, text in (*_find_in_all(dataset, findings, statistics.classes), *more):
         examples[kind].append(text)
     problems = tuple(
         Problem(kind, len(examples[kind]), tuple(dict.fromkeys(examples[kind]))[:EXAMPLES], effect)
         for kind, effect in _EFFECTS.items()
         if examples[kind]
     )
-    worst = tuple(
-        WorstImage(
-            int(dataset.image_ids[i]), escape(dataset.file_name(i)), tuple(kind for kind, _ in findings[i].defects)
-        )
-        for i, score in scores.most_common(_WORST)
-        if score
+    shown = tuple(
+        WorstImage(int(dataset.image_ids[i]), escape(dataset.file_name(i)), tuple(dict(findings[i].defects)))
+        for i, _ in worst
     )
-    total = len(dataset.ids) + len(dataset.unknown_images) + len(dataset.unknown_categories)
-    ok = not _SERIOUS & {one.kind for one in problems}
-    return DatasetReport(len(dataset), total, ok, problems, statistics, worst)
+    total, ok = len(dataset.ids) + len(dataset.unknown_images), not _SERIOUS & {one.kind for one in problems}
+    return DatasetReport(len(dataset), total, ok, problems, statistics, shown)
 
 
 def _find_in_all(
-    dataset: CocoDataset, findings: Sequence[Findings], statistics: DatasetStatistics
+    dataset: CocoDataset, findings: Sequence[Findings], classes: dict[str, int]
 ) -> Iterator[tuple[str, str]]:
     """What no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
-    seen = set[int]()
-    for i, number in enumerate(dataset.image_ids.tolist()):
-        if number in seen:
-            yield "repeated image id", f"{escape(dataset.file_name(i))}: id {number}"
-        seen.add(number)
-    for kind, ids in (("unknown image", dataset.unknown_images), ("unknown category", dataset.unknown_categories)):
-        yield from ((kind, f"annotation {number}") for number in ids.tolist())
+    for number in dataset.repeated_ids.tolist():
+        yield "repeated image id", f"id {number}: the first image of it has the annotations"
+    yield from (("unknown image", f"annotation {number}") for number in dataset.unknown_images.tolist())
     entries = defaultdict[str, list[bytes]](list)
     for i, found in enumerate(findings):
         entries[dataset.file_name(i)].append(found.objects.tobytes())
@@ -278,17 +244,15 @@ def _find_in_all(
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
         yield "no instances", _name_purpose(dataset)
-    crowds, objects = dataset.crowds, len(dataset.ids)
-    text = f"{crowds:,} of {objects:,} objects are crowds and left out"
-    yield from [("many crowds" if crowds > _MANY_CROWDS * objects else "crowd", text)] * crowds
+    crowds, total = dataset.crowds, len(dataset.ids)
+    text = f"{crowds:,} of {total:,} objects are crowds and left out"
+    yield from [("many crowds" if crowds > _MANY_CROWDS * total else "crowd", text)] * crowds
     named = Counter(one["name"] for one in dataset.categories)
     yield from (("name of several categories", name) for name, count in named.items() if count > 1)
     yield from (("category id 0", one["name"]) for one in dataset.categories if one["id"] == 0)
-    for one in statistics.classes:
-        if one.objects < _RARE:
-            yield "rare category" if one.objects else "unused category", f"{one.name} ({one.objects})"
-    work = f"{statistics.enlarged_work:.1f} times the pixels"
-    yield from [("enlarged image", work)] * round(statistics.enlarged_share * len(findings))
+    for name, objects in classes.items():
+        if objects < _RARE:
+            yield "rare category" if objects else "unused category", f"{name} ({objects})"
 
 
 def _name_purpose(dataset: CocoDataset) -> str:
@@ -307,17 +271,16 @@ def _find_shared(
         by_size[found.header.bytes].append(i)
 
     @cache
-    def hash_image(dataset: CocoDataset, folder: str | Path, i: int) -> bytes:
-        return xxhash.xxh3_128_digest(read_file(dataset.find_image(folder, i)[0], None, retries))
+    def hash_file(path: Path) -> bytes:
+        return xxhash.xxh3_128_digest(read_file(path, None, retries))
 
     def compare(i: int) -> tuple[str, str] | None:
         with suppress(OSError, ColabUtilsError):  # what cannot be read is in no training
-            for twin in by_size.get(other.find_image(others, i)[0].stat().st_size, ()):
-                if hash_image(dataset, images, twin) == hash_image(other, others, i):
-                    return (
-                        "image in validation, too",
-                        f"{escape(dataset.file_name(twin))} is {escape(other.file_name(i))}",
-                    )
+            path = other.find_image(others, i)[0]
+            for twin in by_size.get(path.stat().st_size, ()):
+                if hash_file(dataset.find_image(images, twin)[0]) == hash_file(path):
+                    text = f"{escape(dataset.file_name(twin))} is {escape(other.file_name(i))}"
+                    return "image in validation, too", text
         return None
 
     retries = Retries()
@@ -328,20 +291,11 @@ def _find_shared(
 def _measure_dataset(dataset: CocoDataset, findings: Sequence[Findings], look_at: Sequence[str]) -> DatasetStatistics:
     """The numbers of a dataset, from what was found in each image; ``look_at``: files with problems."""
     objects = np.concatenate([np.zeros((0, 4)), *(found.objects for found in findings)])
-    counts = np.array([len(found.objects) for found in findings], np.int64)
-    stored = np.array([found.header.size for found in findings]).reshape(-1, 2)
-    sizes = np.where(dataset.sizes.all(1, keepdims=True), dataset.sizes, stored)
-    sizes = sizes[(sizes > 0).all(1)].astype(float)
-    scales = find_scale(*sizes.T)
-    larger = scales > 1
-    pixels = sizes.prod(1)
-    work = float((pixels * scales**2)[larger].sum() / pixels[larger].sum()) if larger.any() else 1.0
-    owners = np.repeat(np.arange(len(findings)), counts)
-    classes = [_count_class(one, objects, owners) for one in dataset.categories]
-    share = float(larger.mean()) if len(sizes) else 0.0
-    height, width = np.median(sizes, 0).tolist() if len(sizes) else (0.0, 0.0)
-    advice = [_advise_size(objects, height, width, share, work)] if len(objects) else []
-    rare = [f"{one.name} ({one.objects:,})" for one in classes if one.objects < _RARE]
+    names = {one["id"]: one["name"] for one in dataset.categories}
+    classes = Counter(dict.fromkeys(names.values(), 0))
+    classes.update(names[number] for number in objects[:, 0].tolist())
+    advice = [_advise_size(findings, objects[:, 3])] if len(objects) else []
+    rare = [f"{name} ({count:,})" for name, count in classes.items() if count < _RARE]
     if rare:
         more = f" and {len(rare) - 5} more" if len(rare) > 5 else ""
         advice.append(f"Merge or drop classes of under {_RARE} objects: {', '.join(rare[:5])}{more}.")
@@ -349,37 +303,31 @@ def _measure_dataset(dataset: CocoDataset, findings: Sequence[Findings], look_at
         advice.append(f"Look at {', '.join(look_at)} first.")
     return DatasetStatistics(
         objects=len(objects),
-        classes=tuple(sorted(classes, key=lambda one: -one.objects)),
+        classes=dict(classes.most_common()),
         sizes=_count_bins(objects[:, 3], _SIZES),
         aspect_ratios=_count_bins(objects[:, 1] / objects[:, 2], _RATIOS),
-        objects_per_image=_count_bins(counts, _COUNTS),
-        median_width_px=width,
-        median_height_px=height,
-        enlarged_share=share,
-        enlarged_work=work,
+        objects_per_image=_count_bins(np.array([len(found.objects) for found in findings]), _COUNTS),
         advice=tuple(advice),
     )
 
 
-def _count_class(category: dict[str, object], objects: NDArray[np.float64], owners: NDArray[np.int64]) -> ClassCount:
-    mine = objects[:, 0] == category["id"]
-    return ClassCount(str(category["name"]), int(mine.sum()), len(np.unique(owners[mine])))
-
-
-def _count_bins(values: NDArray[np.float64] | NDArray[np.int64], limits: dict[str, float]) -> dict[str, int]:
+def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int]:
     """How many values lie below each limit, and not below the one before."""
     below = np.searchsorted(np.sort(values), [*limits.values()])
     return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
 
 
-def _advise_size(objects: NDArray[np.float64], height: float, width: float, share: float, work: float) -> str:
-    """An input size: as the images are where their objects are large, else torchvision's."""
-    shorter, longer = (32 * max(1, round(side / 32)) for side in sorted((height, width)))
-    small = float((objects[:, 3] < _SMALL).mean())
+def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> str:
+    """An input size: as the images are where their objects, of these pixels, are large; else torchvision's."""
+    sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
+    scales, pixels = find_scale(*sizes.T), sizes.prod(1)
+    larger, small = scales > 1, np.mean(masks < _SMALL)
     default = f"--min-size {MODEL_SIZES[0]} --max-size {MODEL_SIZES[1]}"
-    if share < 0.5 or work < 1.3:
+    work = np.sum((pixels * scales**2)[larger]) / max(1, np.sum(pixels[larger]))
+    if larger.mean() < 0.5 or work < 1.3:
         return f"Train at {default}, the default: most images are as large, or larger."
-    cost = f"the default enlarges {share:.0%} of the images and makes {work:.1f} times the work"
+    cost = f"the default enlarges {larger.mean():.0%} of the images and makes {work:.1f} times the work"
     if small < 0.3:
+        shorter, longer = (32 * max(1, round(side / 32)) for side in sorted(np.median(sizes, 0).tolist()))
         return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."
     return f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, which gain by it."

@@ -12,7 +12,7 @@ import re
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -32,8 +32,8 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import find_free_memory, write_file
 
 __all__ = [
-    "CocoDataset", "decode_text", "open_coco", "read_bytes", "read_coco", "require_folder", "require_new",
-    "take_base_name", "write_subset",
+    "FAULTS", "CocoDataset", "open_coco", "read_coco", "read_field", "require_folder", "require_new",
+    "take_base_name", "write_coco", "write_subset",
 ]  # fmt: skip
 
 _SECTIONS = ("images", "annotations", "categories")
@@ -43,15 +43,17 @@ _LARGEST_NUMBER = 1e15  # of a box; a float32 holds it
 _LONGEST_NAME = 4096  # characters of a file_name: no path of Linux is longer
 _UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
 _NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
-_FAULTS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)  # what reading an entry raises
+_FIELDS = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
+FAULTS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+"""What reading an entry raises."""
 
 
 @dataclass(frozen=True, eq=False)
 class CocoDataset:
     """A COCO dataset's annotations, grouped by image; make one with :func:`read_coco`.
 
-    I images, A annotations. Annotations whose image or category is unknown are not among the A; their
-    ids are in ``unknown_images`` and ``unknown_categories``. Of images with the same id, the first has the annotations.
+    I images, A annotations. Annotations whose image is unknown are not among the A; their ids are in
+    ``unknown_images``. Of images with the same id, the first has the annotations.
     """
 
     fingerprint: str
@@ -82,6 +84,7 @@ class CocoDataset:
     """Ids that several images have, once for each image but the first."""
     unknown_images: NDArray[np.int64]
     unknown_categories: NDArray[np.int64]
+    """Ids of those among the A whose category is unknown."""
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -112,22 +115,19 @@ class CocoDataset:
             DriveLostError: Drive went away.
         """
         name = self.file_name(index)
+        slashed, base = name.replace("\\", "/"), take_base_name(name)
         path = None if _leads_out(name) else _resolve(folder, name)
-        slashed = name.replace("\\", "/")
         if path:
-            if (slashed == name and "/" not in name and name.isascii()) or os.path.exists(path):
+            if name.isascii() and "/" not in slashed:
                 return path, False
-            for other in {normalize(form, slashed) for form in ("NFC", "NFD")} - {name}:
-                if os.path.exists(alike := _resolve(folder, other)):
-                    return alike, False
+            spellings = (path, *(_resolve(folder, normalize(form, slashed)) for form in ("NFC", "NFD")))
+            if there := next(filter(os.path.exists, spellings), None):
+                return there, False
             if slashed == name and os.path.isdir(path.parent):
                 return path, False
-        base = take_base_name(name)
-        found = _list_files(str(folder)).get(base, "") if base not in self.shared_names else None
-        if found:
-            return Path(folder, found), True
-        if path:
-            return path, False
+        found = None if base in self.shared_names else _list_files(str(folder)).get(base, "")
+        if found or path:
+            return (Path(folder, found), True) if found else (path, False)
         why = "no file" if found == "" else "more than one image or file"
         raise ColabUtilsError(
             f"expected a file_name below {folder}, found {name!r:.80}, which leads out of it, and {why} of that name "
@@ -146,21 +146,29 @@ class CocoDataset:
             ColabUtilsError: one of them is faulty, such as one whose box is no numbers.
         """
         sound, faults = self.read_annotations(index)
-        for number, reason in faults:
+        if faults:
+            number, reason = faults[0]
             raise ColabUtilsError(f"annotation {number}: {reason}")
         return sound
 
     def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
         """The image's sound annotations as :meth:`annotations` gives them; id and fault of each of the others."""
         sound, faults = list[dict[str, Any]](), list[tuple[int, str]]()
-        masks = MaskEncoder(*self.sizes[index])
-        for row in range(self.first[index], self.first[index + 1]):
-            number = int(self.ids[row])
+        masks, known = MaskEncoder(*self.sizes[index]), {one["id"] for one in self.categories}
+        for text, number in self.texts_of(index):
             try:
-                sound.append(_read_annotation(json.loads(self._text(row)), number, masks))
-            except (*_FAULTS, ColabUtilsError) as error:
+                annotation = {"id": number, **_read_annotation(json.loads(text), masks)}
+                if annotation["category_id"] not in known:
+                    raise ValueError(f"category_id {annotation['category_id']} of no category")
+                sound.append(annotation)
+            except (*FAULTS, ColabUtilsError) as error:
                 faults.append((number, _explain(error)))
         return sound, faults
+
+    def texts_of(self, index: int) -> list[tuple[bytes, int]]:
+        """The JSON of each of the image's annotations, as the file has it, and its id."""
+        rows = range(self.first[index], self.first[index + 1])
+        return [(self._text(row), int(self.ids[row])) for row in rows]
 
     def subset(self, start: int, stop: int) -> CocoDataset:
         """Images ``start`` to ``stop`` alone, in arrays of their own (small to send to another process)."""
@@ -177,6 +185,7 @@ class CocoDataset:
             ids=self.ids[a:b],
             is_crowd=self.is_crowd[a:b],
             texts=b"".join(texts),
+            shared_names=self.shared_names.intersection(take_base_name(self.file_name(i)) for i in range(start, stop)),
             spans=np.stack([ends[:-1], ends[1:]], axis=1),
         )
 
@@ -212,13 +221,8 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         >>> dataset.annotations(0)[0]["segmentation"]
         [[0, 0, 4, 0, 4, 4]]
     """
-    import xxhash
-
-    path = Path(annotations)
-    data = read_bytes(path)
-    fingerprint, text = xxhash.xxh3_128_hexdigest(data), decode_text(data, path)
-    del data
-    columns = _Columns()
+    path, columns = Path(annotations), _Columns()
+    fingerprint, text = _read_text(path)
     for section, entry, start, end in _iterate_entries(text, path):
         try:
             if section == "annotations":
@@ -229,7 +233,7 @@ def read_coco(annotations: str | Path) -> CocoDataset:
                 columns.add_image(entry)
             else:
                 columns.add_category(entry)
-        except _FAULTS as error:
+        except FAULTS as error:
             name = entry.get("id") if isinstance(entry, dict) else entry
             known = repr(name) if isinstance(name, int | float | str) else "?"
             found = f"an entry of '{section}' (id {known:.40}) with {_explain(error)}"
@@ -252,33 +256,19 @@ def require_new(path: Path) -> Path:
     return path
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of an annotations file.
+def _read_text(path: Path) -> tuple[str, str]:
+    """Fingerprint and text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark."""
+    import xxhash
 
-    Raises:
-        ColabUtilsError: if there is no such file, or it cannot be read.
-    """
     try:
-        return read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
+        data = read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
     except OSError as error:
         found = f"found: {error.strerror}. Check the name; on Colab, mount Drive first"
         raise ColabUtilsError(f"expected an annotations file at {path}, {found}.") from None
-
-
-def decode_text(data: bytes, path: Path) -> str:
-    """Text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark.
-
-    Raises:
-        ColabUtilsError: if the bytes are not text, or those of another kind of file.
-
-    Example:
-        >>> decode_text("{}".encode("utf-16"), Path("a.json"))
-        '{}'
-    """
     if kind := name_kind(data):
         raise _expect(path, kind, "Then name the JSON.")
     try:
-        return data.decode(json.detect_encoding(data))
+        return xxhash.xxh3_128_hexdigest(data), data.decode(json.detect_encoding(data))
     except UnicodeDecodeError:
         raise _expect(path, "bytes that are not UTF-8 text, perhaps Latin-1", "Save the JSON as UTF-8.") from None
 
@@ -311,26 +301,24 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
         DriveLostError: Drive went away.
     """
     require_folder(images)
-    dataset, cure = read_coco(annotations), "which lists them and can write a repaired file (--repair OUT.json)"
-    if dataset.repeated_ids.size:
-        raise ColabUtilsError(
-            f"expected images with ids of their own in {annotations}, found {dataset.repeated_ids.size} with the id of "
-            f"another, such as id {dataset.repeated_ids[0]}. See `check`, {cure}."
-        )
-    for name, unknown in (("image", dataset.unknown_images), ("category", dataset.unknown_categories)):
-        if unknown.size:
+    dataset = read_coco(annotations)
+    for expected, found, ids in (
+        ("images with ids of their own", "with the id of another", dataset.repeated_ids),
+        ("annotations of known images", "of an unknown image", dataset.unknown_images),
+        ("annotations of known categories", "of an unknown category", dataset.unknown_categories),
+    ):
+        if ids.size:
             raise ColabUtilsError(
-                f"expected annotations of known images and categories in {annotations}, found {unknown.size} of an "
-                f"unknown {name}, such as annotation {unknown[0]}. See `check`, {cure}."
+                f"expected {expected} in {annotations}, found {ids.size} {found}, such as id {ids[0]}. See `check`, "
+                "which lists them and can write a repaired file (--repair OUT.json)."
             )
     _warn_of_found_images(images, dataset)
     return dataset
 
 
 def _warn_of_found_images(folder: str | Path, dataset: CocoDataset) -> None:
-    """One warning for all images that only their base names find below the folder."""
+    """A warning where images lie in other folders than their names say; the first of them stands for all."""
     is_folder = cache(lambda parent: os.path.isdir(os.path.join(folder, parent)))
-    found = list[tuple[str, Path]]()
     for index in range(len(dataset)):
         name = dataset.file_name(index)
         if not _leads_out(name) and "\\" not in name and is_folder(name.rpartition("/")[0]):
@@ -342,12 +330,11 @@ def _warn_of_found_images(folder: str | Path, dataset: CocoDataset) -> None:
         except ColabUtilsError:
             continue  # told where the image is read
         if by_base_name:
-            found.append((name, path))
-    if found:
-        where = f"such as {found[0][0]!r} at {found[0][1]}"
-        share = f"{len(found):,} of {len(dataset):,} images"
-        message = f"{share} do not lie where the annotations say and were found below {folder} by their names, {where}"
-        warnings.warn(message, ColabUtilsWarning, stacklevel=4)
+            found = (
+                f"images do not lie where the annotations say and are found by their names, such as {name!r} at {path}"
+            )
+            warnings.warn(found, ColabUtilsWarning, stacklevel=4)
+            return
 
 
 def _leads_out(name: str) -> bool:
@@ -393,12 +380,15 @@ def _list_files(folder: str) -> dict[str, str | None]:
 def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:
     """Write the records of some images, in this order, as a COCO JSON of their own; returns ``path``."""
     chosen = list(indices)
-    images, categories = json.dumps([dataset.image(index) for index in chosen]), json.dumps(dataset.categories)
-    rows = (row for index in chosen for row in range(dataset.first[index], dataset.first[index + 1]))
-    annotations = b", ".join(map(dataset._text, rows))  # as they are, faults and all
-    content = b'{"images": %b, "annotations": [%b], "categories": %b}'
+    texts = (text for index in chosen for text, _ in dataset.texts_of(index))  # as they are, faults and all
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, content % (images.encode(), annotations, categories.encode()))
+    return write_coco(path, [dataset.image(index) for index in chosen], texts, dataset.categories)
+
+
+def write_coco(path: Path, images: Sequence[Any], annotations: Iterable[bytes], categories: Sequence[Any]) -> Path:
+    """Write a COCO JSON, whose annotations are JSON already; returns ``path``."""
+    parts = json.dumps(images).encode(), b", ".join(annotations), json.dumps(categories).encode()
+    write_file(path, b'{"images": %b, "annotations": [%b], "categories": %b}' % parts)
     return path
 
 
@@ -499,43 +489,53 @@ class _Columns:
 def _read_integer(entry: dict[str, Any], name: str, *, otherwise: int) -> int:
     try:
         return _to_integer(entry[name], name)
-    except _FAULTS:
+    except FAULTS:
         return otherwise
 
 
-def _read_annotation(entry: dict[str, Any], number: int, masks: MaskEncoder) -> dict[str, Any]:
-    """An entry of ``annotations`` with what COCO asks for; ``number`` is its id, ``masks`` are those of its image."""
-    if not isinstance(entry.get("id"), str | None):
-        _to_integer(entry["id"], "id")
-    box, area, crowd = entry.get("bbox"), entry.get("area"), entry.get("iscrowd")
-    if box not in (None, []):
-        box = _to_numbers(box, "bbox")
-        if len(box) != 4:
+def read_field(entry: dict[str, Any], name: str) -> Any:
+    """One value of an annotation as COCO has it: numbers for their text, None for an id, box or area that is missing.
+
+    Raises:
+        ValueError: COCO has something else; TypeError, OverflowError and RecursionError mean the same.
+
+    Example:
+        >>> read_field({"bbox": ["0", 1, 2.5, "3"]}, "bbox"), read_field({}, "iscrowd")
+        ([0.0, 1.0, 2.5, 3.0], 0)
+    """
+    value = entry.get(name)
+    if name == "iscrowd":
+        if value not in (None, 0, 1, "0", "1"):
+            raise ValueError(f"iscrowd {value!r:.40} where COCO has 0 or 1")
+        return int(value or 0)
+    if name == "bbox":
+        box = None if value in (None, []) else _to_numbers(value, name)
+        if box and len(box) != 4:
             raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
-    if crowd not in (None, 0, 1, "0", "1"):
-        raise ValueError(f"iscrowd {crowd!r:.40} where COCO has 0 or 1")
-    annotation = {
-        "id": number,
-        "image_id": _to_integer(entry["image_id"], "image_id"),
-        "category_id": _to_integer(entry["category_id"], "category_id"),
-        "bbox": box,
-        "area": None if area is None else _to_numbers([area], "area")[0],
-        "iscrowd": int(crowd or 0),
-        "segmentation": entry.get("segmentation"),
-    }
-    return annotation if box and area is not None else _derive_shape(annotation, masks)
+        return box
+    if name == "area":
+        return None if value is None else _to_numbers([value], name)[0]
+    if name == "id" and isinstance(value, str | None):  # a UUID
+        return value
+    return value if name == "segmentation" else _to_integer(value, name)
 
 
-def _derive_shape(annotation: dict[str, Any], masks: MaskEncoder) -> dict[str, Any]:
-    """The annotation with the box and the area that it lacks, of its mask; the area of the box where it has no mask."""
-    box, area = annotation["bbox"], annotation["area"]
+def _read_annotation(entry: dict[str, Any], masks: MaskEncoder) -> dict[str, Any]:
+    """An entry of ``annotations`` without its id. Box and area that it lacks are of its mask, one of its image's masks;
+    the area is that of the box where there is no mask.
+    """
+    read_field(entry, "id")
+    one = {name: read_field(entry, name) for name in _FIELDS}
+    box, area = one["bbox"], one["area"]
+    if box and area is not None:
+        return one
     try:
-        tight, pixels = measure_mask(masks.encode(annotation["segmentation"]))
+        tight, pixels = measure_mask(masks.encode(one["segmentation"]))
     except ColabUtilsError as error:
         if not box:
             raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None
-        return {**annotation, "area": box[2] * box[3]}
-    return {**annotation, "bbox": box or tight, "area": float(pixels) if area is None else area}
+        tight, pixels = box, box[2] * box[3]
+    return one | {"bbox": box or tight, "area": float(pixels) if area is None else area}
 
 
 def _to_numbers(values: Any, name: str) -> list[float]:
@@ -571,9 +571,9 @@ def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
     order = np.argsort(image_ids, kind="stable")
     ordered = image_ids[order]
     known_image = np.isin(owners, image_ids)
-    categories = [*columns.category_names, _UNREADABLE]  # one that cannot be read is a fault of its annotation
+    categories = [*columns.category_names, _UNREADABLE]  # one that cannot be read is a fault of its annotation alone
     known_category = np.isin(np.array(columns.categories, np.int64), categories)
-    kept = np.flatnonzero(known_image & known_category)
+    kept = np.flatnonzero(known_image)
     image_of = order[np.searchsorted(ordered, owners[kept])] if kept.size else kept
     kept = kept[np.argsort(image_of, kind="stable")]
     ends = np.array(columns.text_ends, np.int64)

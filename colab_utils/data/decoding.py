@@ -116,34 +116,38 @@ def open_image(data: bytes | bytearray) -> Image.Image:
 
 
 def open_lazily(file: Any) -> Image.Image:
-    """`PIL.Image.open` for the formats that datasets have; nothing is decoded yet."""
+    """`PIL.Image.open` for the formats that datasets have; nothing is decoded yet.
+
+    Raises:
+        ColabUtilsError: it is no image, or has more than `MOST_PIXELS` pixels.
+    """
     from PIL import Image
 
     Image.init()  # it loads what knows the formats
-    return Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
-
-
-def _load_image(data: bytes | bytearray) -> Image.Image:
-    from PIL import Image
-
     if Image.MAX_IMAGE_PIXELS and Image.MAX_IMAGE_PIXELS < MOST_PIXELS:
         Image.MAX_IMAGE_PIXELS = MOST_PIXELS  # Pillow would warn of phones' photos
     too_large = f"more than {MOST_PIXELS:,} pixels: save the image smaller"
     try:
-        image = open_lazily(io.BytesIO(data))
-        width, height = image.size
-        if data[:3] == _JPEG and (scans := data.count(_SCAN)) > _MOST_SCANS:
-            raise ColabUtilsError(f"a JPEG of {scans:,} scans, more than {_MOST_SCANS}: save it anew")
-        if width * height > MOST_PIXELS:
-            raise ColabUtilsError(f"{width} x {height} is {too_large}")
-        image.load()
-    except ColabUtilsError:
-        raise
+        image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
     except Image.UnidentifiedImageError:
-        kind = name_kind(data)
+        file.seek(0)
+        kind = name_kind(file.read(256))
         raise ColabUtilsError(f"not an image: {kind}" if kind else "not an image") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise ColabUtilsError(too_large) from None
+    if image.width * image.height > MOST_PIXELS:
+        raise ColabUtilsError(f"{image.width} x {image.height} is {too_large}")
+    return image
+
+
+def _load_image(data: bytes | bytearray) -> Image.Image:
+    try:
+        image = open_lazily(io.BytesIO(data))
+        if data[:3] == _JPEG and (scans := data.count(_SCAN)) > _MOST_SCANS:
+            raise ColabUtilsError(f"a JPEG of {scans:,} scans, more than {_MOST_SCANS}: save it anew")
+        image.load()
+    except ColabUtilsError:
+        raise
     except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
         raise ColabUtilsError(f"not a complete image: {str(error) or type(error).__name__}") from None
     return image

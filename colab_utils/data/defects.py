@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import MOST_PIXELS, find_jpeg_damage, open_image, open_lazily, read_orientation, to_rgb
-from colab_utils.data.masks import MaskEncoder, measure_mask
-from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
+from colab_utils.data.decoding import find_jpeg_damage, open_image, open_lazily, read_orientation, to_rgb
+from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
+from colab_utils.drive import DriveLostError, Retries, guard_drive, open_file
 from colab_utils.errors import ColabUtilsError, escape
 
 __all__ = [
@@ -56,6 +55,8 @@ class Findings(NamedTuple):
     defects: list[tuple[str, str]]
     """Kind and text of each."""
     header: Header
+    size: tuple[int, int]
+    """Height and width that its masks are drawn at, in pixels; 0 where that is not known."""
     objects: NDArray[np.float64]
     """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable object."""
 
@@ -76,8 +77,7 @@ def read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *,
     def read() -> Header:
         with guard_drive(path), open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
-            content = io.BytesIO(read_file(path)) if get_profile(None, path) else file  # Drive gives a short file whole
-            return _describe(content, path, size, deep) if size else Header(("empty file", "0 bytes"))
+            return _describe(file, path, size, deep) if size else Header(("empty file", "0 bytes"))
 
     try:
         header = retries.run(read)
@@ -97,12 +97,11 @@ def _describe(file: Any, path: Path, size: int, deep: bool) -> Header:
 
     try:
         opened = open_lazily(file)
-    except Image.UnidentifiedImageError:
-        is_png = _read_again(file, 4) == b"\x89PNG"
-        opened = open_image(_read_again(file, -1 if is_png else 256))  # says what it is
+    except ColabUtilsError:
+        if _read_again(file, 4) != b"\x89PNG":
+            raise
+        opened = open_image(_read_again(file))  # its metadata may be damaged
     kind, notes, (width, height) = opened.format or "", list[tuple[str, str]](), opened.size
-    if width * height > MOST_PIXELS:
-        raise ColabUtilsError(f"{width} x {height} pixels, more than {MOST_PIXELS:,}")
     if deep or not _ends_with(file, _ENDS.get(kind, b"")):  # cut short, or much of something else after its end
         to_rgb(open_image(data := _read_again(file)))
         if deep and kind in ("JPEG", "MPO") and (damage := find_jpeg_damage(data)):
@@ -142,29 +141,35 @@ def check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         >>> check_image(read_coco("annotations.json"), 0, Header(size=(480, 640))).defects  # doctest: +SKIP
         []
     """
-    name, size = escape(dataset.file_name(i)), tuple(dataset.sizes[i])
+    name, size = escape(dataset.file_name(i)), tuple(dataset.sizes[i].tolist())
     found = [*filter(None, [header.fault]), *header.notes]
     compared = compare_sizes(size, header) if all(header.size) else []
     found += compared
-    height, width = size if all(size) else header.size
-    if compared and compared[0][0] == "size mismatch":
-        height = width = 0  # whose pixels the masks are is not known
-    (annotations, faults), masks = dataset.read_annotations(i), MaskEncoder(height, width)
-    objects, seen = list[tuple[float, ...]](), set[tuple[int, str]]()
-    found += [("bad annotation", f"annotation {number}: {reason}") for number, reason in faults]
+    if not all(size):
+        size = header.size
+    elif compared and compared[0][0] == "size mismatch":
+        size = 0, 0  # whose pixels the masks are is not known
+    if all(size) and (scale := find_scale(*size)) > 1:
+        found.append(("enlarged image", f"{scale**2:.1f} times the pixels"))
+    (annotations, faults), masks = dataset.read_annotations(i), MaskEncoder(*size)
+    for number, reason in faults:
+        kind = "unknown category" if reason.endswith("of no category") else "bad annotation"
+        found.append((kind, f"annotation {number}: {reason}"))
     if not annotations and not faults:
         found.append(("image without objects", ""))
-    defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
+    objects, seen = list[tuple[float, ...]](), set[tuple[int, str]]()
     for one in annotations:
-        found, pixels = _check_object(one, height, width, masks) if height and width else ([], 0)
-        key = one["category_id"], repr(one["segmentation"]) if pixels else ""
-        if key in seen and pixels:
-            found.append(("repeated annotation", ""))
+        wrong, pixels = _check_object(one, masks) if all(size) else ([], 0)
+        key = one["category_id"], repr(one["segmentation"])
+        if pixels and key in seen:
+            wrong.append(("repeated annotation", ""))
         elif pixels and not one["iscrowd"]:
             objects.append((one["category_id"], *one["bbox"][2:], pixels))
-        seen.add(key)
-        defects += [(kind, f"{name}: annotation {one['id']}: {text}".removesuffix(": ")) for kind, text in found]
-    return Findings(defects, header, np.array(objects, np.float64).reshape(-1, 4))
+        if pixels:
+            seen.add(key)
+        found += [(kind, f"annotation {one['id']}: {text}".removesuffix(": ")) for kind, text in wrong]
+    defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
+    return Findings(defects, header, size, np.array(objects, np.float64).reshape(-1, 4))
 
 
 def find_scale(height: Any, width: Any) -> Any:
@@ -192,9 +197,7 @@ def compare_sizes(size: tuple[int, ...], header: Header) -> list[tuple[str, str]
     return [(kind, f"orientation {tag}")]
 
 
-def _check_object(
-    one: dict[str, Any], height: int, width: int, masks: MaskEncoder
-) -> tuple[list[tuple[str, str]], int]:
+def _check_object(one: dict[str, Any], masks: MaskEncoder) -> tuple[list[tuple[str, str]], int]:
     """The defects of an annotation, and the pixels of its mask; 0 where it cannot be trained on."""
     if not one["segmentation"]:
         return [("object without mask", "")], 0
@@ -203,8 +206,8 @@ def _check_object(
     except ColabUtilsError as error:
         return [("bad mask", str(error))], 0
     tight, pixels = measure_mask(mask)
-    found = _check_polygons(one["segmentation"], height, width, pixels)
-    box_found = compare_box(one["bbox"], tight, height, width)
+    found = _check_polygons(one["segmentation"], *masks.size, pixels)
+    box_found = compare_box(one["bbox"], tight, *masks.size)
     if found and found[0][0] == "normalised polygon":
         return found, 0
     found += box_found
@@ -216,18 +219,17 @@ def _check_object(
 def _check_polygons(segmentation: Any, height: int, width: int, pixels: int) -> list[tuple[str, str]]:
     if isinstance(segmentation, dict):
         return []
-    polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
-    points = [np.array(polygon, np.float64).reshape(-1, 2) for polygon in polygons if len(polygon) > 5]
-    everywhere = np.concatenate(points)
+    polygons = read_polygons(segmentation)
+    everywhere = np.concatenate(polygons).reshape(-1, 2)
     if is_normalised(everywhere):
         return [("normalised polygon", "all of its numbers lie in 0 to 1")]
     beyond = max(*-everywhere.min(0), *(everywhere.max(0) - (width, height)))
     if beyond > NEAR:
         return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
-    x, y = points[0].T
+    x, y = polygons[0].reshape(-1, 2).T
     enclosed = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
     # the two loops of an eight have opposite signs; drawing fills both
-    crossing = len(points) == 1 and pixels >= 16 and enclosed < pixels / 2
+    crossing = len(polygons) == 1 and pixels >= 16 and enclosed < pixels / 2
     return [("self-crossing polygon", f"encloses {enclosed:,.0f} pixels, fills {pixels:,}")] if crossing else []
 
 

@@ -16,7 +16,7 @@ from colab_utils.errors import ColabUtilsError
 
 __all__ = [
     "MaskEncoder", "PackedMasks", "encode_segmentation", "measure_mask", "nearest_indices", "number_within",
-    "pack_masks", "pack_pixels", "resize_rles", "unpack_masks",
+    "pack_masks", "pack_pixels", "read_polygons", "resize_rles", "unpack_masks",
 ]  # fmt: skip
 
 _FARTHEST_PIXEL = 10_000_000
@@ -57,7 +57,7 @@ class MaskEncoder:
     """
 
     def __init__(self, height: int, width: int) -> None:
-        self._size = int(height), int(width)  # numpy's overflow, and compare element by element
+        self.size = int(height), int(width)  # numpy's overflow, and compare element by element
         self._outlines, self._drawn = 0.0, 0
 
     def encode(self, segmentation: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class MaskEncoder:
         """
         from pycocotools import mask as coco_mask
 
-        height, width = self._size
+        height, width = self.size
         if height < 1 or width < 1 or height * width > MOST_PIXELS:
             raise ColabUtilsError(f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}")
         if isinstance(segmentation, dict):
@@ -86,21 +86,14 @@ class MaskEncoder:
     def _encode_polygons(self, segmentation: list[Any]) -> dict[str, Any]:
         from pycocotools import mask as coco_mask
 
-        polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
-        try:
-            parts = [np.asarray(polygon, np.float64) for polygon in polygons]
-            if any(bool in map(type, polygon) for polygon in polygons):
-                raise TypeError("true and false count as 1 and 0")
-        except (TypeError, ValueError, OverflowError):
-            raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
-        drawn = [part for part in parts if part.ndim != 1 or part.size >= 6 or part.size % 2] or parts
+        drawn = read_polygons(segmentation)
         self._outlines += sum(map(_measure_outline, drawn)) + _COST_OF_PART * len(drawn)
         if self._outlines > _LONGEST_OUTLINE:
             found = f"{self._outlines:,.0f} up to this one"
             raise ColabUtilsError(
                 f"expected outlines of at most {_LONGEST_OUTLINE:,} pixels in one image, found {found}"
             )
-        rles = coco_mask.frPyObjects(drawn, *self._size)
+        rles = coco_mask.frPyObjects(drawn, *self.size)
         while len(rles) > _MERGED:
             rles = [coco_mask.merge(rles[k : k + _MERGED]) for k in range(0, len(rles), _MERGED)]
         return coco_mask.merge(rles)
@@ -109,9 +102,8 @@ class MaskEncoder:
 def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     """One COCO segmentation (polygons, uncompressed or compressed RLE) as compressed RLE.
 
-    Polygons become pixels as in pycocotools' ``frPyObjects``, several polygons of one object are united. A polygon
-    without its list, [x, y, x, y, ...], is one polygon. Parts of fewer than 3 points, which have no pixel, are left out
-    beside a part that has 3.
+    Polygons become pixels as in pycocotools' ``frPyObjects``, several polygons of one object are united; see
+    :func:`read_polygons`.
 
     Returns:
         ``{"size": [height, width], "counts": bytes}``.
@@ -123,19 +115,38 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
     return MaskEncoder(height, width).encode(segmentation)
 
 
-def _measure_outline(polygon: NDArray[np.float64]) -> float:
-    """How long it is, in pixels: pycocotools walks every pixel of an edge, however far that goes.
+def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
+    """The polygons of one object as x, y, x, y, ...: float64 [2 x points] each.
+
+    A polygon without its list is one polygon. Parts of fewer than 3 points are left out beside a part that has 3.
 
     Raises:
-        ColabUtilsError: it is what pycocotools would take wrongly.
+        ColabUtilsError: it is none that pycocotools takes rightly.
+
+    Example:
+        >>> read_polygons([0, 0, 4, "0", 4, 4])
+        [array([0., 0., 4., 0., 4., 4.])]
     """
-    if polygon.ndim != 1 or polygon.size < 6 or polygon.size % 2:
-        found = f"one of {polygon.size} numbers" if polygon.ndim == 1 else "something else"
-        raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found {found}")
+    polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
+    try:
+        parts = [np.asarray(polygon, np.float64) for polygon in polygons]
+        if any(bool in map(type, polygon) for polygon in polygons):
+            raise TypeError("true and false count as 1 and 0")
+    except (TypeError, ValueError, OverflowError):
+        raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
+    drawn = [part for part in parts if part.ndim != 1 or part.size >= 6 or part.size % 2] or parts
+    for part in drawn:
+        if part.ndim != 1 or part.size < 6 or part.size % 2:
+            found = f"one of {part.size} numbers" if part.ndim == 1 else "something else"
+            raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found {found}")
+        if not (farthest := np.abs(part).max()) < _FARTHEST_PIXEL:
+            raise ColabUtilsError(f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}")
+    return drawn
+
+
+def _measure_outline(polygon: NDArray[np.float64]) -> float:
+    """How long it is, in pixels: pycocotools walks every pixel of an edge, however far that goes."""
     points = polygon.reshape(-1, 2)
-    farthest = np.abs(points).max()
-    if not farthest < _FARTHEST_PIXEL:
-        raise ColabUtilsError(f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}")
     return float(np.abs(np.diff(points, axis=0, append=points[:1])).sum())
 
 

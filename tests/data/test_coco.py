@@ -286,7 +286,9 @@ def test_unknown_references_are_set_aside(path):
     dataset = read(path, make_coco(annotations=rows))
     assert dataset.unknown_images.tolist() == [1]
     assert dataset.unknown_categories.tolist() == [2]
-    assert dataset.ids.tolist() == [3]
+    assert dataset.ids.tolist() == [2, 3]
+    assert dataset.read_annotations(0)[1] == [(2, "category_id 3 of no category")]
+    assert [one["id"] for one in dataset.read_annotations(0)[0]] == [3]
 
 
 def test_images_of_the_same_id_are_refused_with_the_way_out(path):
@@ -530,8 +532,8 @@ def test_found_images_are_said_once_and_plain_names_list_nothing(tmp_path, monke
     with pytest.warns(ColabUtilsWarning) as warned:
         _warn_of_found_images(tmp_path / "images", dataset)
     assert [str(one.message) for one in warned] == [
-        "2 of 4 images do not lie where the annotations say and were found below "
-        f"{tmp_path}/images by their names, such as '/d/y.jpg' at {tmp_path}/images/y.jpg"
+        "images do not lie where the annotations say and are found by their names, such as "
+        f"'/d/y.jpg' at {tmp_path}/images/y.jpg"
     ]
     monkeypatch.setattr("os.scandir", None)
     assert dataset.find_image(tmp_path / "images", 2)[1]  # the folder was listed once

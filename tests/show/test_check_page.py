@@ -62,5 +62,5 @@ def test_a_repair_is_drawn_before_and_after(spoiled, tmp_path, capsys):
     ]
     result = json.loads((tmp_path / "out").read_text())
     assert {one["kind"]: one["count"] for one in result["repairs"]} == {"box from the mask": 2, "missing image": 1}
-    assert result["statistics"]["objects"] == sum(one["objects"] for one in result["statistics"]["classes"])
+    assert result["statistics"]["objects"] == sum(result["statistics"]["classes"].values())
     assert str(page) in capsys.readouterr().err
