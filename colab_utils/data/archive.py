@@ -27,7 +27,6 @@ __all__ = ["is_archive", "unpack_dataset"]
 _SILENT_S = 60.0  # after which a server that sends nothing is given up
 _CURE = "or name a folder on a bigger disk"
 _LARGE_BYTES, _MOST_RATIO = 100e6, 200  # what is larger and was packed better is a bomb; JSON is packed 20 times
-_ENCRYPTED = 1  # of a member's flags
 # what zipfile raises: RuntimeError of encrypted files, ValueError of names that are no UTF-8, OSError of damaged bzip2
 _DAMAGE = (BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, OSError)
 _DAMAGE_NUMBERS = {None, errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
@@ -103,26 +102,23 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
         end = f"/{annotations}" if annotations else ".json"
         texts = [name for name in members if f"/{name}".endswith(end)]
         if len(texts) != 1:
-            found = (
-                ", ".join(texts[:9]) or f"{len(members):,} files and no such one: export the dataset as COCO instances"
-            )
-            cure = "or name in ANNOTATIONS the one that you mean"
-            raise ColabUtilsError(f"expected {annotations or 'one .json'} in {source}, found {found}; {cure}")
+            none = f"{len(members):,} files and no such one: export the dataset as COCO instances"
+            found = f"found {', '.join(texts[:9]) or none}; or name in ANNOTATIONS the one that you mean"
+            raise ColabUtilsError(f"expected {annotations or 'one .json'} in {source}, {found}")
         _extract(archive, [members[texts[0]]], target)
         coco = read_coco(target / texts[0])
         names = [coco.file_name(i) for i in range(len(coco))]
-        first = [name for name in names[:9] if name]
-        folders = (one[: -len(name)] for name in first for one in sorted(members) if f"/{one}".endswith(f"/{name}"))
-        folder = next(folders, None)
-        wanted = {f"{folder}{name}" for name in names} & members.keys()
-        if folder is None:  # names of another machine: `CocoDataset.find_image` finds the files
-            bases, folder = set(map(take_base_name, names)), ""
-            wanted = {name for name in members if take_base_name(name) in bases}
+        bases = {*map(take_base_name, names)} - {""}
+        wanted = [info for name, info in members.items() if take_base_name(name) in bases]
         if not wanted:
             found = f"found none of {len(names):,}: name another JSON in ANNOTATIONS, or export it with its images"
             raise ColabUtilsError(f"expected in {source} the images of {texts[0]}, {found}")
-        _extract(archive, [info for name, info in members.items() if name in wanted], target)
-        return folder, texts[0]
+        _extract(archive, wanted, target)
+        for name in filter(None, names[:9]):
+            for one in members:
+                if f"/{one}".endswith(f"/{name}"):
+                    return one[: -len(name)], texts[0]
+        return "", texts[0]  # the names are of another machine: `CocoDataset.find_image` finds the files
 
 
 def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
@@ -131,7 +127,7 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
     Raises:
         ColabUtilsError: something in it is not what an export holds; nothing of it is unpacked.
     """
-    members, seen = dict[str, ZipInfo](), set[str]()
+    members = dict[str, ZipInfo]()
     for info in archive.infolist():
         name, size, kind = info.filename, info.file_size, stat.S_IFMT(info.external_attr >> 16)
         if name.startswith("__MACOSX/") or name.endswith("/"):
@@ -141,17 +137,14 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
             why = "a link or a name that leads out of it"
         elif not name or escape(name) != name:
             why = "a name with control characters, or none at all"
-        elif info.flag_bits & _ENCRYPTED:
-            why = "a file that asks for a password"
         elif size > max(_LARGE_BYTES, _MOST_RATIO * info.compress_size):
             why = f"a file of {format_bytes(info.compress_size)} that unpacks to {format_bytes(size)}"
-        elif name.casefold() in seen:
-            why = "which is there twice, perhaps with other capitals"
+        elif name in members:
+            why = "which is there twice"
         if why:
             found = f"found {name!r:.80}, {why}: nothing is unpacked, zip it again"
             raise ColabUtilsError(f"expected only files and folders in {source}, {found}")
         members[name] = info
-        seen.add(name.casefold())
     return members
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -257,8 +256,8 @@ def _find_in_all(
 
 def _name_purpose(dataset: CocoDataset) -> str:
     """What a file is for whose annotations have no masks."""
-    entry = json.loads(dataset.texts[slice(*dataset.spans[0].tolist())])
-    return next((text for key, text in _PURPOSES.items() if key in entry), "annotations without masks")
+    entries = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)
+    return next((text for key, text in _PURPOSES.items() if key in entries[0]), "annotations without masks")
 
 
 def _find_shared(

@@ -11,11 +11,10 @@ import os
 import re
 import warnings
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.decoding import name_kind
 from colab_utils.data.masks import MaskEncoder, measure_mask
-from colab_utils.drive import DriveLostError, guard_drive, read_file
+from colab_utils.drive import guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import find_free_memory, write_file
 
@@ -44,7 +43,7 @@ _LONGEST_NAME = 4096  # characters of a file_name: no path of Linux is longer
 _UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
 _NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
 _FIELDS = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
-FAULTS = (KeyError, TypeError, ValueError, OverflowError, RecursionError)
+FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
 """What reading an entry raises."""
 
 
@@ -75,9 +74,9 @@ class CocoDataset:
     is_crowd: NDArray[np.bool_]
     """bool [A]: whether an annotation is a crowd, which is left out of training."""
     texts: bytes
-    """The JSON of annotations, UTF-8."""
-    spans: NDArray[np.int64]
-    """int64 [A, 2]: where each annotation starts and ends in ``texts``."""
+    """The JSON of each image's annotations, parted by commas, UTF-8; one image after another."""
+    text_ends: NDArray[np.int64]
+    """int64 [I + 1]: where each image's starts in ``texts``, and where the last one ends."""
     shared_names: frozenset[str]
     """Base names that several images have, in folders of their own: no image is found by one of them alone."""
     repeated_ids: NDArray[np.int64]
@@ -118,21 +117,18 @@ class CocoDataset:
         slashed, base = name.replace("\\", "/"), take_base_name(name)
         path = None if _leads_out(name) else _resolve(folder, name)
         if path:
-            if name.isascii() and "/" not in slashed:
+            if (name.isascii() and "/" not in slashed) or os.path.exists(path):
                 return path, False
-            spellings = (path, *(_resolve(folder, normalize(form, slashed)) for form in ("NFC", "NFD")))
-            if there := next(filter(os.path.exists, spellings), None):
-                return there, False
+            for form in ("NFC", "NFD"):
+                if os.path.exists(alike := _resolve(folder, normalize(form, slashed))):
+                    return alike, False
             if slashed == name and os.path.isdir(path.parent):
                 return path, False
         found = None if base in self.shared_names else _list_files(str(folder)).get(base, "")
         if found or path:
             return (Path(folder, found), True) if found else (path, False)
-        why = "no file" if found == "" else "more than one image or file"
-        raise ColabUtilsError(
-            f"expected a file_name below {folder}, found {name!r:.80}, which leads out of it, and {why} of that name "
-            "there. Put the images there."
-        )
+        found = f"{name!r:.80}, which leads out of it, and {'no' if found == '' else 'more than one image or'} file"
+        raise ColabUtilsError(f"expected a file_name below {folder}, found {found} of that name. Put the images there.")
 
     @property
     def crowds(self) -> int:
@@ -155,26 +151,32 @@ class CocoDataset:
         """The image's sound annotations as :meth:`annotations` gives them; id and fault of each of the others."""
         sound, faults = list[dict[str, Any]](), list[tuple[int, str]]()
         masks, known = MaskEncoder(*self.sizes[index]), {one["id"] for one in self.categories}
-        for text, number in self.texts_of(index):
+        numbers = self.ids[self.first[index] : self.first[index + 1]].tolist()
+        try:
+            entries = self.read_entries(index)
+        except RecursionError:
+            return [], [(numbers[0], "lists that are nested too deeply")]
+        for number, entry in zip(numbers, entries, strict=True):
             try:
-                annotation = {"id": number, **_read_annotation(json.loads(text), masks)}
+                annotation = {"id": number, **_read_annotation(entry, masks)}
                 if annotation["category_id"] not in known:
                     raise ValueError(f"category_id {annotation['category_id']} of no category")
                 sound.append(annotation)
             except (*FAULTS, ColabUtilsError) as error:
-                faults.append((number, _explain(error)))
+                faults.append((number, str(error)))
         return sound, faults
 
-    def texts_of(self, index: int) -> list[tuple[bytes, int]]:
-        """The JSON of each of the image's annotations, as the file has it, and its id."""
-        rows = range(self.first[index], self.first[index + 1])
-        return [(self._text(row), int(self.ids[row])) for row in rows]
+    def read_entries(self, index: int) -> list[Any]:
+        """The image's annotations as they are in the file."""
+        return list(json.loads(b"[%b]" % self.take_text(index)))
+
+    def take_text(self, index: int) -> bytes:
+        """The JSON of the image's annotations, parted by commas."""
+        return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
 
     def subset(self, start: int, stop: int) -> CocoDataset:
         """Images ``start`` to ``stop`` alone, in arrays of their own (small to send to another process)."""
         a, b = int(self.first[start]), int(self.first[stop])
-        texts = [self._text(row) for row in range(a, b)]
-        ends = np.cumsum([0, *map(len, texts)])
         return replace(
             self,
             image_ids=self.image_ids[start:stop],
@@ -184,14 +186,10 @@ class CocoDataset:
             first=self.first[start : stop + 1] - a,
             ids=self.ids[a:b],
             is_crowd=self.is_crowd[a:b],
-            texts=b"".join(texts),
+            texts=self.texts[self.text_ends[start] : self.text_ends[stop]],
+            text_ends=self.text_ends[start : stop + 1] - self.text_ends[start],
             shared_names=self.shared_names.intersection(take_base_name(self.file_name(i)) for i in range(start, stop)),
-            spans=np.stack([ends[:-1], ends[1:]], axis=1),
         )
-
-    def _text(self, row: int) -> bytes:
-        start, end = self.spans[row].tolist()
-        return self.texts[start:end]
 
 
 def read_coco(annotations: str | Path) -> CocoDataset:
@@ -223,24 +221,10 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     """
     path, columns = Path(annotations), _Columns()
     fingerprint, text = _read_text(path)
-    for section, entry, start, end in _iterate_entries(text, path):
-        try:
-            if section == "annotations":
-                columns.add_annotation(entry, text[start:end])
-            elif not isinstance(entry, dict):
-                raise TypeError(f"{type(entry).__name__} where COCO has an object")
-            elif section == "images":
-                columns.add_image(entry)
-            else:
-                columns.add_category(entry)
-        except FAULTS as error:
-            name = entry.get("id") if isinstance(entry, dict) else entry
-            known = repr(name) if isinstance(name, int | float | str) else "?"
-            found = f"an entry of '{section}' (id {known:.40}) with {_explain(error)}"
-            raise _expect(path, found, "Export the dataset again as COCO instances.") from None
+    _read_entries(text, path, columns)
     del text
-    if columns.ids and not columns.has_shapes:
-        found = f"{len(columns.ids):,} annotations without bbox and segmentation (captions, or panoptic?)"
+    if columns.rows and not columns.has_shapes:
+        found = f"{len(columns.rows) // 5:,} annotations without bbox and segmentation (captions, or panoptic?)"
         raise _expect(path, found, _NAME_INSTANCES)
     return _group(columns, fingerprint)
 
@@ -277,10 +261,8 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
     """The file of a COCO ``file_name`` as it is named, where no link leads out of the folder."""
     path = Path(folder) / file_name
     if not (real := Path(os.path.realpath(path))).is_relative_to(os.path.realpath(folder)):
-        raise ColabUtilsError(
-            f"expected an image below {folder}, found the link {path} to {real}, which is not opened. Copy the image "
-            "there, or name the folder that holds it."
-        )
+        found = f"the link {path} to {real}, which is not opened"
+        raise ColabUtilsError(f"expected an image below {folder}, found {found}. Copy the image itself there.")
     return path
 
 
@@ -308,33 +290,16 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
         ("annotations of known categories", "of an unknown category", dataset.unknown_categories),
     ):
         if ids.size:
-            raise ColabUtilsError(
-                f"expected {expected} in {annotations}, found {ids.size} {found}, such as id {ids[0]}. See `check`, "
-                "which lists them and can write a repaired file (--repair OUT.json)."
-            )
-    _warn_of_found_images(images, dataset)
-    return dataset
-
-
-def _warn_of_found_images(folder: str | Path, dataset: CocoDataset) -> None:
-    """A warning where images lie in other folders than their names say; the first of them stands for all."""
-    is_folder = cache(lambda parent: os.path.isdir(os.path.join(folder, parent)))
-    for index in range(len(dataset)):
-        name = dataset.file_name(index)
-        if not _leads_out(name) and "\\" not in name and is_folder(name.rpartition("/")[0]):
-            continue
-        try:
-            path, by_base_name = dataset.find_image(folder, index)
-        except DriveLostError:
-            raise
-        except ColabUtilsError:
-            continue  # told where the image is read
+            found = f"{ids.size} {found}, such as id {ids[0]}. See `check`, which repairs them (--repair OUT.json)"
+            raise ColabUtilsError(f"expected {expected} in {annotations}, found {found}.")
+    with suppress(ColabUtilsError):  # of an image is told where it is read; the first one stands for all
+        path, by_base_name = dataset.find_image(images, 0) if len(dataset) else ("", False)
         if by_base_name:
-            found = (
-                f"images do not lie where the annotations say and are found by their names, such as {name!r} at {path}"
+            found = f"{dataset.file_name(0)!r} at {path}"
+            warnings.warn(
+                f"images do not lie where the annotations say: found {found}", ColabUtilsWarning, stacklevel=3
             )
-            warnings.warn(found, ColabUtilsWarning, stacklevel=4)
-            return
+    return dataset
 
 
 def _leads_out(name: str) -> bool:
@@ -380,20 +345,20 @@ def _list_files(folder: str) -> dict[str, str | None]:
 def write_subset(dataset: CocoDataset, indices: Iterable[int], path: Path) -> Path:
     """Write the records of some images, in this order, as a COCO JSON of their own; returns ``path``."""
     chosen = list(indices)
-    texts = (text for index in chosen for text, _ in dataset.texts_of(index))  # as they are, faults and all
+    texts = map(dataset.take_text, chosen)  # as they are, faults and all
     path.parent.mkdir(parents=True, exist_ok=True)
     return write_coco(path, [dataset.image(index) for index in chosen], texts, dataset.categories)
 
 
 def write_coco(path: Path, images: Sequence[Any], annotations: Iterable[bytes], categories: Sequence[Any]) -> Path:
-    """Write a COCO JSON, whose annotations are JSON already; returns ``path``."""
-    parts = json.dumps(images).encode(), b", ".join(annotations), json.dumps(categories).encode()
+    """Write a COCO JSON, whose annotations are JSON already, one or more in each text; returns ``path``."""
+    parts = json.dumps(images).encode(), b", ".join(filter(None, annotations)), json.dumps(categories).encode()
     write_file(path, b'{"images": %b, "annotations": [%b], "categories": %b}' % parts)
     return path
 
 
-def _iterate_entries(text: str, path: Path) -> Iterator[tuple[str, Any, int, int]]:
-    """Yield each entry of the three lists of a COCO JSON: section, entry, and where it starts and ends in the text."""
+def _read_entries(text: str, path: Path, columns: _Columns) -> None:
+    """Add each entry of the three lists of a COCO JSON."""
     decode, found = json.JSONDecoder().raw_decode, set[str]()
 
     def take(position: int, expected: str) -> tuple[str, int]:
@@ -403,43 +368,52 @@ def _iterate_entries(text: str, path: Path) -> Iterator[tuple[str, Any, int, int
             raise json.JSONDecodeError(f"expected {expected}", "", position)
         return match[1], match.end()
 
+    def read_items(position: int, brackets: str, read: Callable[[int], int]) -> int:
+        """Read what is between two brackets, each by a function that returns where it ends."""
+        mark, position = take(position, brackets[0])
+        if text[position] == brackets[1]:
+            return take(position, brackets[1])[1]
+        while mark != brackets[1]:
+            mark, position = take(read(position), f",{brackets[1]}")
+        return position
+
+    def read_entry(section: str, position: int) -> int:
+        entry, end = decode(text, position)
+        try:
+            columns.add(section, entry, text[position:end])
+        except FAULTS as error:
+            name = entry.get("id") if isinstance(entry, dict) else entry
+            known = repr(name) if isinstance(name, int | float | str) else "?"
+            wrong = f"an entry of '{section}' (id {known:.40}) with {error}"
+            raise _expect(path, wrong, "Export the dataset again as COCO instances.") from None
+        return end
+
+    def read_section(position: int) -> int:
+        if text[position] != '"':
+            raise json.JSONDecodeError("expected a name", "", position)
+        key, position = decode(text, position)
+        _, position = take(position, ":")
+        if key in found:  # other readers of JSON take the last one alone
+            raise _expect(path, f"{key} twice", "Make it one list.")
+        if key not in _SECTIONS:
+            return decode(text, position)[1]
+        if text[position] != "[":
+            raise _expect(path, f"no list of {key}", _NAME_INSTANCES)
+        found.add(key)
+        return read_items(position, "[]", partial(read_entry, key))
+
     if text.lstrip()[:1] == "[":
         raise _expect(path, "a list", "Name the instances file: a list holds results, or one part of a dataset.")
     try:
-        mark, position = take(0, "{")
-        if text[position] == "}":
-            mark, position = take(position, "}")
-        while mark != "}":
-            key, position = decode(text, position)
-            if not isinstance(key, str):
-                raise json.JSONDecodeError("expected a name", "", position)
-            _, position = take(position, ":")
-            if key in found:  # other readers of JSON take the last one alone
-                raise _expect(path, f"{key} twice", "Make it one list.")
-            if key in _SECTIONS:
-                if text[position] != "[":
-                    raise _expect(path, f"no list of {key}", _NAME_INSTANCES)
-                found.add(key)
-                mark, position = take(position, "[")
-                if text[position] == "]":
-                    mark, position = take(position, "]")
-                while mark != "]":
-                    entry, end = decode(text, position)
-                    yield key, entry, position, end
-                    mark, position = take(end, ",]")
-            else:
-                _, position = decode(text, position)
-            mark, position = take(position, ",}")
-        if position != len(text):
-            raise json.JSONDecodeError("expected nothing more", "", position)
+        if read_items(0, "{}", read_section) != len(text):
+            raise json.JSONDecodeError("expected nothing more", "", 0)
     except RecursionError:
         raise _expect(path, "JSON that is nested too deeply", "Export or copy it again.") from None
     except (ValueError, IndexError) as error:
         where = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
-        found_text = f"text that is not JSON at character {where:,} of {len(text):,}"
-        raise _expect(path, found_text, "It may be cut short or something else: export or copy it again.") from None
-    missing = [key for key in _SECTIONS if key not in found]
-    if missing:
+        wrong = f"text that is not JSON at character {where:,} of {len(text):,}"
+        raise _expect(path, wrong, "It may be cut short or something else: export or copy it again.") from None
+    if missing := [key for key in _SECTIONS if key not in found]:
         raise _expect(path, f"no list of {' and '.join(missing)}", _NAME_INSTANCES)
 
 
@@ -448,47 +422,60 @@ def _expect(path: Path, found: str, cure: str) -> ColabUtilsError:
 
 
 class _Columns:
-    """What entries hold, added one by one; KeyError, TypeError, ValueError or OverflowError say what is wrong."""
+    """What entries hold, added one by one; one of `FAULTS` says what is wrong."""
 
     def __init__(self) -> None:
-        self.image_ids, self.sizes, self.names, self.name_ends = array("q"), array("i"), bytearray(), array("q", [0])
-        self.ids, self.owners, self.categories, self.is_crowd = array("q"), array("q"), array("q"), array("b")
-        self.texts, self.text_ends, self.category_names = bytearray(), array("q", [0]), dict[int, str]()
-        self.has_shapes = False
+        self.images, self.names = array("q"), bytearray()
+        """Of each image: id, height, width, where its name ends."""
+        self.rows, self.texts = array("q"), bytearray()
+        """Of each annotation: id, ids of image and category, whether it is a crowd, where its text ends."""
+        self.category_names, self.has_shapes = dict[int, str](), False
+        self.bases, self.shared_names = dict[str, str](), set[str]()
 
-    def add_image(self, image: dict[str, Any]) -> None:
+    def add(self, section: str, entry: Any, text: str) -> None:
+        if section == "annotations":
+            self._add_annotation(entry if isinstance(entry, dict) else {}, text)
+        elif not isinstance(entry, dict):
+            raise TypeError(f"{type(entry).__name__} where COCO has an object")
+        elif section == "images":
+            self._add_image(entry)
+        else:
+            self._add_category(_to_integer(entry.get("id"), "id"), entry.get("name"))
+
+    def _add_category(self, number: int, named: Any) -> None:
+        if named is None:
+            raise ValueError("no 'name'")
+        name = escape(str(named))
+        if self.category_names.setdefault(number, name) != name:
+            raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
+
+    def _add_image(self, image: dict[str, Any]) -> None:
         url, name = image.get("coco_url"), image.get("file_name")
         if not name and isinstance(url, str):
             name = take_base_name(url)
         if name is None:
-            raise KeyError("file_name")
+            raise ValueError("no 'file_name'")
         if not isinstance(name, str) or len(name) > _LONGEST_NAME:
             raise TypeError(f"a file_name that is not text, or longer than a path may be: {name!r:.60}")
-        self.image_ids.append(_to_integer(image["id"], "id"))
-        self.sizes.extend(_to_integer(image.get(side) or 0, side) for side in ("height", "width"))
+        sizes = [_to_integer(image.get(side) or 0, side, bits=31) for side in ("height", "width")]
+        number = _to_integer(image.get("id"), "id")
+        if self.bases.setdefault(base := take_base_name(name), name) != name:
+            self.shared_names.add(base)
         self.names += name.encode()
-        self.name_ends.append(len(self.names))
+        self.images.extend((number, *sizes, len(self.names)))
 
-    def add_annotation(self, entry: Any, text: str) -> None:
-        """One annotation, of which only the ids and iscrowd are read here: a fault refuses its image, not the file."""
-        entry = entry if isinstance(entry, dict) else {}
-        self.ids.append(_read_integer(entry, "id", otherwise=len(self.ids) + 1))  # a UUID is no number
-        self.owners.append(_read_integer(entry, "image_id", otherwise=_UNREADABLE))
-        self.categories.append(_read_integer(entry, "category_id", otherwise=_UNREADABLE))
-        self.is_crowd.append(entry.get("iscrowd") in (1, "1"))  # true is 1
-        self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
+    def _add_annotation(self, entry: dict[str, Any], text: str) -> None:
+        """Only the ids and iscrowd are read here: a fault refuses the annotation's image, not the file."""
+        number = _read_integer(entry, "id", otherwise=len(self.rows) // 5 + 1)  # a UUID is no number
+        owner, category = (_read_integer(entry, name, otherwise=_UNREADABLE) for name in ("image_id", "category_id"))
         self.texts += text.encode()
-        self.text_ends.append(len(self.texts))
-
-    def add_category(self, category: dict[str, Any]) -> None:
-        number, name = _to_integer(category["id"], "id"), escape(str(category["name"]))
-        if self.category_names.setdefault(number, name) != name:
-            raise ValueError(f"another name, {name!r}, than {self.category_names[number]!r}")
+        self.rows.extend((number, owner, category, entry.get("iscrowd") in (1, "1"), len(self.texts)))  # true is 1
+        self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
 
 
 def _read_integer(entry: dict[str, Any], name: str, *, otherwise: int) -> int:
     try:
-        return _to_integer(entry[name], name)
+        return _to_integer(entry.get(name), name)
     except FAULTS:
         return otherwise
 
@@ -549,48 +536,44 @@ def _to_numbers(values: Any, name: str) -> list[float]:
     raise ValueError(f"{name} {values!r:.60} where COCO has finite numbers")
 
 
-def _to_integer(value: Any, name: str) -> int:
+def _to_integer(value: Any, name: str, *, bits: int = 63) -> int:
     if isinstance(value, str):
         with suppress(ValueError, OverflowError):
             value = int(value) if value.strip().isdecimal() else float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or abs(value) >= 2**63:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or abs(value) >= 2**bits:
         raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
     return int(value)
 
 
-def _explain(error: Exception) -> str:
-    """What an entry has that COCO has not, in one line."""
-    if isinstance(error, RecursionError):
-        return "lists that are nested too deeply"
-    return f"no {error}" if isinstance(error, KeyError) else f"{error}"
-
-
 def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
     """Sort the annotations by image and set aside those whose image or category is unknown."""
-    image_ids, ids, owners = (np.array(one, np.int64) for one in (columns.image_ids, columns.ids, columns.owners))
+    image_ids, *sizes, name_ends = np.array(columns.images, np.int64).reshape(-1, 4).T.copy()
+    ids, owners, categories, crowds, text_ends = np.array(columns.rows, np.int64).reshape(-1, 5).T.copy()
     order = np.argsort(image_ids, kind="stable")
     ordered = image_ids[order]
     known_image = np.isin(owners, image_ids)
-    categories = [*columns.category_names, _UNREADABLE]  # one that cannot be read is a fault of its annotation alone
-    known_category = np.isin(np.array(columns.categories, np.int64), categories)
+    # a category that cannot be read is a fault of its annotation alone
+    known_category = np.isin(categories, [*columns.category_names, _UNREADABLE])
     kept = np.flatnonzero(known_image)
     image_of = order[np.searchsorted(ordered, owners[kept])] if kept.size else kept
     kept = kept[np.argsort(image_of, kind="stable")]
-    ends = np.array(columns.text_ends, np.int64)
-    names = {columns.names[start:end].decode() for start, end in pairwise(columns.name_ends)}
+    ends, view = np.append(0, text_ends), memoryview(columns.texts)
+    spans = np.stack([ends[:-1], ends[1:]], axis=1)[kept]
+    first = np.concatenate([[0], np.cumsum(np.bincount(image_of, minlength=len(image_ids)))])
+    texts = [b", ".join(view[start:end] for start, end in spans[a:b].tolist()) for a, b in pairwise(first.tolist())]
     return CocoDataset(
         fingerprint=fingerprint,
         categories=tuple({"id": number, "name": name} for number, name in sorted(columns.category_names.items())),
-        shared_names=frozenset(base for base, uses in Counter(map(take_base_name, names)).items() if uses > 1),
+        shared_names=frozenset(columns.shared_names),
         image_ids=image_ids,
-        sizes=np.array(columns.sizes, np.int32).reshape(-1, 2),
+        sizes=np.stack(sizes, axis=1).astype(np.int32),
         names=bytes(columns.names),
-        name_ends=np.array(columns.name_ends, np.int64),
-        first=np.concatenate([[0], np.cumsum(np.bincount(image_of, minlength=len(image_ids)))]),
+        name_ends=np.append(0, name_ends),
+        first=first,
         ids=ids[kept],
-        is_crowd=np.array(columns.is_crowd, np.bool_)[kept],
-        texts=bytes(columns.texts),
-        spans=np.stack([ends[kept], ends[kept + 1]], axis=1),
+        is_crowd=crowds[kept].astype(np.bool_),
+        texts=b"".join(texts),
+        text_ends=np.cumsum([0, *map(len, texts)]),
         repeated_ids=ordered[1:][ordered[1:] == ordered[:-1]],
         unknown_images=ids[~known_image],
         unknown_categories=ids[known_image & ~known_category],

@@ -52,19 +52,19 @@ def repair_annotations(
     done["annotation of no image left out"] = [f"annotation {number}" for number in dataset.unknown_images.tolist()]
     entries, kept, objects = list[dict[str, Any]](), list[bytes](), 0
     for group, is_alone in _group_entries(dataset):
-        entry, rows = dataset.image(group[0]), [text for i in group for text, _ in dataset.texts_of(i)]
+        entry, count = dataset.image(group[0]), sum(int(dataset.first[i + 1] - dataset.first[i]) for i in group)
         name, changes = escape(entry["file_name"]), ["entries of one image joined"] * (len(group) - 1)
         try:
             if not is_alone:
                 raise _LostObjectError("id of several images")
             if len(np.unique(dataset.sizes[group], axis=0)) > 1:
                 raise _LostObjectError("size mismatch")
-            parsed = [json.loads(row) for row in rows]
+            parsed = [one for i in group for one in dataset.read_entries(i)]
             masks = MaskEncoder(*_mend_entry(entry, parsed, headers[group[0]], changes))
             mended = _mend_objects(parsed, masks, categories, changes, crowds == "objects")
             texts = [json.dumps({**one, "image_id": entry["id"]}).encode() for one in mended]
         except (_LostObjectError, RecursionError) as error:
-            lost["bad annotation" if isinstance(error, RecursionError) else str(error)].append((name, len(rows)))
+            lost["bad annotation" if isinstance(error, RecursionError) else str(error)].append((name, count))
             continue
         entries.append(entry)
         kept += texts

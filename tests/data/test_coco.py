@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pycocotools import mask as coco_mask
 
-from colab_utils.data.coco import _list_files, _warn_of_found_images, open_coco, read_coco, write_subset
+from colab_utils.data.coco import _list_files, open_coco, read_coco, write_subset
 from colab_utils.data.masks import encode_segmentation
 from colab_utils.drive import DriveLostError
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
+from colab_utils.errors import ColabUtilsError, escape
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -525,19 +525,15 @@ def test_no_link_is_followed_to_an_image(tmp_path):
     assert find(tmp_path, ["loop/x.jpg"], files=[]) == ("loop/x.jpg", False)
 
 
-def test_found_images_are_said_once_and_plain_names_list_nothing(tmp_path, monkeypatch):
-    names = ["a/x.jpg", "/d/y.jpg", "b\\z.jpg", "/d/gone.jpg"]
-    find(tmp_path, names, files=["a/x.jpg", "y.jpg", "z.jpg"])
+def test_plain_names_list_nothing(tmp_path, monkeypatch):
+    find(tmp_path, ["x.jpg", "/d/y.jpg", "b\\z.jpg"], files=["x.jpg", "y.jpg", "z.jpg"])
     dataset = read_coco(tmp_path / "a.json")
-    with pytest.warns(ColabUtilsWarning) as warned:
-        _warn_of_found_images(tmp_path / "images", dataset)
-    assert [str(one.message) for one in warned] == [
-        "images do not lie where the annotations say and are found by their names, such as "
-        f"'/d/y.jpg' at {tmp_path}/images/y.jpg"
-    ]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.scandir", None)
+        assert dataset.find_image(tmp_path / "images", 0) == (tmp_path / "images/x.jpg", False)
+    assert dataset.find_image(tmp_path / "images", 1)[1]
     monkeypatch.setattr("os.scandir", None)
     assert dataset.find_image(tmp_path / "images", 2)[1]  # the folder was listed once
-    _warn_of_found_images(tmp_path / "images", dataset.subset(0, 1))  # and is not for plain names
 
 
 def test_subset_is_the_same_images_and_small_to_send(coco_mini):
