@@ -76,10 +76,7 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
         with explain_write(target):
             target.mkdir(parents=True, exist_ok=True)
             if is_url:
-                with (
-                    open(download, "ab") as file,
-                    show_progress("downloading", total=None, unit="B", scale=True) as bar,
-                ):
+                with open(download, "ab") as file, show_progress("download", total=None, unit="B", scale=True) as bar:
                     Retries().run(partial(_receive, source, file, bar))
             try:
                 found = _unpack(download if is_url else Path(source), target / "files", annotations, source)
@@ -102,9 +99,9 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
         end = f"/{annotations}" if annotations else ".json"
         texts = [name for name in members if f"/{name}".endswith(end)]
         if len(texts) != 1:
-            none = f"{len(members):,} files and no such one: export the dataset as COCO instances"
-            found = f"found {', '.join(texts[:9]) or none}; or name in ANNOTATIONS the one that you mean"
-            raise ColabUtilsError(f"expected {annotations or 'one .json'} in {source}, {found}")
+            found = ", ".join(texts[:9]) or f"{len(members):,} files and no such one: export COCO instances"
+            cure = "or name in ANNOTATIONS the one that you mean"
+            raise ColabUtilsError(f"expected {annotations or 'one .json'} in {source}, found {found}; {cure}")
         _extract(archive, [members[texts[0]]], target)
         coco = read_coco(target / texts[0])
         names = [coco.file_name(i) for i in range(len(coco))]

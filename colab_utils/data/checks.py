@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,23 +10,34 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
-from colab_utils.data.defects import MODEL_SIZES, Findings, check_image, find_scale, read_header
-from colab_utils.drive import Retries, read_file
+from colab_utils.data.decoding import find_jpeg_damage, open_image, open_lazily, read_orientation, to_rgb
+from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
+from colab_utils.drive import DriveLostError, Retries, guard_drive, open_file, read_file
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import count_cores, fork_pool, show_progress
 
 __all__ = [
-    "EXAMPLES", "DatasetReport", "DatasetStatistics", "Problem", "WorstImage", "check_dataset", "inspect_images",
+    "HARMLESS", "NEAR", "DatasetReport", "DatasetStatistics", "Header", "Problem", "check_dataset",
+    "check_object", "compare_box", "compare_sizes", "inspect_images", "is_normalised",
 ]  # fmt: skip
 
-EXAMPLES = 5  # of each kind
+MODEL_SIZES = (800, 1333)
+"""What Mask R-CNN resizes an image to by default, in pixels: the shorter side, and the limit of the longer one."""
+
+_ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
+_MODES = {"CMYK": "CMYK image", "L": "grey image", "1": "grey image"}
+NEAR = 2
+"""Pixels that boxes, masks and images may differ by."""
+HARMLESS = ("box beyond the image", "tiny object")
+"""Kinds of `compare_box` that leave a box as it is."""
+_EXAMPLES = 5  # of each kind
 _WORST = 10
 _CHUNK = 16  # images that a process takes at a time
 _STREAMS = 8  # on Drive each file costs its latency: each process waits for several at once
@@ -48,38 +60,34 @@ _KINDS = {
     "object is trained without a pixel": "normalised polygon|empty mask",
     "object is trained with a wrong box": "box of corners|mask and box disagree",
     "average precision comes out too high": "image in validation, too",
-    "note: object is left out, as torchvision does": "box without area|crowd",
+    "note: left out of training": "box without area|crowd|image without objects",
     "note: object is under a pixel, in the file or once the model has shrunk it": "tiny object",
     "note: cut at the image's edge": "box beyond the image|polygon beyond the image",
-    "note: look whether it is what you mean": "self-crossing polygon|name of several categories",
+    "note: look whether it is what you mean": "self-crossing polygon|name of several categories|EXIF rotation, unclear",
     "note: average precision counts it as a small object": "area 0",
     "note: counts twice": "repeated annotation|repeated file_name",
-    "note: kept, left out of training": "image without objects",
-    "note: taken as stored; look whether the outlines fit": "EXIF rotation, unclear",
-    "note: taken as stored, as annotated": "EXIF rotation, annotated as stored",
+    "note: taken as it is": "found by base name|wrong extension|EXIF rotation, annotated as stored",
     "note: preprocess turns it upright": "EXIF rotation, annotated upright",
-    "note: taken": "found by base name|wrong extension",
-    "note: becomes 8-bit RGB": "16-bit image|CMYK image|grey image|image with alpha",
-    "note: its first frame is taken": "animated image",
+    "note: becomes 8-bit RGB, its first frame": "16-bit image|CMYK image|grey image|image with alpha|animated image",
     "note: all ids are numbered anew from 1, as 0 is the background's": "category id 0",
     "note: too few to learn": "unused category|rare category",
     "note: costs time, see statistics": "enlarged image",
 }
 _EFFECTS = {kind: effect for effect, kinds in _KINDS.items() for kind in kinds.split("|")}
 _SERIOUS = {kind for kind, effect in _EFFECTS.items() if not effect.startswith("note")}
-# of which an image is none of the worst
-_COMMON = {
+_USUAL = [
     "grey image",
     "image without objects",
     "EXIF rotation, annotated upright",
     "wrong extension",
     "enlarged image",
-}
-# by a key that only their annotations have
+]
+"""Of which an image is none of the worst."""
 _PURPOSES = {
-    "caption": "captions", "segments_info": "panoptic segments", "keypoints": "keypoints without masks",
+    "segments_info": "panoptic segments", "keypoints": "keypoints without masks",
     "bbox": "boxes only: draw masks, or make them from the boxes with Segment Anything",
 }  # fmt: skip
+"""By a key that only their annotations have."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +101,6 @@ class Problem:
     """The first five that differ."""
     effect: str
     """What it leads to."""
-
-
-@dataclass(frozen=True)
-class WorstImage:
-    """An image with many defects."""
-
-    image_id: int
-    file_name: str
-    defects: tuple[str, ...]
-    """The kind of each."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +130,8 @@ class DatasetReport:
     """Whether every image can be used: nothing but notes was found."""
     problems: tuple[Problem, ...]
     statistics: DatasetStatistics
-    worst: tuple[WorstImage, ...]
-    """The ten images with most defects."""
+    worst: dict[int, tuple[str, ...]]
+    """The kinds of defects of the ten images with most, by their ids."""
     repairs: tuple[Problem, ...] = ()
     """What was mended, and what was left out, where the annotations were repaired."""
 
@@ -196,8 +194,8 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
 
 def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
     with ThreadPoolExecutor(_STREAMS) as pool:
-        headers = pool.map(partial(read_header, images, part, retries=Retries(), deep=deep), range(len(part)))
-        return [check_image(part, i, header) for i, header in enumerate(headers)]
+        headers = pool.map(partial(_read_header, images, part, retries=Retries(), deep=deep), range(len(part)))
+        return [_check_image(part, i, header) for i, header in enumerate(headers)]
 
 
 def _sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tuple[str, str]]) -> DatasetReport:
@@ -206,23 +204,21 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[t
     for i, found in enumerate(findings):
         for kind, text in found.defects:
             examples[kind].append(text)
-            scores[i] += 1000 if kind in _SERIOUS else kind not in _COMMON
-    worst = [(i, score) for i, score in scores.most_common(_WORST) if score]
-    look_at = [escape(dataset.file_name(i)) for i, score in worst[:3] if score >= 1000]
+            scores[i] += 1000 if kind in _SERIOUS else kind not in _USUAL
+    look_at = [escape(dataset.file_name(i)) for i, score in scores.most_common(3) if score >= 1000]
     statistics = _measure_dataset(dataset, findings, look_at)
     for kind, text in (*_find_in_all(dataset, findings, statistics.classes), *more):
         examples[kind].append(text)
     problems = tuple(
-        Problem(kind, len(examples[kind]), tuple(dict.fromkeys(examples[kind]))[:EXAMPLES], effect)
+        Problem(kind, len(examples[kind]), tuple(dict.fromkeys(examples[kind]))[:_EXAMPLES], effect)
         for kind, effect in _EFFECTS.items()
         if examples[kind]
     )
-    shown = tuple(
-        WorstImage(int(dataset.image_ids[i]), escape(dataset.file_name(i)), tuple(dict(findings[i].defects)))
-        for i, _ in worst
-    )
+    worst = {
+        int(dataset.image_ids[i]): tuple(dict(findings[i].defects)) for i, score in scores.most_common(_WORST) if score
+    }
     total, ok = len(dataset.ids) + len(dataset.unknown_images), not _SERIOUS & {one.kind for one in problems}
-    return DatasetReport(len(dataset), total, ok, problems, statistics, shown)
+    return DatasetReport(len(dataset), total, ok, problems, statistics, worst)
 
 
 def _find_in_all(
@@ -242,7 +238,11 @@ def _find_in_all(
         yield from [(kind, escape(name))] * (len(same) - 1)
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
-        yield "no instances", _name_purpose(dataset)
+        first = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)[0]
+        yield (
+            "no instances",
+            next((text for key, text in _PURPOSES.items() if key in first), "annotations without masks"),
+        )
     crowds, total = dataset.crowds, len(dataset.ids)
     text = f"{crowds:,} of {total:,} objects are crowds and left out"
     yield from [("many crowds" if crowds > _MANY_CROWDS * total else "crowd", text)] * crowds
@@ -254,18 +254,12 @@ def _find_in_all(
             yield "rare category" if objects else "unused category", f"{name} ({objects})"
 
 
-def _name_purpose(dataset: CocoDataset) -> str:
-    """What a file is for whose annotations have no masks."""
-    entries = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)
-    return next((text for key, text in _PURPOSES.items() if key in entries[0]), "annotations without masks")
-
-
 def _find_shared(
     images: Path, dataset: CocoDataset, findings: Sequence[Findings], others: str | Path, annotations: str | Path
 ) -> list[tuple[str, str]]:
     """The pictures that are in another dataset, too, by whatever name: files whose sizes match are compared."""
     require_folder(others)
-    by_size, other = defaultdict[int, list[int]](list), read_coco(annotations)
+    by_size, other, retries = defaultdict[int, list[int]](list), read_coco(annotations), Retries()
     for i, found in enumerate(findings):
         by_size[found.header.bytes].append(i)
 
@@ -282,7 +276,6 @@ def _find_shared(
                     return "image in validation, too", text
         return None
 
-    retries = Retries()
     with ThreadPoolExecutor(_STREAMS) as pool:
         return [*filter(None, pool.map(compare, range(len(other))))]
 
@@ -319,7 +312,7 @@ def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int
 def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> str:
     """An input size: as the images are where their objects, of these pixels, are large; else torchvision's."""
     sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
-    scales, pixels = find_scale(*sizes.T), sizes.prod(1)
+    scales, pixels = _find_scale(*sizes.T), sizes.prod(1)
     larger, small = scales > 1, np.mean(masks < _SMALL)
     default = f"--min-size {MODEL_SIZES[0]} --max-size {MODEL_SIZES[1]}"
     work = np.sum((pixels * scales**2)[larger]) / max(1, np.sum(pixels[larger]))
@@ -330,3 +323,231 @@ def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> st
         shorter, longer = (32 * max(1, round(side / 32)) for side in sorted(np.median(sizes, 0).tolist()))
         return f"Train at --min-size {shorter} --max-size {longer}, the images' own size: {cost}."
     return f"Keep {default} where AP counts: {cost}, and {small:.0%} of the objects are small, which gain by it."
+
+
+class Header(NamedTuple):
+    """An image file, without its pixels."""
+
+    defects: list[tuple[str, str]]
+    """Kind and text of each, first of all of what makes the file unusable."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width as stored, in pixels; 0 where the file is unusable."""
+    orientation: int = 1
+    """By EXIF, 1 to 8."""
+    bytes: int = 0
+
+
+class Findings(NamedTuple):
+    """What was found in one image and its annotations."""
+
+    defects: list[tuple[str, str]]
+    """Kind and text of each."""
+    header: Header
+    size: tuple[int, int]
+    """Height and width that its masks are drawn at, in pixels; 0 where that is not known."""
+    objects: NDArray[np.float64]
+    """float64 [N, 4]: category id, width and height of the box, pixels of the mask, of each usable object."""
+
+
+def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *, deep: bool = False) -> Header:
+    """An image file's header and end; ``deep`` decodes it.
+
+    Raises:
+        DriveLostError: if Drive went away.
+    """
+    try:
+        path, by_base_name = dataset.find_image(images, i)
+    except DriveLostError:
+        raise
+    except ColabUtilsError:
+        return Header([("unsafe file_name", "leaves the image folder, where no file, or several, have its base name")])
+    found = [("found by base name", escape(str(path.relative_to(images))))] if by_base_name else []
+    try:
+        return retries.run(partial(_describe, path, found, deep=deep))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return Header([("missing image", f"not in {images}")])
+    except DriveLostError:
+        raise
+    except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
+        return Header([("truncated image" if "truncated" in str(error) else "bad image", str(error))])
+
+
+def _describe(path: Path, found: list[tuple[str, str]], *, deep: bool) -> Header:
+    from PIL import Image
+
+    def read_again(start: int = 0) -> bytes:
+        file.seek(start)
+        return file.read()
+
+    with guard_drive(path), open_file(path) as file:
+        length, notes = os.fstat(file.fileno()).st_size, [*found]
+        if not length:
+            return Header([("empty file", "0 bytes")])
+        try:
+            opened = open_lazily(file)
+        except ColabUtilsError:
+            file.seek(0)
+            if file.read(4) != b"\x89PNG":
+                raise
+            opened = open_image(read_again())  # its metadata may be damaged
+        kind, (width, height) = opened.format or "", opened.size
+        # cut short, or much of something else after its end: some cameras write zeros or a preview there
+        if deep or _ENDS.get(kind, b"") not in read_again(max(0, length - 4096)):
+            to_rgb(open_image(data := read_again()))
+            if deep and kind in ("JPEG", "MPO") and (damage := find_jpeg_damage(data)):
+                raise ColabUtilsError(f"damaged: {damage}")
+        to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
+        belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
+        if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
+            notes.append(("wrong extension", f"holds {kind}"))
+        if "16" in f"{opened.mode} {[tile[3] for tile in getattr(opened, 'tile', ())]}":
+            notes.append(("16-bit image", opened.mode))
+        if opened.mode in _MODES:
+            notes.append((_MODES[opened.mode], opened.mode))
+        elif opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info:
+            notes.append(("image with alpha", opened.mode))
+        orientation = read_orientation(opened)
+        if kind != "MPO":
+            with suppress(EOFError):
+                opened.seek(1)
+                notes.append(("animated image", ""))
+        return Header(notes, (height, width), orientation, length)
+
+
+def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
+    """Compare an image's annotations with its file, and their boxes with their masks.
+
+    Example:
+        >>> from colab_utils.data.coco import read_coco
+        >>> _check_image(read_coco("annotations.json"), 0, Header([], size=(480, 640))).defects  # doctest: +SKIP
+        []
+    """
+    name, size = escape(dataset.file_name(i)), tuple(dataset.sizes[i].tolist())
+    compared = compare_sizes(size, header) if all(header.size) else []
+    found = [*header.defects, *compared]
+    if not all(size):
+        size = header.size
+    elif compared and compared[0][0] == "size mismatch":
+        size = 0, 0  # whose pixels the masks are is not known
+    if all(size) and (scale := _find_scale(*size)) > 1:
+        found.append(("enlarged image", f"{scale**2:.1f} times the pixels"))
+    (annotations, faults), masks = dataset.read_annotations(i), MaskEncoder(*size)
+    for number, reason in faults:
+        kind = "unknown category" if reason.endswith("of no category") else "bad annotation"
+        found.append((kind, f"annotation {number}: {reason}"))
+    if not annotations and not faults:
+        found.append(("image without objects", ""))
+    objects, seen = list[tuple[float, ...]](), set[tuple[int, str]]()
+    for one in annotations:
+        wrong, pixels = check_object(one, masks) if all(size) else ([], 0)
+        if pixels:
+            key = one["category_id"], repr(one["segmentation"])
+            if key in seen:
+                wrong.append(("repeated annotation", ""))
+            elif not one["iscrowd"]:
+                objects.append((one["category_id"], *one["bbox"][2:], pixels))
+            seen.add(key)
+        found += [(kind, f"annotation {one['id']}: {text}".removesuffix(": ")) for kind, text in wrong]
+    defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
+    return Findings(defects, header, size, np.array(objects, np.float64).reshape(-1, 4))
+
+
+def _find_scale(height: Any, width: Any) -> Any:
+    """What Mask R-CNN multiplies the sides of an image with, by torchvision's defaults; arrays are fine, too.
+
+    Example:
+        >>> round(float(_find_scale(480, 640)), 3)
+        1.667
+    """
+    shorter, longer = MODEL_SIZES
+    return np.minimum(shorter / np.minimum(height, width), longer / np.maximum(height, width))
+
+
+def compare_sizes(size: tuple[int, ...], header: Header) -> list[tuple[str, str]]:
+    """Whether the annotations are of the photo as its file has it, or as its EXIF orientation turns it."""
+    (height, width), tag = header.size, header.orientation
+    upright = header.size[::-1] if tag > 4 else header.size
+    if all(size) and size not in (header.size, upright):
+        return [("size mismatch", f"annotations say {size[1]} x {size[0]}, the file has {width} x {height}")]
+    if tag == 1:
+        return []
+    if not all(size) or header.size == upright:
+        return [("EXIF rotation, unclear", f"orientation {tag}, {width} x {height}")]
+    kind = "EXIF rotation, annotated upright" if size == upright else "EXIF rotation, annotated as stored"
+    return [(kind, f"orientation {tag}")]
+
+
+def check_object(one: dict[str, Any], masks: MaskEncoder) -> tuple[list[tuple[str, str]], int]:
+    """The defects of an annotation, and the pixels of its mask; 0 where it cannot be trained on."""
+    if not one["segmentation"]:
+        return [("object without mask", "")], 0
+    try:
+        mask = masks.encode(one["segmentation"])
+    except ColabUtilsError as error:
+        return [("bad mask", str(error))], 0
+    tight, pixels = measure_mask(mask)
+    found = _check_polygons(one["segmentation"], *masks.size, pixels)
+    box_found = compare_box(one["bbox"], tight, *masks.size)
+    if found and found[0][0] == "normalised polygon":
+        return found, 0
+    found += box_found
+    if pixels and one["area"] <= 0:
+        found.append(("area 0", f"the mask has {pixels:,} pixels"))
+    return found, pixels if not box_found or box_found[0][0] in HARMLESS else 0
+
+
+def _check_polygons(segmentation: Any, height: int, width: int, pixels: int) -> list[tuple[str, str]]:
+    if isinstance(segmentation, dict):
+        return []
+    polygons = read_polygons(segmentation)
+    everywhere = np.concatenate(polygons).reshape(-1, 2)
+    if is_normalised(everywhere):
+        return [("normalised polygon", "all of its numbers lie in 0 to 1")]
+    beyond = max(*-everywhere.min(0), *(everywhere.max(0) - (width, height)))
+    if beyond > NEAR:
+        return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
+    x, y = polygons[0].reshape(-1, 2).T
+    enclosed = abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2
+    # the two loops of an eight have opposite signs; drawing fills both
+    crossing = len(polygons) == 1 and pixels >= 16 and enclosed < pixels / 2
+    return [("self-crossing polygon", f"encloses {enclosed:,.0f} pixels, fills {pixels:,}")] if crossing else []
+
+
+def is_normalised(numbers: Any) -> bool:
+    """Whether a polygon is given in shares of the image, 0 to 1, not in pixels; one of 0 and 1 alone is a pixel.
+
+    Example:
+        >>> is_normalised([0.1, 0.1, 0.9, 0.1, 0.9, 0.5]), is_normalised([0, 0, 1, 0, 1, 1])
+        (True, False)
+    """
+    return bool(np.min(numbers) >= 0 and np.max(numbers) <= 1 and not np.isin(numbers, (0, 1)).all())
+
+
+def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[tuple[str, str]]:
+    """A box against the image and the tight box of its mask, each x, y, width, height."""
+    x, y, w, h = box
+    if w < 0 or h < 0:
+        return [("inverted box", f"bbox {box}")]
+    if not (w > 0 and h > 0):
+        return [("box without area", f"bbox {box}")]
+    if min(x + w, width) <= max(x, 0) or min(y + h, height) <= max(y, 0):
+        return [("box outside the image", f"bbox {box}")]
+    if not (tight[2] and tight[3]):
+        return [("empty mask" if w * h >= NEAR**2 else "tiny object", f"bbox {box}")]
+    edges = np.clip([x, y, x + w, y + h], 0, [width, height] * 2)  # as training cuts it
+    inner = np.array([*tight[:2], tight[0] + tight[2], tight[1] + tight[3]])
+    if _measure_overlap(edges, inner) < 0.5 and np.abs(edges - inner).max() > NEAR:
+        if _measure_overlap(np.array(box), inner) >= 0.5:
+            return [("box of corners", f"bbox {box} looks like x0, y0, x1, y1")]
+        return [("mask and box disagree", f"bbox {box}, the mask lies in {tight}")]
+    if min(w, h) * _find_scale(height, width) < 1:
+        return [("tiny object", f"{w:.0f} x {h:.0f} pixels of {width} x {height}")]
+    if min(x, y) < -NEAR or x + w > width + NEAR or y + h > height + NEAR:
+        return [("box beyond the image", f"bbox {box}")]
+    return []
+
+
+def _measure_overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Intersection over union of two boxes x0, y0, x1, y1."""
+    inside = np.prod(np.maximum(0, np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])))
+    return float(inside / max(1e-9, np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - inside))

@@ -284,21 +284,19 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     """
     require_folder(images)
     dataset = read_coco(annotations)
-    for expected, found, ids in (
-        ("images with ids of their own", "with the id of another", dataset.repeated_ids),
-        ("annotations of known images", "of an unknown image", dataset.unknown_images),
-        ("annotations of known categories", "of an unknown category", dataset.unknown_categories),
-    ):
+    strangers = {"with the id of another": dataset.repeated_ids, "of an unknown image": dataset.unknown_images}
+    strangers["of an unknown category"] = dataset.unknown_categories
+    for kind, ids in strangers.items():
         if ids.size:
-            found = f"{ids.size} {found}, such as id {ids[0]}. See `check`, which repairs them (--repair OUT.json)"
-            raise ColabUtilsError(f"expected {expected} in {annotations}, found {found}.")
-    with suppress(ColabUtilsError):  # of an image is told where it is read; the first one stands for all
-        path, by_base_name = dataset.find_image(images, 0) if len(dataset) else ("", False)
-        if by_base_name:
-            found = f"{dataset.file_name(0)!r} at {path}"
-            warnings.warn(
-                f"images do not lie where the annotations say: found {found}", ColabUtilsWarning, stacklevel=3
+            found = f"{ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs them (--repair OUT.json)"
+            raise ColabUtilsError(
+                f"expected annotations of images with ids of their own in {annotations}, found {found}."
             )
+    with suppress(ColabUtilsError, IndexError):  # of no images, or told where they are read; the first stands for all
+        path, by_base_name = dataset.find_image(images, 0)
+        if by_base_name:
+            found = f"images do not lie where the annotations say: found {dataset.file_name(0)!r} at {path}"
+            warnings.warn(found, ColabUtilsWarning, stacklevel=3)
     return dataset
 
 
@@ -549,18 +547,17 @@ def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
     """Sort the annotations by image and set aside those whose image or category is unknown."""
     image_ids, *sizes, name_ends = np.array(columns.images, np.int64).reshape(-1, 4).T.copy()
     ids, owners, categories, crowds, text_ends = np.array(columns.rows, np.int64).reshape(-1, 5).T.copy()
-    order = np.argsort(image_ids, kind="stable")
-    ordered = image_ids[order]
-    known_image = np.isin(owners, image_ids)
+    unique, places = np.unique(image_ids, return_index=True)
+    known_image = np.isin(owners, unique)
     # a category that cannot be read is a fault of its annotation alone
     known_category = np.isin(categories, [*columns.category_names, _UNREADABLE])
     kept = np.flatnonzero(known_image)
-    image_of = order[np.searchsorted(ordered, owners[kept])] if kept.size else kept
+    image_of = places[np.searchsorted(unique, owners[kept])]
     kept = kept[np.argsort(image_of, kind="stable")]
-    ends, view = np.append(0, text_ends), memoryview(columns.texts)
-    spans = np.stack([ends[:-1], ends[1:]], axis=1)[kept]
+    starts, view = np.append(0, text_ends), memoryview(columns.texts)
     first = np.concatenate([[0], np.cumsum(np.bincount(image_of, minlength=len(image_ids)))])
-    texts = [b", ".join(view[start:end] for start, end in spans[a:b].tolist()) for a, b in pairwise(first.tolist())]
+    rows = (kept[start:end] for start, end in pairwise(first.tolist()))
+    texts = [b", ".join(view[starts[row] : text_ends[row]] for row in mine) for mine in rows]
     return CocoDataset(
         fingerprint=fingerprint,
         categories=tuple({"id": number, "name": name} for number, name in sorted(columns.category_names.items())),
@@ -574,7 +571,7 @@ def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
         is_crowd=crowds[kept].astype(np.bool_),
         texts=b"".join(texts),
         text_ends=np.cumsum([0, *map(len, texts)]),
-        repeated_ids=ordered[1:][ordered[1:] == ordered[:-1]],
+        repeated_ids=np.delete(image_ids, places),
         unknown_images=ids[~known_image],
         unknown_categories=ids[known_image & ~known_category],
     )

@@ -77,12 +77,14 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
             return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
         except ValueError as error:
             raise ColabUtilsError(f"expected raw pixels as uint8 [H, W, 3], found: {error}") from None
-    decode = load_jpeg_decoder()
-    if decode is not None and 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
+    if 0 < _count_jpeg_pixels(data) <= MOST_PIXELS:
         try:
-            return decode(data)
+            return load_jpeg_decoder()(data)
         except RuntimeError:
             pass  # Pillow says what is wrong, or knows the kind
+        except (AttributeError, TypeError) as error:  # another version of torchvision
+            found = f"torchvision's JPEG operator failing ({str(error).splitlines()[0]:.100})"
+            warnings.warn(f"found {found}: Pillow decodes instead, more slowly", ColabUtilsWarning, stacklevel=2)
     return _take_pixels(to_rgb(open_image(data)))
 
 
@@ -185,8 +187,7 @@ def turn_upright(image: Image.Image, height: int, width: int) -> Image.Image:
     orientation = read_orientation(image)
     if orientation in turns and image.size == (height, width):
         return image.transpose(turns[orientation])
-    found = f"the file has {image.size[0]} x {image.size[1]}"
-    raise ColabUtilsError(f"the annotations say {width} x {height} pixels, {found}")
+    raise ColabUtilsError(f"the annotations say {width} x {height} pixels, the file has {image.width} x {image.height}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -298,27 +299,17 @@ def read_npy_header(data: bytes | bytearray) -> tuple[int, tuple[int, ...], np.d
 
 
 @cache
-def load_jpeg_decoder() -> Callable[[bytes | bytearray], NDArray[np.uint8]] | None:
-    """The JPEG operator under torchvision's Python function, which newer versions deprecate;
-    None where it fails.
+def load_jpeg_decoder() -> Callable[[bytes | bytearray], NDArray[np.uint8]]:
+    """The JPEG operator under torchvision's Python function, which newer versions deprecate.
 
     It imports torchvision, for a second or two: call it before worker processes start, so that they share it.
     """
     import torch
     import torchvision  # noqa: F401  # it registers the operator
-    from PIL import Image
 
     def decode(data: bytes | bytearray) -> NDArray[np.uint8]:
         buffer = data if isinstance(data, bytearray) else bytearray(data)  # torch warns of memory it must not write
         pixels = torch.ops.image.decode_jpeg(torch.frombuffer(buffer, dtype=torch.uint8), 3, False).numpy()
         return pixels.transpose(1, 2, 0)
 
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(file, "JPEG")
-    try:
-        decode(file.getvalue())
-    except (AttributeError, RuntimeError, TypeError) as error:
-        found = f"torchvision's JPEG operator failing ({str(error).splitlines()[0]:.100})"
-        warnings.warn(f"found {found}: Pillow decodes instead, more slowly", ColabUtilsWarning, stacklevel=2)
-        return None
     return decode

@@ -15,7 +15,7 @@ from colab_utils.data.coco import require_new
 from colab_utils.data.decoding import open_lazily, read_orientation
 from colab_utils.data.masks import measure_mask
 from colab_utils.drive import explain_write, open_file
-from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import show_progress, write_file
 
 __all__ = ["convert_masks"]
@@ -57,10 +57,8 @@ def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, 
             height, width = values.shape
             rows.append({"id": number, "file_name": image.name, "width": width, "height": height})
             for rle, box, area in _encode_objects(values, mask):
-                annotations.append({
-                    "id": len(annotations) + 1, "image_id": number, "category_id": 1, "iscrowd": 0, "bbox": box,
-                    "area": area, "segmentation": rle,
-                })  # fmt: skip
+                ids = {"id": len(annotations) + 1, "image_id": number, "category_id": 1, "iscrowd": 0}
+                annotations.append({**ids, "bbox": box, "area": area, "segmentation": rle})
             bar.update()
     content = {"images": rows, "annotations": annotations, "categories": [{"id": 1, "name": category}]}
     with explain_write(output.parent):
@@ -76,8 +74,6 @@ def _list_files(folder: Path) -> dict[str, Path]:
         raise ColabUtilsError(f"expected a folder of image files at {folder}, found none. Check the name.")
     found = {path.stem: path for path in paths}
     for path in paths:
-        if escape(path.name) != path.name:
-            raise ColabUtilsError(f"expected names that a JSON holds in {folder}, found {path.name}. Rename the file.")
         if found[path.stem] != path:
             raise ColabUtilsError(f"expected one file called {path.stem} in {folder}, found two. Remove one of them.")
     return found
@@ -88,14 +84,10 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     pictures, drawn = _list_files(images), _list_files(masks)
     first = next(iter(pictures))
     ends = sorted((name.removeprefix(first) for name in drawn if name.startswith(first)), key=len) or [""]
-    end = next((end for end in ends if all(stem + end in drawn for stem in pictures)), ends[0])
-    alone = [str(path) for stem, path in pictures.items() if stem + end not in drawn]
-    alone += [str(path) for stem, path in drawn.items() if stem.removesuffix(end) not in pictures]
-    if alone:
-        raise ColabUtilsError(
-            f"expected a mask called like each image, with the same ending for all, found {len(alone)} files without "
-            f"the other, such as {alone[0]}. Rename them, or move them away."
-        )
+    end = next((end for end in ends if {stem + end for stem in pictures} == {*drawn}), ends[0])
+    if alone := {stem + end for stem in pictures} ^ {*drawn}:
+        found = f"{len(alone)} files without the other, such as {min(alone)}. Rename them"
+        raise ColabUtilsError(f"expected a mask called like each image, with one ending for all, found {found}.")
     return [(path, drawn[stem + end]) for stem, path in pictures.items()]
 
 
@@ -112,10 +104,8 @@ def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
     except Exception as error:  # Pillow's many readers raise whatever they like on damaged data
         raise ColabUtilsError(f"expected an image at {image} and a mask at {mask}, found: {error}") from None
     if values.shape[1::-1] != (size[::-1] if turned else size):
-        raise ColabUtilsError(
-            f"expected a mask of {size[0]} x {size[1]} pixels at {mask}, as {image} has, found one of "
-            f"{values.shape[1]} x {values.shape[0]}. Export the masks again."
-        )
+        found = f"as {image} has, found {values.shape[1]} x {values.shape[0]}. Export the masks again"
+        raise ColabUtilsError(f"expected a mask of {size[0]} x {size[1]} pixels at {mask}, {found}.")
     if kind == "JPEG":
         raise ColabUtilsError(f"expected a mask that keeps its values at {mask}, found a JPEG. Export masks as PNG.")
     return values @ (65536, 256, 1) if values.ndim == 3 else values
@@ -127,9 +117,8 @@ def _encode_objects(values: NDArray[np.int64], mask: Path) -> Iterator[tuple[dic
 
     objects = [value for value in np.unique(values).tolist() if value]
     if len(objects) > _MOST_OBJECTS:
-        raise ColabUtilsError(
-            f"expected a mask with one colour an object at {mask}, found {len(objects):,} colours. Is it a photo?"
-        )
+        found = f"{len(objects):,} colours. Is it a photo?"
+        raise ColabUtilsError(f"expected a mask with one colour an object at {mask}, found {found}")
     for value in objects:
         rle = coco_mask.encode(np.asarray(values == value, np.uint8, order="F"))
         box, pixels = measure_mask(rle)

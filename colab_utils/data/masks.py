@@ -79,8 +79,7 @@ class MaskEncoder:
             raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
         self._drawn += int(np.prod(coco_mask.toBbox(rle)[2:]))
         if self._drawn > _MOST_DRAWN:
-            found = f"{self._drawn:,} up to this one"
-            raise ColabUtilsError(f"expected masks of at most {_MOST_DRAWN:,} pixels in one image, found {found}")
+            raise ColabUtilsError(f"expected masks of at most {_MOST_DRAWN:,} pixels an image, found {self._drawn:,}")
         return rle
 
     def _encode_polygons(self, segmentation: list[Any]) -> dict[str, Any]:
@@ -89,10 +88,8 @@ class MaskEncoder:
         drawn = read_polygons(segmentation)
         self._outlines += sum(map(_measure_outline, drawn)) + _COST_OF_PART * len(drawn)
         if self._outlines > _LONGEST_OUTLINE:
-            found = f"{self._outlines:,.0f} up to this one"
-            raise ColabUtilsError(
-                f"expected outlines of at most {_LONGEST_OUTLINE:,} pixels in one image, found {found}"
-            )
+            found = f"{self._outlines:,.0f}"
+            raise ColabUtilsError(f"expected outlines of at most {_LONGEST_OUTLINE:,} pixels an image, found {found}")
         rles = coco_mask.frPyObjects(drawn, *self.size)
         while len(rles) > _MERGED:
             rles = [coco_mask.merge(rles[k : k + _MERGED]) for k in range(0, len(rles), _MERGED)]
@@ -158,15 +155,13 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
         raise ColabUtilsError("expected RLE with counts and size, found one without counts")
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
         raise ColabUtilsError(f"expected RLE of size [{height}, {width}], the image's, found {size}")
-    coded = counts.encode("ascii", "xmlcharrefreplace") if isinstance(counts, str) else counts
-    runs = coded if isinstance(coded, list) else _read_counts(coded)
+    text = counts.encode("ascii", "xmlcharrefreplace") if isinstance(counts, str) else counts
+    runs = text if isinstance(text, list) else _read_counts(text)
     if not all(type(run) is int and run >= 0 for run in runs) or sum(runs) != height * width:
         raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")
     if 0 in runs[1:]:  # an empty run makes pycocotools' toBbox wrong: join those around it
-        coded = runs = _join_runs(runs)
-    if isinstance(coded, list):
-        return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
-    return {"size": [height, width], "counts": coded}
+        runs = _join_runs(runs)
+    return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
 
 
 def _join_runs(runs: list[int]) -> list[int]:

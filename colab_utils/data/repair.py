@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from colab_utils.data.checks import EXAMPLES, DatasetReport, Problem, check_dataset, inspect_images
+from colab_utils.data import checks
 from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, require_new, write_coco
-from colab_utils.data.defects import HARMLESS, NEAR, Header, compare_box, compare_sizes, is_normalised
 from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
@@ -26,7 +25,7 @@ class _LostObjectError(Exception):
 
 def repair_annotations(
     images: str | Path, annotations: str | Path, *, output: str | Path, crowds: Literal["leave", "objects"] = "leave"
-) -> DatasetReport:
+) -> checks.DatasetReport:
     """Write a copy of the annotations, mended where the right value is known; the original stays as it is.
 
     Numbers from text, nested polygons, boxes and areas from the mask, sizes and names from the files. What cannot be
@@ -46,40 +45,43 @@ def repair_annotations(
         ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists, or no object would be left.
     """
     folder, output, dataset = Path(images), require_new(Path(output)), read_coco(annotations)
-    headers = [found.header for found in inspect_images(folder, dataset)]
-    categories = {one["id"] for one in dataset.categories}
-    done, lost = defaultdict[str, list[str]](list), defaultdict[str, list[tuple[str, int]]](list)
+    headers = [found.header for found in checks.inspect_images(folder, dataset)]
+    done, gone = defaultdict[str, list[str]](list), Counter[str]()
     done["annotation of no image left out"] = [f"annotation {number}" for number in dataset.unknown_images.tolist()]
     entries, kept, objects = list[dict[str, Any]](), list[bytes](), 0
     for group, is_alone in _group_entries(dataset):
-        entry, count = dataset.image(group[0]), sum(int(dataset.first[i + 1] - dataset.first[i]) for i in group)
-        name, changes = escape(entry["file_name"]), ["entries of one image joined"] * (len(group) - 1)
+        name, changes = escape(dataset.file_name(group[0])), ["entries of one image joined"] * (len(group) - 1)
         try:
             if not is_alone:
                 raise _LostObjectError("id of several images")
-            if len(np.unique(dataset.sizes[group], axis=0)) > 1:
-                raise _LostObjectError("size mismatch")
-            parsed = [one for i in group for one in dataset.read_entries(i)]
-            masks = MaskEncoder(*_mend_entry(entry, parsed, headers[group[0]], changes))
-            mended = _mend_objects(parsed, masks, categories, changes, crowds == "objects")
-            texts = [json.dumps({**one, "image_id": entry["id"]}).encode() for one in mended]
+            entry, masks = _mend_entry(dataset, group, headers[group[0]], changes)
+            found = [one for i in group for one in dataset.read_entries(i)]
+            mended = _mend_objects(found, masks, dataset, changes, as_objects=crowds == "objects")
+            kept += [json.dumps({**one, "image_id": entry["id"]}).encode() for one in mended]
         except (_LostObjectError, RecursionError) as error:
-            lost["bad annotation" if isinstance(error, RecursionError) else str(error)].append((name, count))
+            kind = "bad annotation" if isinstance(error, RecursionError) else str(error)
+            done[kind].append(name)
+            gone[kind] += sum(int(dataset.first[i + 1] - dataset.first[i]) for i in group)
             continue
         entries.append(entry)
-        kept += texts
         objects += sum(not one["iscrowd"] for one in mended)
         for change in changes:
             done[change].append(name)
     if not objects:
-        why = [f"{len(where):,} x {kind}" for kind, where in lost.items()] + [f"{len(kept):,} x crowd"] * bool(kept)
+        why = [f"{len(done[kind]):,} x {kind}" for kind in gone] + [f"{len(kept):,} x crowd"] * bool(kept)
         raise ColabUtilsError(
             f"expected objects to keep, found none in {annotations} that {folder} has an image and masks for "
             f"({', '.join(why)}). Name the right image folder, export polygons, or use --crowds objects."
         )
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
-    return replace(check_dataset(folder, output), repairs=_list_repairs(done, lost))
+    left = "images left out whole, with {:,} objects, so that none becomes background"
+    repairs = tuple(
+        checks.Problem(kind, len(names), tuple(names[:5]), left.format(gone[kind]) if kind in gone else "mended")
+        for kind, names in done.items()
+        if names
+    )
+    return replace(checks.check_dataset(folder, output), repairs=repairs)
 
 
 def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
@@ -92,56 +94,43 @@ def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
     return [(group, all(uses[one] == 1 for one in own)) for group, own in zip(groups.values(), numbers, strict=True)]
 
 
-def _list_repairs(done: dict[str, list[str]], lost: dict[str, list[tuple[str, int]]]) -> tuple[Problem, ...]:
-    repairs = [Problem(kind, len(where), tuple(where[:EXAMPLES]), "mended") for kind, where in done.items() if where]
-    for kind, where in lost.items():
-        objects = sum(count for _, count in where)
-        effect = f"images left out whole, with {objects:,} objects, so that none becomes background"
-        repairs.append(Problem(kind, len(where), tuple(name for name, _ in where[:EXAMPLES]), effect))
-    return tuple(repairs)
-
-
 def _mend_entry(
-    entry: dict[str, Any], annotations: list[dict[str, Any]], header: Header, changes: list[str]
-) -> tuple[int, int]:
-    """Mend an image's entry by its file; returns the height and width of its masks."""
-    if header.fault:
-        raise _LostObjectError(header.fault[0])
-    if moved := dict(header.notes).get("found by base name"):
+    dataset: CocoDataset, group: list[int], header: checks.Header, changes: list[str]
+) -> tuple[dict[str, Any], MaskEncoder]:
+    """The entry of an image, mended by its file, and what encodes its masks."""
+    entry = dataset.image(group[0])
+    size = entry["height"], entry["width"]
+    if not all(header.size):
+        raise _LostObjectError(header.defects[0][0])
+    if moved := dict(header.defects).get("found by base name"):
         if "\\" in moved:  # escaped: it has characters that no JSON of ours names
             raise _LostObjectError("unsafe file_name")
         entry["file_name"] = moved
         changes.append("name from the folder")
-    size = entry["height"], entry["width"]
     if not all(size):
-        return header.size
-    if any(kind == "size mismatch" for kind, _ in compare_sizes(size, header)):
-        outlines = [one.get("segmentation") for one in annotations]
-        if _fit(outlines, size) or not _fit(outlines, header.size):  # nothing says that the file is right
+        size = header.size
+    elif any(kind == "size mismatch" for kind, _ in checks.compare_sizes(size, header)):
+        if _fit(dataset, group, size) or not _fit(dataset, group, header.size):  # nothing says that the file is right
             raise _LostObjectError("size mismatch")
         size = entry["height"], entry["width"] = header.size
         changes.append("size from the file")
-    return size
+    if len(np.unique(dataset.sizes[group], axis=0)) > 1:
+        raise _LostObjectError("size mismatch")
+    return entry, MaskEncoder(*size)
 
 
-def _fit(outlines: list[Any], size: tuple[int, int]) -> bool:
+def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
     """Whether polygons lie in an image of this size, and RLE is made for it."""
-    try:
-        return all(
-            tuple(outline["size"]) == size
-            if isinstance(outline, dict)
-            else np.max(np.concatenate(read_polygons(outline)).reshape(-1, 2) - size[::-1]) <= NEAR
-            for outline in outlines
-        )
-    except (ColabUtilsError, *FAULTS):
-        return False
+    annotations, masks = [one for i in group for one in dataset.read_annotations(i)[0]], MaskEncoder(*size)
+    found = {kind for one in annotations for kind, _ in checks.check_object(one, masks)[0]}
+    return not found & {"object without mask", "bad mask", "polygon beyond the image"}
 
 
 def _mend_objects(
-    annotations: list[dict[str, Any]], masks: MaskEncoder, categories: set[int], changes: list[str], as_objects: bool
+    annotations: list[Any], masks: MaskEncoder, dataset: CocoDataset, changes: list[str], *, as_objects: bool
 ) -> list[dict[str, Any]]:
     """An image's annotations, without those that have no area and those of the same class and outline as another."""
-    mended = dict[str, dict[str, Any]]()
+    mended, categories = dict[str, dict[str, Any]](), {one["id"] for one in dataset.categories}
     for entry in annotations:
         if _try_field(entry, "category_id") not in categories:
             raise _LostObjectError("unknown category")
@@ -161,7 +150,7 @@ def _mend_object(
         _LostObjectError: it has an area, and no usable mask.
     """
     values = {name: _try_field(entry, name) for name in ("id", "category_id", "iscrowd", "bbox", "area")}
-    box, area = values["bbox"], values["area"]
+    box, area, outline = values["bbox"], values["area"], entry.get("segmentation")
     if values["iscrowd"] is None:
         raise _LostObjectError("bad annotation")
     if any(value is not None and entry.get(name) not in (None, value) for name, value in values.items()):
@@ -169,7 +158,6 @@ def _mend_object(
     if values["iscrowd"] and as_objects:
         values["iscrowd"] = 0
         changes.append("crowd taken as an object")
-    outline = entry.get("segmentation")
     try:
         values["segmentation"] = _mend_outline(outline, masks.size)
         tight, pixels = measure_mask(masks.encode(values["segmentation"]))
@@ -177,22 +165,24 @@ def _mend_object(
         tight, pixels = [], 0
     if not pixels:
         numbers = sum(len(one) if isinstance(one, list) else 1 for one in outline) if isinstance(outline, list) else 6
-        has_box = box and min(box[2:]) > 0 and box[2] * box[3] >= NEAR**2
+        has_box = box and min(box[2:]) > 0 and box[2] * box[3] >= checks.NEAR**2
         if (has_box or (outline and not tight and numbers >= 6)) and not values["iscrowd"]:
             raise _LostObjectError("object without a whole mask" if outline else "object without mask")
         changes.append("object without area left out")
         return None
     if values["segmentation"] != outline:
         changes.append("outline written as polygons of pixels")
-    if not box or any(kind not in HARMLESS for kind, _ in compare_box(box, tight, *masks.size)):
+    if not box or any(kind not in checks.HARMLESS for kind, _ in checks.compare_box(box, tight, *masks.size)):
         values["bbox"] = tight
         changes.append("box from the mask")
     if area is None or area <= 0:
         values["area"] = float(pixels)
         changes.append("area from the mask")
-    if values["id"] is None and entry.get("id") is not None:
-        changes.append("id that is no number left out")
-    return {name: value for name, value in {**entry, **values}.items() if name != "id" or value is not None}
+    if values["id"] is None:
+        if entry.pop("id", None) is not None:
+            changes.append("id that is no number left out")
+        del values["id"]
+    return entry | values
 
 
 def _try_field(entry: dict[str, Any], name: str) -> Any:
@@ -207,6 +197,6 @@ def _mend_outline(outline: Any, size: tuple[int, int]) -> Any:
     if not isinstance(outline, list) or not outline:
         return outline
     polygons = [polygon.tolist() for polygon in read_polygons(outline)]
-    if all(map(is_normalised, polygons)):
+    if all(map(checks.is_normalised, polygons)):
         return [[x * size[1 - n % 2] for n, x in enumerate(polygon)] for polygon in polygons]
     return outline if polygons == outline else polygons

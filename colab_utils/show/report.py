@@ -150,9 +150,13 @@ def write_check(
     after = read_coco(repaired) if repaired else before
     places = {number: i for i, number in enumerate(after.image_ids.tolist())}
     worst = [
-        (f"{textwrap.shorten(one.file_name, 40)}\n{textwrap.shorten(', '.join({*one.defects}), 40)}", after, i)
-        for one in report.worst
-        if (i := places.get(one.image_id)) is not None
+        (
+            f"{textwrap.shorten(escape_controls(after.file_name(i)), 40)}\n{textwrap.shorten(', '.join(kinds), 40)}",
+            after,
+            i,
+        )
+        for number, kinds in report.worst.items()
+        if (i := places.get(number)) is not None
     ]
     changed = {name for repair in report.repairs for name in repair.examples}
     pairs = list[tuple[str, CocoDataset, int]]()
