@@ -136,8 +136,6 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
             why = "a name with control characters, or none at all"
         elif size > max(_LARGE_BYTES, _MOST_RATIO * info.compress_size):
             why = f"a file of {format_bytes(info.compress_size)} that unpacks to {format_bytes(size)}"
-        elif name in members:
-            why = "which is there twice"
         if why:
             found = f"found {name!r:.80}, {why}: nothing is unpacked, zip it again"
             raise ColabUtilsError(f"expected only files and folders in {source}, {found}")

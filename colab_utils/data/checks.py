@@ -33,6 +33,8 @@ MODEL_SIZES = (800, 1333)
 
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 _MODES = {"CMYK": "CMYK image", "L": "grey image", "1": "grey image"}
+Defect = tuple[str, str]
+"""Its kind, and what was found where."""
 NEAR = 2
 """Pixels that boxes, masks and images may differ by."""
 HARMLESS = ("box beyond the image", "tiny object")
@@ -75,13 +77,7 @@ _KINDS = {
 }
 _EFFECTS = {kind: effect for effect, kinds in _KINDS.items() for kind in kinds.split("|")}
 _SERIOUS = {kind for kind, effect in _EFFECTS.items() if not effect.startswith("note")}
-_USUAL = [
-    "grey image",
-    "image without objects",
-    "EXIF rotation, annotated upright",
-    "wrong extension",
-    "enlarged image",
-]
+_USUAL = {"grey image", "image without objects", "EXIF rotation, annotated upright", "enlarged image"}
 """Of which an image is none of the worst."""
 _PURPOSES = {
     "segments_info": "panoptic segments", "keypoints": "keypoints without masks",
@@ -198,7 +194,7 @@ def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]
         return [_check_image(part, i, header) for i, header in enumerate(headers)]
 
 
-def _sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[tuple[str, str]]) -> DatasetReport:
+def _sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[Defect]) -> DatasetReport:
     """The report of what was found in each image, of what concerns the whole dataset, and of ``more`` defects."""
     examples, scores = defaultdict[str, list[str]](list), Counter[int]()
     for i, found in enumerate(findings):
@@ -221,9 +217,7 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[t
     return DatasetReport(len(dataset), total, ok, problems, statistics, worst)
 
 
-def _find_in_all(
-    dataset: CocoDataset, findings: Sequence[Findings], classes: dict[str, int]
-) -> Iterator[tuple[str, str]]:
+def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings], classes: dict[str, int]) -> Iterator[Defect]:
     """What no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
@@ -256,7 +250,7 @@ def _find_in_all(
 
 def _find_shared(
     images: Path, dataset: CocoDataset, findings: Sequence[Findings], others: str | Path, annotations: str | Path
-) -> list[tuple[str, str]]:
+) -> list[Defect]:
     """The pictures that are in another dataset, too, by whatever name: files whose sizes match are compared."""
     require_folder(others)
     by_size, other, retries = defaultdict[int, list[int]](list), read_coco(annotations), Retries()
@@ -267,7 +261,7 @@ def _find_shared(
     def hash_file(path: Path) -> bytes:
         return xxhash.xxh3_128_digest(read_file(path, None, retries))
 
-    def compare(i: int) -> tuple[str, str] | None:
+    def compare(i: int) -> Defect | None:
         with suppress(OSError, ColabUtilsError):  # what cannot be read is in no training
             path = other.find_image(others, i)[0]
             for twin in by_size.get(path.stat().st_size, ()):
@@ -328,7 +322,7 @@ def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> st
 class Header(NamedTuple):
     """An image file, without its pixels."""
 
-    defects: list[tuple[str, str]]
+    defects: list[Defect]
     """Kind and text of each, first of all of what makes the file unusable."""
     size: tuple[int, int] = (0, 0)
     """Height and width as stored, in pixels; 0 where the file is unusable."""
@@ -340,7 +334,7 @@ class Header(NamedTuple):
 class Findings(NamedTuple):
     """What was found in one image and its annotations."""
 
-    defects: list[tuple[str, str]]
+    defects: list[Defect]
     """Kind and text of each."""
     header: Header
     size: tuple[int, int]
@@ -372,7 +366,7 @@ def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *
         return Header([("truncated image" if "truncated" in str(error) else "bad image", str(error))])
 
 
-def _describe(path: Path, found: list[tuple[str, str]], *, deep: bool) -> Header:
+def _describe(path: Path, found: list[Defect], *, deep: bool) -> Header:
     from PIL import Image
 
     def read_again(start: int = 0) -> bytes:
@@ -463,7 +457,7 @@ def _find_scale(height: Any, width: Any) -> Any:
     return np.minimum(shorter / np.minimum(height, width), longer / np.maximum(height, width))
 
 
-def compare_sizes(size: tuple[int, ...], header: Header) -> list[tuple[str, str]]:
+def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
     """Whether the annotations are of the photo as its file has it, or as its EXIF orientation turns it."""
     (height, width), tag = header.size, header.orientation
     upright = header.size[::-1] if tag > 4 else header.size
@@ -477,7 +471,7 @@ def compare_sizes(size: tuple[int, ...], header: Header) -> list[tuple[str, str]
     return [(kind, f"orientation {tag}")]
 
 
-def check_object(one: dict[str, Any], masks: MaskEncoder) -> tuple[list[tuple[str, str]], int]:
+def check_object(one: dict[str, Any], masks: MaskEncoder) -> tuple[list[Defect], int]:
     """The defects of an annotation, and the pixels of its mask; 0 where it cannot be trained on."""
     if not one["segmentation"]:
         return [("object without mask", "")], 0
@@ -486,23 +480,19 @@ def check_object(one: dict[str, Any], masks: MaskEncoder) -> tuple[list[tuple[st
     except ColabUtilsError as error:
         return [("bad mask", str(error))], 0
     tight, pixels = measure_mask(mask)
-    found = _check_polygons(one["segmentation"], *masks.size, pixels)
-    box_found = compare_box(one["bbox"], tight, *masks.size)
-    if found and found[0][0] == "normalised polygon":
-        return found, 0
-    found += box_found
+    found = wrong_box = compare_box(one["bbox"], tight, *masks.size)
+    if isinstance(one["segmentation"], list):
+        polygons = read_polygons(one["segmentation"])
+        if is_normalised(np.concatenate(polygons)):
+            return [("normalised polygon", "all of its numbers lie in 0 to 1")], 0
+        found = _check_polygons(polygons, *masks.size, pixels) + wrong_box
     if pixels and one["area"] <= 0:
-        found.append(("area 0", f"the mask has {pixels:,} pixels"))
-    return found, pixels if not box_found or box_found[0][0] in HARMLESS else 0
+        found = [*found, ("area 0", f"the mask has {pixels:,} pixels")]
+    return found, pixels if not wrong_box or wrong_box[0][0] in HARMLESS else 0
 
 
-def _check_polygons(segmentation: Any, height: int, width: int, pixels: int) -> list[tuple[str, str]]:
-    if isinstance(segmentation, dict):
-        return []
-    polygons = read_polygons(segmentation)
+def _check_polygons(polygons: list[NDArray[np.float64]], height: int, width: int, pixels: int) -> list[Defect]:
     everywhere = np.concatenate(polygons).reshape(-1, 2)
-    if is_normalised(everywhere):
-        return [("normalised polygon", "all of its numbers lie in 0 to 1")]
     beyond = max(*-everywhere.min(0), *(everywhere.max(0) - (width, height)))
     if beyond > NEAR:
         return [("polygon beyond the image", f"by {beyond:,.0f} pixels")]
@@ -523,7 +513,7 @@ def is_normalised(numbers: Any) -> bool:
     return bool(np.min(numbers) >= 0 and np.max(numbers) <= 1 and not np.isin(numbers, (0, 1)).all())
 
 
-def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[tuple[str, str]]:
+def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[Defect]:
     """A box against the image and the tight box of its mask, each x, y, width, height."""
     x, y, w, h = box
     if w < 0 or h < 0:

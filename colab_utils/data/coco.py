@@ -38,11 +38,10 @@ __all__ = [
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
 _MEMORY_OF_JSON = 3  # times its bytes: they, their text, and what is kept
-_LARGEST_NUMBER = 1e15  # of a box; a float32 holds it
+_TOO_LARGE = 2**63  # for an integer of numpy
 _LONGEST_NAME = 4096  # characters of a file_name: no path of Linux is longer
 _UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
 _NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
-_FIELDS = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
 """What reading an entry raises."""
 
@@ -87,9 +86,6 @@ class CocoDataset:
 
     def __len__(self) -> int:
         return len(self.image_ids)
-
-    def __str__(self) -> str:
-        return f"{len(self):,} images, {len(self.ids):,} annotations, {len(self.categories)} categories"
 
     def file_name(self, index: int) -> str:
         """The image's path below the image folder, as the JSON gives it; :meth:`find_image` opens no file outside."""
@@ -214,10 +210,8 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         >>> with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         ...     _ = file.write(json.dumps(coco)); file.flush()
         ...     dataset = read_coco(file.name)
-        >>> print(dataset)
-        1 images, 1 annotations, 1 categories
-        >>> dataset.annotations(0)[0]["segmentation"]
-        [[0, 0, 4, 0, 4, 4]]
+        >>> len(dataset), dataset.annotations(0)[0]["segmentation"]
+        (1, [[0, 0, 4, 0, 4, 4]])
     """
     path, columns = Path(annotations), _Columns()
     fingerprint, text = _read_text(path)
@@ -455,7 +449,7 @@ class _Columns:
             raise ValueError("no 'file_name'")
         if not isinstance(name, str) or len(name) > _LONGEST_NAME:
             raise TypeError(f"a file_name that is not text, or longer than a path may be: {name!r:.60}")
-        sizes = [_to_integer(image.get(side) or 0, side, bits=31) for side in ("height", "width")]
+        sizes = [_to_integer(image.get(side) or 0, side, most=2**31) for side in ("height", "width")]
         number = _to_integer(image.get("id"), "id")
         if self.bases.setdefault(base := take_base_name(name), name) != name:
             self.shared_names.add(base)
@@ -463,19 +457,17 @@ class _Columns:
         self.images.extend((number, *sizes, len(self.names)))
 
     def _add_annotation(self, entry: dict[str, Any], text: str) -> None:
-        """Only the ids and iscrowd are read here: a fault refuses the annotation's image, not the file."""
-        number = _read_integer(entry, "id", otherwise=len(self.rows) // 5 + 1)  # a UUID is no number
-        owner, category = (_read_integer(entry, name, otherwise=_UNREADABLE) for name in ("image_id", "category_id"))
+        """Only the ids and iscrowd are read here: a fault refuses the annotation's image, not the file.
+
+        An id that is no number, such as a UUID, is the annotation's row.
+        """
+        ids = {"id": len(self.rows) // 5 + 1, "image_id": _UNREADABLE, "category_id": _UNREADABLE}
+        for name in ids:
+            with suppress(*FAULTS):
+                ids[name] = _to_integer(entry.get(name), name)
         self.texts += text.encode()
-        self.rows.extend((number, owner, category, entry.get("iscrowd") in (1, "1"), len(self.texts)))  # true is 1
+        self.rows.extend((*ids.values(), entry.get("iscrowd") in (1, "1"), len(self.texts)))  # true is 1
         self.has_shapes = self.has_shapes or "bbox" in entry or "segmentation" in entry
-
-
-def _read_integer(entry: dict[str, Any], name: str, *, otherwise: int) -> int:
-    try:
-        return _to_integer(entry.get(name), name)
-    except FAULTS:
-        return otherwise
 
 
 def read_field(entry: dict[str, Any], name: str) -> Any:
@@ -493,16 +485,16 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
         if value not in (None, 0, 1, "0", "1"):
             raise ValueError(f"iscrowd {value!r:.40} where COCO has 0 or 1")
         return int(value or 0)
-    if name == "bbox":
-        box = None if value in (None, []) else _to_numbers(value, name)
-        if box and len(box) != 4:
-            raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
-        return box
-    if name == "area":
-        return None if value is None else _to_numbers([value], name)[0]
-    if name == "id" and isinstance(value, str | None):  # a UUID
+    if name == "segmentation" or (value is None and name in ("id", "bbox", "area")):
         return value
-    return value if name == "segmentation" else _to_integer(value, name)
+    if name == "bbox":
+        box = [float(_to_number(side, name)) for side in (value if isinstance(value, list) else [value])]
+        if len(box) not in (0, 4):
+            raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
+        return box or None
+    if name == "area":
+        return float(_to_number(value, name))
+    return value if name == "id" and isinstance(value, str) else _to_integer(value, name)  # a UUID
 
 
 def _read_annotation(entry: dict[str, Any], masks: MaskEncoder) -> dict[str, Any]:
@@ -510,7 +502,8 @@ def _read_annotation(entry: dict[str, Any], masks: MaskEncoder) -> dict[str, Any
     the area is that of the box where there is no mask.
     """
     read_field(entry, "id")
-    one = {name: read_field(entry, name) for name in _FIELDS}
+    names = ("image_id", "category_id", "bbox", "area", "iscrowd", "segmentation")
+    one = {name: read_field(entry, name) for name in names}
     box, area = one["bbox"], one["area"]
     if box and area is not None:
         return one
@@ -523,24 +516,21 @@ def _read_annotation(entry: dict[str, Any], masks: MaskEncoder) -> dict[str, Any
     return one | {"bbox": box or tight, "area": float(pixels) if area is None else area}
 
 
-def _to_numbers(values: Any, name: str) -> list[float]:
-    """Finite numbers, which may be text, as Roboflow and VIA write some."""
-    kinds = int | float | str
-    if isinstance(values, list) and all(isinstance(one, kinds) and not isinstance(one, bool) for one in values):
-        with suppress(ValueError, OverflowError):
-            numbers = [float(one) for one in values]
-            if all(abs(one) < _LARGEST_NUMBER for one in numbers):
-                return numbers
-    raise ValueError(f"{name} {values!r:.60} where COCO has finite numbers")
-
-
-def _to_integer(value: Any, name: str, *, bits: int = 63) -> int:
+def _to_number(value: Any, name: str, kind: str = "finite numbers") -> float:
+    """A number, which may be text, as Roboflow and VIA write some."""
     if isinstance(value, str):
-        with suppress(ValueError, OverflowError):
+        with suppress(ValueError):
             value = int(value) if value.strip().isdecimal() else float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or abs(value) >= 2**bits:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
+        raise ValueError(f"{name} {value!r:.40} where COCO has {kind}")
+    return value
+
+
+def _to_integer(value: Any, name: str, *, most: int = _TOO_LARGE) -> int:
+    number = _to_number(value, name, "an integer")
+    if number != int(number) or abs(number) >= most:
         raise ValueError(f"{name} {value!r:.40} where COCO has an integer")
-    return int(value)
+    return int(number)
 
 
 def _group(columns: _Columns, fingerprint: str) -> CocoDataset:

@@ -128,17 +128,15 @@ def open_lazily(file: Any) -> Image.Image:
     Image.init()  # it loads what knows the formats
     if Image.MAX_IMAGE_PIXELS and Image.MAX_IMAGE_PIXELS < MOST_PIXELS:
         Image.MAX_IMAGE_PIXELS = MOST_PIXELS  # Pillow would warn of phones' photos
-    too_large = f"more than {MOST_PIXELS:,} pixels: save the image smaller"
     try:
         image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
     except Image.UnidentifiedImageError:
         file.seek(0)
         kind = name_kind(file.read(256))
         raise ColabUtilsError(f"not an image: {kind}" if kind else "not an image") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ColabUtilsError(too_large) from None
     if image.width * image.height > MOST_PIXELS:
-        raise ColabUtilsError(f"{image.width} x {image.height} is {too_large}")
+        found = f"{image.width} x {image.height} is more than {MOST_PIXELS:,} pixels"
+        raise ColabUtilsError(f"{found}: save the image smaller")
     return image
 
 

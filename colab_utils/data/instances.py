@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from colab_utils.data.coco import require_new
+from colab_utils.data.coco import require_new, write_coco
 from colab_utils.data.decoding import open_lazily, read_orientation
 from colab_utils.data.masks import measure_mask
 from colab_utils.drive import explain_write, open_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import show_progress, write_file
+from colab_utils.runtime import show_progress
 
 __all__ = ["convert_masks"]
 
@@ -60,10 +60,9 @@ def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, 
                 ids = {"id": len(annotations) + 1, "image_id": number, "category_id": 1, "iscrowd": 0}
                 annotations.append({**ids, "bbox": box, "area": area, "segmentation": rle})
             bar.update()
-    content = {"images": rows, "annotations": annotations, "categories": [{"id": 1, "name": category}]}
+    texts, categories = [json.dumps(one).encode() for one in annotations], [{"id": 1, "name": category}]
     with explain_write(output.parent):
-        write_file(output, json.dumps(content).encode())
-    return output
+        return write_coco(output, rows, texts, categories)
 
 
 def _list_files(folder: Path) -> dict[str, Path]:
