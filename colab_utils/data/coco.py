@@ -527,6 +527,8 @@ def _to_number(value: Any, name: str, kind: str = "finite numbers") -> float:
 
 
 def _to_integer(value: Any, name: str, *, most: int = _TOO_LARGE) -> int:
+    if type(value) is int and abs(value) < most:  # as nearly all are
+        return value
     number = _to_number(value, name, "an integer")
     if number != int(number) or abs(number) >= most:
         raise ValueError(f"{name} {value!r:.40} where COCO has an integer")

@@ -67,14 +67,12 @@ def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, 
 
 def _list_files(folder: Path) -> dict[str, Path]:
     """Image files by their name without its ending."""
-    known = Image.registered_extensions()
-    paths = sorted(path for path in folder.glob("*") if path.suffix.lower() in known)
-    if not paths:
-        raise ColabUtilsError(f"expected a folder of image files at {folder}, found none. Check the name.")
-    found = {path.stem: path for path in paths}
-    for path in paths:
-        if found[path.stem] != path:
+    known, found = Image.registered_extensions(), dict[str, Path]()
+    for path in sorted(folder.glob("*")):
+        if path.suffix.lower() in known and found.setdefault(path.stem, path) != path:
             raise ColabUtilsError(f"expected one file called {path.stem} in {folder}, found two. Remove one of them.")
+    if not found:
+        raise ColabUtilsError(f"expected a folder of image files at {folder}, found none. Check the name.")
     return found
 
 
