@@ -31,7 +31,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import find_free_memory, write_file
 
 __all__ = [
-    "FAULTS", "CocoDataset", "open_coco", "read_coco", "read_field", "require_folder", "require_new",
+    "FAULTS", "CocoDataset", "open_coco", "read_bytes", "read_coco", "read_field", "require_folder", "require_new",
     "take_base_name", "write_coco", "write_subset",
 ]  # fmt: skip
 
@@ -121,8 +121,10 @@ class CocoDataset:
             if slashed == name and os.path.isdir(path.parent):
                 return path, False
         found = None if base in self.shared_names else _list_files(str(folder)).get(base, "")
-        if found or path:
-            return (Path(folder, found), True) if found else (path, False)
+        if found:
+            return Path(folder, found), True
+        if path:
+            return path, False
         found = f"{name!r:.80}, which leads out of it, and {'no' if found == '' else 'more than one image or'} file"
         raise ColabUtilsError(f"expected a file_name below {folder}, found {found} of that name. Put the images there.")
 
@@ -234,15 +236,24 @@ def require_new(path: Path) -> Path:
     return path
 
 
+def read_bytes(path: Path) -> bytes:
+    """The content of an annotations file.
+
+    Raises:
+        ColabUtilsError: if there is no such file, or it cannot be read.
+    """
+    try:
+        return read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
+    except OSError as error:
+        found = f"found: {error.strerror}. Check the name; on Colab, mount Drive first"
+        raise ColabUtilsError(f"expected an annotations file at {path}, {found}.") from None
+
+
 def _read_text(path: Path) -> tuple[str, str]:
     """Fingerprint and text of a JSON file in UTF-8, UTF-16 or UTF-32, with or without a byte order mark."""
     import xxhash
 
-    try:
-        data = read_file(path, most_bytes=find_free_memory() / _MEMORY_OF_JSON)
-    except OSError as error:
-        found = f"found: {error.strerror}. Check the name; on Colab, mount Drive first"
-        raise ColabUtilsError(f"expected an annotations file at {path}, {found}.") from None
+    data = read_bytes(path)
     if kind := name_kind(data):
         raise _expect(path, kind, "Then name the JSON.")
     try:
