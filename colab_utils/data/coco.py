@@ -87,6 +87,9 @@ class CocoDataset:
     def __len__(self) -> int:
         return len(self.image_ids)
 
+    def __str__(self) -> str:
+        return f"{len(self):,} images, {len(self.ids):,} annotations, {len(self.categories)} categories"
+
     def file_name(self, index: int) -> str:
         """The image's path below the image folder, as the JSON gives it; :meth:`find_image` opens no file outside."""
         return self.names[self.name_ends[index] : self.name_ends[index + 1]].decode()
@@ -212,8 +215,10 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         >>> with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         ...     _ = file.write(json.dumps(coco)); file.flush()
         ...     dataset = read_coco(file.name)
-        >>> len(dataset), dataset.annotations(0)[0]["segmentation"]
-        (1, [[0, 0, 4, 0, 4, 4]])
+        >>> print(dataset)
+        1 images, 1 annotations, 1 categories
+        >>> dataset.annotations(0)[0]["segmentation"]
+        [[0, 0, 4, 0, 4, 4]]
     """
     path, columns = Path(annotations), _Columns()
     fingerprint, text = _read_text(path)
