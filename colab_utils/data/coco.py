@@ -552,7 +552,7 @@ def _to_integer(value: Any, name: str, *, most: int = _TOO_LARGE) -> int:
 
 
 def _group(columns: _Columns, fingerprint: str) -> CocoDataset:
-    """Sort the annotations by image and set aside those whose image or category is unknown."""
+    """Sort the annotations by image, set aside those of unknown images, and note those of unknown categories."""
     image_ids, *sizes, name_ends = np.array(columns.images, np.int64).reshape(-1, 4).T.copy()
     ids, owners, categories, crowds, text_ends = np.array(columns.rows, np.int64).reshape(-1, 5).T.copy()
     unique, places = np.unique(image_ids, return_index=True)
