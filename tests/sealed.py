@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from colab_utils.shards.arrays import ShardArrays, describe_shard, dump_arrays, read_head
+from colab_utils.shards.arrays import ShardArrays, describe_shard, dump_arrays
 from colab_utils.shards.format import ShardIndex, ShardInfo, hash_bytes, read_index, write_index
 from colab_utils.training.checkpoint import _make_seal
 
@@ -22,7 +22,7 @@ def seal_index(folder: Path, **changes: Any) -> None:
 
 def seal_arrays(path: Path, arrays: ShardArrays, **changes: Any) -> ShardInfo:
     """Write an arrays file with other tables; ``changes`` of its head. Returns the shard as an index lists it."""
-    head = read_head(path)
+    head = describe_shard(path.read_bytes())[0]
     path.unlink()
     path.write_bytes(dump_arrays(head | changes, arrays))
     return describe_shard(path.read_bytes())[1]

@@ -33,7 +33,7 @@ from colab_utils.shards.format import ShardInfo, hash_bytes, hash_file, parse_fi
 
 __all__ = [
     "ArraysBuilder", "ShardArrays", "check_record", "convert_boxes", "count_mask_bytes", "describe_shard",
-    "dump_arrays", "load_arrays", "read_head", "rebuild_arrays",
+    "dump_arrays", "load_arrays", "rebuild_arrays",
 ]  # fmt: skip
 
 _START_BYTES = 16  # before the head
@@ -142,16 +142,6 @@ def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     text = json.dumps(head | {"tables_bytes": len(tables), "bits_bytes": len(last)}).encode()
     checksum = bytes.fromhex(hash_bytes(text, tables, last))
     return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, last))
-
-
-def read_head(path: Path) -> dict[str, Any]:
-    """The head of an arrays file, which is not compared with a checksum.
-
-    Raises:
-        ColabUtilsError: if the file is damaged.
-    """
-    with _explain_damage(path), open_file(path, most_bytes=math.inf) as file:
-        return _read_head(file)[1]
 
 
 def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:

@@ -16,7 +16,6 @@ from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.format import SkippedImage, split_member
 
 if TYPE_CHECKING:
@@ -46,22 +45,10 @@ class StoredImage(NamedTuple):
 class Sample(NamedTuple):
     """One image as it goes into a shard."""
 
-    extension: str
-    data: bytes
     record: dict[str, Any]
     """As `make_record` gives it."""
-
-    def split_members(self) -> list[tuple[bytes, bytes, bytes]]:
-        """The tar members of the image and of its record, each as header, data and padding."""
-        parts = ((self.extension, self.data), ("json", dump_record(self.record)))
-        return [split_member(f"{self.record['image_id']:012d}.{extension}", data) for extension, data in parts]
-
-    def count_bytes(self) -> tuple[int, int]:
-        """Bytes that it takes in a tar, and in the arrays."""
-        builder = ArraysBuilder()
-        builder.add(self.record, (self.data, b""), (0, 0))
-        tar = sum(len(part) for member in self.split_members() for part in member)
-        return tar, sum(array.nbytes for array in vars(builder.build()).values())
+    members: list[tuple[bytes, bytes, bytes]]
+    """Those of the tar, the image and its record: each as header, data and padding."""
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
@@ -197,7 +184,8 @@ def try_sample(
         raise
     except ColabUtilsError as error:
         return SkippedImage(image["file_name"], str(error))
-    return Sample(stored.extension, stored.data, record)
+    files = (stored.extension, stored.data), ("json", dump_record(record))
+    return Sample(record, [split_member(f"{image['id']:012d}.{extension}", data) for extension, data in files])
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:

@@ -34,8 +34,7 @@ from colab_utils.shards import images as image_module
 from colab_utils.shards import write
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import hold_folder, read_index, write_index
-from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.write import find_recipe, write_shards
+from colab_utils.shards.write import find_recipe, plan_shards, write_shards
 
 SHARD_MB = 0.03  # a few images of the tiny dataset
 
@@ -409,7 +408,7 @@ def test_a_lost_drive_stops_and_is_no_bad_image(dataset, folder, monkeypatch, wo
     lost, read = names(dataset[1])[place], image_module.read_file
 
     def lose(path, *options):
-        measures = any(frame.name == "try_sample" for frame in traceback.extract_stack())  # writing reads ahead
+        measures = any(frame.name == "_try_image" for frame in traceback.extract_stack())  # writing reads ahead
         if path.name == lost and measures == (place == 0):
             raise DriveLostError("expected to read it, found that Drive got disconnected")
         return read(path, *options)
