@@ -116,8 +116,9 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     try:
         return _parse_index(json.loads(read_file(path, None, retries, most_bytes=_MOST_INDEX_BYTES)), folder)
     except FileNotFoundError:
-        here, gone = f"{INDEX_NAME} in {folder}, found none", f"a folder of shards, found nothing at {folder}"
-        found = here if folder.exists() else gone
+        found = f"{INDEX_NAME} in {folder}, found none"
+        if not folder.exists():
+            found = f"a folder of shards, found nothing at {folder}"
         cure = "Run preprocess (or copy) first: where it was interrupted, it continues where it stopped."
         raise ColabUtilsError(f"expected {found}. {cure}") from None
     except OSError as error:
