@@ -2,14 +2,13 @@
 
 ``shard-000000.arrays`` holds the length of its head (eight bytes) and the XXH3-64 of all that follows, a head in JSON,
 then the arrays of :class:`ShardArrays` one after another (``numpy.save``), and last the bits of all masks, which are
-mapped and not read. The index holds a checksum of all but these bits, and the arrays hold those of each image, of its
+not read with them. The index holds a checksum of all but these bits, and the arrays hold those of each image, of its
 record and of its masks' bits: so nothing is trained on that was not compared with what was written. The tables hold
 what torchvision's references train on: crowds and boxes without area are left out (both stay in the tar's JSON).
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
@@ -66,8 +65,8 @@ class ShardArrays:
     """int64 [N + 1]: offsets into ``bits``."""
     checks: NDArray[np.uint64]
     """uint64 [I, 3]: XXH3-64 of each image's bytes in the tar, of its masks' bits, and of its record's bytes."""
-    bits: NDArray[np.uint8]
-    """uint8: all masks, one bit a pixel."""
+    bits: NDArray[np.uint8] | int
+    """uint8: all masks, one bit a pixel; of arrays that were loaded, where they start in the file."""
 
 
 class ArraysBuilder:
@@ -163,7 +162,7 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
 
 
 def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
-    """The arrays of one shard, with the categories, both as the index has them; ``bits`` stays on disk and is mapped.
+    """The arrays of one shard, with the categories, both as the index has them; the bits stay on disk.
 
     Raises:
         ColabUtilsError: if the file is damaged, or belongs to another index.
@@ -173,23 +172,15 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
         tables = file.read(head["tables_bytes"])
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
-        *names, bits = (field.name for field in fields(ShardArrays))
-        values, place = dict[str, Any](), 0
-        for name in names:
+        values, place = dict[str, Any](bits=file.tell()), 0
+        for field in fields(ShardArrays)[:-1]:
             skip, shape, dtype = read_npy_header(tables[place : place + 256])
-            values[name] = np.frombuffer(tables, dtype, math.prod(shape), place + skip).reshape(shape)
-            place += skip + values[name].nbytes
-        offset, size = file.tell(), head["bits_bytes"]
-        if os.fstat(file.fileno()).st_size != offset + size:
+            values[field.name] = table = np.frombuffer(tables, dtype, math.prod(shape), place + skip).reshape(shape)
+            place += skip + table.nbytes
+        arrays = _check_arrays(ShardArrays(**values), shard, categories)
+        if not os.fstat(file.fileno()).st_size - file.tell() == head["bits_bytes"] == arrays.mask_ends[-1]:
             raise ValueError("cut short")
-        try:
-            # numpy cannot map nothing
-            values[bits] = np.memmap(path, np.uint8, "r", offset, (size,)) if size else np.zeros(0, np.uint8)
-        except OSError as error:
-            if error.errno != errno.ENODEV:  # a mount whose files cannot be mapped
-                raise
-            values[bits] = np.frombuffer(file.read(), np.uint8)
-        return _check_arrays(ShardArrays(**values), shard, categories)
+        return arrays
 
 
 def rebuild_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
@@ -238,9 +229,9 @@ def check_record(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _check_arrays(arrays: ShardArrays, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
     """Refuse, with a ValueError, numbers that contradict each other, the shard, or its categories."""
     counts, count = arrays.counts, len(arrays.labels)
-    rows = dict.fromkeys(("boxes", "labels", "areas", "crops"), count)
-    rows |= {"mask_ends": count + 1, "bits": int(arrays.mask_ends[-1])}
-    for name, like in vars(ArraysBuilder().build()).items():
+    rows = dict.fromkeys(("boxes", "labels", "areas", "crops"), count) | {"mask_ends": count + 1}
+    *tables, _ = vars(ArraysBuilder().build()).items()
+    for name, like in tables:
         found = getattr(arrays, name)
         if (found.dtype, found.shape) != (like.dtype, (rows.get(name, shard.images), *like.shape[1:])):
             raise ValueError(f"{name} as {found.dtype} {list(found.shape)}")

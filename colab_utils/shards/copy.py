@@ -238,9 +238,7 @@ def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | N
         facts = [(one.fingerprint, one.recipe, one.categories) for one in (previous, index)]
         if facts[0] != facts[1] or any(known.get(shard.name, shard) != shard for shard in previous.shards):
             cure = "name another folder, or delete that one if you no longer need it"
-            raise ColabUtilsError(
-                f"expected nothing or a copy of these shards in {target}, found other shards: {cure}"
-            )
+            raise ColabUtilsError(f"expected nothing or a copy of these shards in {target}, found other shards: {cure}")
         return previous
 
 

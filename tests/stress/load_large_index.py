@@ -56,6 +56,7 @@ def make_shards(folder: Path) -> Path:
     [first], shards = index.shards, []
     path = folder / "shards" / first.arrays_name
     head, arrays = describe_shard(path.read_bytes())[0], load_arrays(path, first, index.categories)
+    arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
         os.link(folder / "shards" / first.name, folder / "shards" / name)
