@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator, default_rng
 from PIL import Image, ImageDraw, ImageFilter
-from pycocotools import mask as coco_mask
 
-from colab_utils.data.masks import measure_mask
+from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
 
@@ -158,8 +157,7 @@ def _annotate(mask: np.ndarray, kind: int, crowd: bool, scale: int = 1) -> dict[
         segmentation: Any = {"counts": np.diff(edges, prepend=0).tolist(), "size": [height, width]}
     else:
         segmentation = [[scale * at for at in polygon] for polygon in _trace_polygons(mask)]
-    rle = coco_mask.merge(coco_mask.frPyObjects([segmentation] if crowd else segmentation, height, width))
-    box, pixels = measure_mask(rle)
+    box, pixels = measure_mask(encode_segmentation(segmentation, height, width))
     found = {"area": pixels, "bbox": box, "iscrowd": int(crowd)}
     return {"category_id": CATEGORIES[kind]["id"], "segmentation": segmentation, **found}
 

@@ -24,7 +24,7 @@ import xxhash
 
 from colab_utils.drive import DriveFile, Retries, explain_write, open_file, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import hash_bytes, write_file
+from colab_utils.runtime import hash_bytes, require_linux, write_file
 
 __all__ = [
     "ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "parse_fields", "parse_recipe", "read_index",
@@ -286,6 +286,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected no other writer in ..., found process ...
     """
+    require_linux("lock a folder")
     path, made, done, retries = folder / WRITER_NAME, not folder.exists(), threading.Event(), Retries()
     call = explain_write(folder)
 
@@ -354,5 +355,5 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
 
 def _find_host() -> str:
     """This machine since it was started, and this user: Colab gives many machines one name."""
-    started = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {started.read_text().strip() if started.exists() else ''} {os.getuid()}"
+    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{platform.node()} {started} {os.getuid()}"

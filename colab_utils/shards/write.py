@@ -12,8 +12,10 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import cache, partial
 from itertools import chain
+from math import ceil
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,16 +25,7 @@ import numpy as np
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import (
-    count_cores,
-    fork_pool,
-    format_bytes,
-    format_seconds,
-    pop_done,
-    require_space,
-    show_progress,
-    write_file,
-)
+from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
 from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.format import (
     INDEX_NAME,
@@ -147,7 +140,7 @@ def write_shards(
         >>> report.images, report.shards, report.skipped
         (3, 1, ())
     """
-    started, images, folder = perf_counter(), Path(images), Path(shards)
+    started_s, images, folder = perf_counter(), Path(images), Path(shards)
     processes = count_cores() if workers == "auto" else workers
     recipe: dict[str, Any] = {"storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb}
     dataset = _open_dataset(images, annotations, **recipe, workers=processes, max_bad=max_bad)
@@ -174,7 +167,7 @@ def write_shards(
         skipped=index.skipped,
         shards=len(index.shards),
         bytes=index.bytes,
-        seconds=perf_counter() - started,
+        seconds=perf_counter() - started_s,
         storage=storage,
         annotations=len(dataset.ids),
         crowds=dataset.crowds,
@@ -238,10 +231,8 @@ def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> Sh
     found = _find_run(folder)
     if found and (found.fingerprint != dataset.fingerprint or not found.recipe.items() >= recipe.items()):
         what = "made with other settings" if found.fingerprint == dataset.fingerprint else "of another dataset"
-        raise ColabUtilsError(
-            f"expected an empty folder or the same shards, found shards {what} in {folder}. Name another one (in a "
-            "notebook: DRIVE_FOLDER), or delete these if you no longer need them."
-        )
+        cure = "Name another one (in a notebook: DRIVE_FOLDER), or delete these."
+        raise ColabUtilsError(f"expected nothing or the same shards in {folder}, found shards {what}. {cure}")
     return found
 
 
@@ -428,9 +419,9 @@ class ShardPlan:
     """Those that it was measured on."""
 
     def __str__(self) -> str:
+        cost = f"{format_bytes(self.bytes)} and {timedelta(seconds=ceil(self.write_s))} to write"
         measured = f"measured on {self.sampled_images:,} of {self.images:,} images"
-        cost = f"About {format_bytes(self.bytes)} and {format_seconds(self.write_s)} to write ({measured})."
-        return f"{self.storage}: {self.reason}. {cost}"
+        return f"{self.storage}: {self.reason}. About {cost} ({measured})."
 
 
 def plan_shards(
