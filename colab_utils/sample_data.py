@@ -16,6 +16,7 @@ from numpy.random import Generator, default_rng
 from PIL import Image, ImageDraw, ImageFilter
 
 from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
 
@@ -93,17 +94,15 @@ def make_dataset(
     """
     recipe = {"n": n, "width": width, "height": height, "objects": list(objects), "categories": list(categories),
               "photos": photos, "seed": seed, "version": 3}  # fmt: skip
-    if n < 1 or not (32 <= min(width, height) <= max(width, height) <= 65_500 and 0 <= objects[0] <= objects[1]):
-        raise ColabUtilsError(f"expected n > 0, sides 32 to 65,500, fewest <= most objects, found {recipe}: mend it")
-    if not (0 <= photos <= n and set() != set(categories) <= set(_SHAPES)):
-        raise ColabUtilsError(f"expected photos <= n, categories of {', '.join(_SHAPES)}, found {recipe}: change it")
+    fits = 0 <= photos <= n > 0 and 32 <= min(width, height) <= max(width, height) <= 65_500
+    if not (fits and 0 <= objects[0] <= objects[1] and set() != set(categories) <= set(_SHAPES)):
+        numbers = "n > 0, photos <= n, sides 32 to 65,500, fewest <= most objects"
+        raise ColabUtilsError(f"expected {numbers}, categories of {', '.join(_SHAPES)}, found {recipe}: change it")
     images, annotations = Path(folder) / "images", Path(folder) / "annotations.json"
-    try:
+    with explain_write(Path(folder)):
         if not annotations.exists():
             _make_files(images, annotations, recipe, count_cores() if workers == "auto" else max(1, int(workers)))
         text = annotations.read_bytes()
-    except OSError as error:
-        raise ColabUtilsError(f"expected to write to {folder}, found {error.strerror}: choose another one") from error
     if json.dumps(recipe).encode() not in text:
         raise ColabUtilsError(f"expected {recipe} in {folder}, found another dataset: choose another folder")
     content = json.loads(text)

@@ -20,6 +20,7 @@ from tempfile import gettempdir
 from time import time
 from typing import Any, TypeVar
 
+import psutil
 import xxhash
 
 from colab_utils.drive import DriveFile, Retries, explain_write, open_file, read_file
@@ -40,7 +41,7 @@ _MOST_INDEX_BYTES = 1 << 25  # of 80,000 shards
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
-_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|(?:index|writer)\.json)\.(\d+)\.part")
+_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|(?:index|writer)\.json)\.(\d{1,9})\.part")
 _TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
 
@@ -248,20 +249,8 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
     for path in folder.glob(".*.part"):
         match = _TEMPORARY_NAME.fullmatch(path.name)
-        with suppress(FileNotFoundError):  # its process has just finished it
-            if match and not _is_running(int(match[1]), path.stat().st_mtime):
-                path.unlink()
-
-
-def _is_running(pid: int, since: float) -> bool:
-    """Whether the process with this id runs, and ran at the time ``since``: ids are used again."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1
-    except (psutil.NoSuchProcess, OverflowError, ValueError):  # the latter of no number of a process
-        return False
+        if match and not psutil.pid_exists(int(match[1])):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
