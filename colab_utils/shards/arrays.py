@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.decoding import MOST_PIXELS, read_npy_header
+from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.data.masks import MaskEncoder, PackedMasks, pack_masks
 from colab_utils.drive import MOST_BYTES, DriveLostError, open_file
 from colab_utils.errors import ColabUtilsError
@@ -172,12 +172,9 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
         tables = file.read(head["tables_bytes"])
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
-        values, place = dict[str, Any](bits=file.tell()), 0
-        for field in fields(ShardArrays)[:-1]:
-            skip, shape, dtype = read_npy_header(tables[place : place + 256])
-            values[field.name] = table = np.frombuffer(tables, dtype, math.prod(shape), place + skip).reshape(shape)
-            place += skip + table.nbytes
-        arrays = _check_arrays(ShardArrays(**values), shard, categories)
+        each = io.BytesIO(tables)
+        values = [np.lib.format.read_array(each, allow_pickle=False) for _ in fields(ShardArrays)[:-1]]
+        arrays = _check_arrays(ShardArrays(*values, bits=file.tell()), shard, categories)
         if not os.fstat(file.fileno()).st_size - file.tell() == head["bits_bytes"] == arrays.mask_ends[-1]:
             raise ValueError("cut short")
         return arrays
