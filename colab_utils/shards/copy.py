@@ -279,10 +279,9 @@ def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
                     return f"{name} has {found:,} bytes where {size:,} were written: it was cut short or changed"
             if hash_file(path)[1] != checksum:
                 return f"{name} has another checksum than when it was written: its content changed"
-        except FileNotFoundError:
-            return f"{name} is missing"
         except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+            missing = isinstance(error, FileNotFoundError)
+            return f"{name} is missing" if missing else f"{name} cannot be read: {error.strerror}"
     return ""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import re
 import tarfile
 import threading
@@ -13,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from io import BufferedWriter
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from tempfile import gettempdir
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import xxhash
@@ -32,16 +30,14 @@ __all__ = [
     "write_index",
 ]  # fmt: skip
 
-_Entry = TypeVar("_Entry", "ShardInfo", "SkippedImage")
-
 FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2
-INDEX_NAME, WRITER_NAME = "index.json", "writer.json"
+INDEX_NAME, WRITER_NAME = "index.json", "writer.txt"
 _MOST_INDEX_BYTES = 1 << 25  # of 80,000 shards
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
-_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|(?:index|writer)\.json)\.(\d{1,9})\.part")
+_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|writer\.txt)\.(\d{1,9})\.part")
 _TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
 
@@ -172,8 +168,8 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     return index
 
 
-def parse_fields(kind: type[_Entry], raw: Any) -> _Entry:
-    """An entry of texts and sizes, of JSON that anybody may have written.
+def parse_fields(kind: Any, raw: Any) -> Any:
+    """A `ShardInfo` or a `SkippedImage`, of JSON that anybody may have written.
 
     Raises:
         TypeError, ValueError: if a field is missing, is too many, or is of another type.
@@ -260,7 +256,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
     What killed writers left half-written goes before the block, and what the block leaves so, after it.
 
     On this machine the lock is the system's, on a file in the folder for temporary files: it ends with its process.
-    Other machines see the file ``writer.json``, which its writer touches every 30 seconds; when it has not for 100
+    Other machines see the file ``writer.txt``, which its writer touches every 30 seconds; when it has not for 100
     seconds, its session has ended. (Drive shows another machine's files with a delay, so two machines that start within
     seconds of each other can both get in.)
 
@@ -273,14 +269,14 @@ def hold_folder(folder: Path) -> Iterator[None]:
         >>> with hold_folder(folder), hold_folder(folder):
         ...     pass
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected no other writer in ..., found process ...
+        colab_utils.errors.ColabUtilsError: expected no other writer in ..., found one ...
     """
     require_linux("lock a folder")
     path, made, done, retries = folder / WRITER_NAME, not folder.exists(), threading.Event(), Retries()
     call = explain_write(folder)
 
     def begin() -> None:
-        write_file(path, json.dumps({"host": _find_host(), "pid": os.getpid()}).encode())
+        write_file(path, f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}".encode())
         remove_leftovers(folder)
 
     def touch() -> None:
@@ -311,7 +307,7 @@ def _lock_here(folder: Path) -> Iterator[bool]:
 
     place = hash_bytes(os.fsencode(os.path.realpath(folder)))
     with open(Path(gettempdir(), f"colab_utils-{os.getuid()}-{place}.lock"), "ab") as file:
-        register_after_fork(file, BufferedWriter.close)  # or the workers of a killed process would go on holding it
+        register_after_fork(file, type(file).close)  # or the workers of a killed process would go on holding it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -326,23 +322,17 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
     Raises:
         ColabUtilsError: if there is a writer, which it names.
     """
-    host, pid, silent_s = "", 0, math.inf
+    writer, host, silent_s = "", "", math.inf
     with suppress(FileNotFoundError), open_file(path) as file:
+        writer, _, host = file.read(200).decode(errors="replace").partition("\n")
         silent_s = time() - os.fstat(file.fileno()).st_mtime
-        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):  # made a moment ago
-            writer = json.load(file)
-            host, pid = str(writer["host"]), int(writer["pid"])
-    here = host == _find_host()
-    if is_locked or (silent_s < _SILENT_S and not here):
-        where = "this machine" if here else f"machine {host.partition(' ')[0]}"
-        found = f"process {pid} on {where}" if host else "another process"
+    if is_locked or (silent_s < _SILENT_S and host != _find_host()):
         raise ColabUtilsError(
-            f"expected no other writer in {path.parent}, found {found} at work there. Let it end, or stop it and run "
-            f"the same: it continues. (On another machine it counts as gone {_SILENT_S:.0f} seconds after its end.)"
+            f"expected no other writer in {path.parent}, found one at work there ({writer!r}). Let it end, or stop it "
+            f"and run the same: it continues. (On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
         )
 
 
 def _find_host() -> str:
     """This machine since it was started, and this user: Colab gives many machines one name."""
-    started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{platform.node()} {started} {os.getuid()}"
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.getuid()}"

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import tarfile
-from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import cache, partial
-from itertools import chain
-from math import ceil
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
@@ -330,8 +326,7 @@ def _write_shard(job: ShardJob) -> ShardResult:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
-    found = _call(job.path.parent, _find_shard, job)
-    if found is not None:
+    if found := _call(job.path.parent, _find_shard, job):
         _count(len(job.dataset))
         return found
     tar, arrays = _build_shard(job)
@@ -387,12 +382,12 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
 
 def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
     """The images' files in their order, each asked for before it is needed: on Drive, reading is waiting."""
-    pending, pool, retries = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read"), Retries(_shared[1])
+    pending, pool, retries = list[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read"), Retries(_shared[1])
     try:
         for i in range(len(job.dataset)):
             pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
             if len(pending) > 2 * READ_STREAMS:
-                yield pending.popleft()
+                yield pending.pop(0)
         yield from pending
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -419,7 +414,7 @@ class ShardPlan:
     """Those that it was measured on."""
 
     def __str__(self) -> str:
-        cost = f"{format_bytes(self.bytes)} and {timedelta(seconds=ceil(self.write_s))} to write"
+        cost = f"{format_bytes(self.bytes)} and {self.write_s / 60:.1f} minutes to write"
         measured = f"measured on {self.sampled_images:,} of {self.images:,} images"
         return f"{self.storage}: {self.reason}. About {cost} ({measured})."
 
@@ -506,5 +501,6 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> _Cost
     if isinstance(sample, SkippedImage):
         return sample
     builder.add(sample.record, (sample.members[0][1], b""), (0, 0))
+    tar_bytes = sum(len(part) for member in sample.members for part in member)
     arrays_bytes = sum(array.nbytes for array in vars(builder.build()).values())
-    return sum(map(len, chain(*sample.members))), arrays_bytes, max(perf_counter() - began_s, read_s)
+    return tar_bytes, arrays_bytes, max(perf_counter() - began_s, read_s)
