@@ -17,7 +17,6 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.decoding import MOST_PIXELS
-from colab_utils.data.masks import MaskEncoder, PackedMasks, pack_masks
+from colab_utils.data.masks import MaskEncoder, pack_masks
 from colab_utils.drive import MOST_BYTES, DriveLostError, open_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import ShardInfo, hash_bytes, hash_file, parse_fields
@@ -69,48 +68,44 @@ class ShardArrays:
     """uint8: all masks, one bit a pixel; of arrays that were loaded, where they start in the file."""
 
 
+# the tables of images and of objects; of objects' bits the lengths, which become their ends
+_IMAGE = np.dtype([
+    ("image_ids", "i8"), ("sizes", "i4", 2), ("image_spans", "i8", 2), ("record_spans", "i8", 2), ("counts", "i8"),
+    ("checks", "u8", 3),
+])  # fmt: skip
+_OBJECT = np.dtype([("boxes", "f4", 4), ("labels", "i8"), ("areas", "f4"), ("crops", "i4", 4), ("mask_ends", "i8")])
+
+
 class ArraysBuilder:
     """Collect records one by one, then build their arrays."""
 
     def __init__(self) -> None:
-        self._images: list[tuple[int, ...]] = []
-        self._boxes: list[NDArray[np.float32]] = []
-        self._objects: list[tuple[int, float]] = []
-        self._masks: list[PackedMasks] = []
-        self._checks: list[tuple[int, ...]] = []
+        self._images: list[tuple[Any, ...]] = []
+        self._objects: list[tuple[Any, ...]] = []
+        self._bits = [np.zeros(0, np.uint8)]
 
     def add(self, record: dict[str, Any], files: Sequence[bytes], starts: Sequence[int]) -> None:
         """Add a record as `make_record` gives it, the bytes of image and record, and where both start in the tar."""
-        height, width = record["height"], record["width"]
+        size = record["height"], record["width"]
         annotations = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
-        boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], height, width)
+        boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], *size)
         kept = [annotation for annotation, kept in zip(annotations, keep.tolist(), strict=True) if kept]
         masks = pack_masks([annotation["segmentation"] for annotation in kept])
-        spans = ((start, len(data)) for start, data in zip(starts, files, strict=True))
-        self._images.append((record["image_id"], height, width, len(kept), *chain(*spans)))
-        self._boxes.append(boxes[keep])
-        self._objects += [(annotation["category_id"], annotation["area"]) for annotation in kept]
-        self._masks.append(masks)
-        self._checks.append(tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1])))
+        spans = [(start, len(data)) for start, data in zip(starts, files, strict=True)]
+        checks = tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1]))
+        self._images.append((record["image_id"], size, *spans, len(kept), checks))
+        facts = [(annotation["category_id"], annotation["area"]) for annotation in kept]
+        lengths = np.diff(masks.offsets)
+        for box, (label, area), crop, length in zip(boxes[keep], facts, masks.crops, lengths, strict=True):
+            self._objects.append((box, label, area, crop, length))
+        self._bits.append(masks.bits)
 
     def build(self) -> ShardArrays:
         """The arrays of all records added so far."""
-        images = np.array(self._images, np.int64).reshape(-1, 8)
-        sizes = [np.diff(masks.offsets) for masks in self._masks]
-        return ShardArrays(
-            image_ids=images[:, 0].copy(),
-            sizes=images[:, 1:3].astype(np.int32),
-            image_spans=images[:, 4:6].copy(),
-            record_spans=images[:, 6:8].copy(),
-            counts=images[:, 3].copy(),
-            boxes=np.concatenate([np.zeros((0, 4), np.float32), *self._boxes]),
-            labels=np.array([category for category, _ in self._objects], np.int64),
-            areas=np.array([area for _, area in self._objects], np.float32),
-            crops=np.concatenate([np.zeros((0, 4), np.int32), *(masks.crops for masks in self._masks)]),
-            mask_ends=np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes])),
-            checks=np.array(self._checks, np.uint64).reshape(-1, 3),
-            bits=np.concatenate([np.zeros(0, np.uint8), *(masks.bits for masks in self._masks)]),
-        )
+        images, objects = np.array(self._images, _IMAGE), np.array(self._objects, _OBJECT)
+        tables = {name: table[name].copy() for table in (images, objects) for name in table.dtype.names}
+        tables["mask_ends"] = np.concatenate([[0], np.cumsum(tables["mask_ends"])])
+        return ShardArrays(**tables, bits=np.concatenate(self._bits))
 
 
 def convert_boxes(

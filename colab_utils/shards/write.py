@@ -228,7 +228,7 @@ def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> Sh
     if found and (found.fingerprint != dataset.fingerprint or not found.recipe.items() >= recipe.items()):
         what = "made with other settings" if found.fingerprint == dataset.fingerprint else "of another dataset"
         cure = "Name another one (in a notebook: DRIVE_FOLDER), or delete these."
-        raise ColabUtilsError(f"expected nothing or the same shards in {folder}, found shards {what}. {cure}")
+        raise ColabUtilsError(f"expected nothing or the same shards, found shards {what} in {folder}. {cure}")
     return found
 
 
