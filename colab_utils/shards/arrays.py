@@ -103,7 +103,7 @@ class ArraysBuilder:
     def build(self) -> ShardArrays:
         """The arrays of all records added so far."""
         images, objects = np.array(self._images, _IMAGE), np.array(self._objects, _OBJECT)
-        tables = {name: table[name].copy() for table in (images, objects) for name in table.dtype.names}
+        tables = {name: table[name].copy() for table in (images, objects) for name in table.dtype.names or ()}
         tables["mask_ends"] = np.concatenate([[0], np.cumsum(tables["mask_ends"])])
         return ShardArrays(**tables, bits=np.concatenate(self._bits))
 
@@ -128,11 +128,10 @@ def convert_boxes(
 
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     """The content of an arrays file; ``head`` is kept as JSON in front, with the sizes of the tables and the bits."""
-    *names, bits = (field.name for field in fields(arrays))
     file = io.BytesIO()
-    for name in names:
-        np.save(file, getattr(arrays, name), allow_pickle=False)
-    tables, last = file.getvalue(), memoryview(getattr(arrays, bits))  # masks of a large photo take 200 MB: no copy
+    for field in fields(arrays)[:-1]:
+        np.save(file, getattr(arrays, field.name), allow_pickle=False)
+    tables, last = file.getvalue(), memoryview(np.asarray(arrays.bits))  # masks of a large photo take 200 MB: no copy
     text = json.dumps(head | {"tables_bytes": len(tables), "bits_bytes": len(last)}).encode()
     checksum = bytes.fromhex(hash_bytes(text, tables, last))
     return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, last))
@@ -169,7 +168,7 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
             raise ValueError("another checksum than the index has")
         each = io.BytesIO(tables)
         values = [np.lib.format.read_array(each, allow_pickle=False) for _ in fields(ShardArrays)[:-1]]
-        arrays = _check_arrays(ShardArrays(*values, bits=file.tell()), shard, categories)
+        arrays = _check_arrays(ShardArrays(*values, file.tell()), shard, categories)
         if not os.fstat(file.fileno()).st_size - file.tell() == head["bits_bytes"] == arrays.mask_ends[-1]:
             raise ValueError("cut short")
         return arrays

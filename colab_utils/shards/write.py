@@ -454,7 +454,8 @@ def plan_shards(
         ('keep', 'no image is larger than training needs, every file keeps its bytes')
     """
     processes, reason = count_cores() if workers == "auto" else workers, "you asked for it"
-    recipe = {"storage": "keep" if storage == "auto" else storage, "min_size": min_size, "max_size": max_size}
+    picked = "keep" if storage == "auto" else storage
+    recipe: dict[str, Any] = {"storage": picked, "min_size": min_size, "max_size": max_size}
     dataset = _open_dataset(images, annotations, **recipe, workers=processes)
     if storage == "auto":
         reason = "no image is larger than training needs, every file keeps its bytes"
@@ -501,6 +502,6 @@ def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> _Cost
     if isinstance(sample, SkippedImage):
         return sample
     builder.add(sample.record, (sample.members[0][1], b""), (0, 0))
-    tar_bytes = sum(len(part) for member in sample.members for part in member)
+    tar_bytes = sum(len(piece) for member in sample.members for piece in member)
     arrays_bytes = sum(array.nbytes for array in vars(builder.build()).values())
     return tar_bytes, arrays_bytes, max(perf_counter() - began_s, read_s)
