@@ -166,9 +166,8 @@ class Copying:
 
         The bar moves in this thread: a notebook shows nothing from others.
         """
-        total = sum(size for _, size, _ in files)
         with (
-            show_progress("copying shards", total=total, unit="B", scale=True) as bar,
+            show_progress("copying shards", total=sum(size for _, size, _ in files), unit="B", scale=True) as bar,
             ThreadPoolExecutor(COPY_STREAMS, thread_name_prefix="copy") as pool,
         ):
             copied, pending = set[str](), {pool.submit(self.copy_file, *file) for file in files}
@@ -250,9 +249,8 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
     chosen = tuple(shard for shard, end in zip(index.shards, ends, strict=True) if end <= limit_gb * 1e9)
     if not chosen and index.shards:
         least = (index.shards[0].bytes + index.shards[0].arrays_bytes) / 1e9
-        raise ColabUtilsError(
-            f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one takes {least:.3g} GB"
-        )
+        found = f"limit_gb={limit_gb:g}: the first one takes {least:.3g} GB"
+        raise ColabUtilsError(f"expected a limit that holds one shard, found {found}")
     return chosen
 
 
@@ -264,8 +262,7 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
     """
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
     needed = (sum(sizes) + (sum(sizes[-COPY_STREAMS:]) if cached else 0)) * _DISK_MARGIN
-    cure = "name a folder on a bigger disk, or copy a part of the shards with limit_gb (--limit-gb)"
-    require_space(target, needed, cure)
+    require_space(target, needed, "name a folder on a bigger disk, or copy a part of the shards (--limit-gb)")
 
 
 def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:

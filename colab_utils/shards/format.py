@@ -136,9 +136,7 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
             and no hand that made it anew.
     """
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
-        raise ColabUtilsError(
-            f"expected an index of {FORMAT_NAME} in {folder}, found something else. Name another one."
-        )
+        raise ColabUtilsError(f"expected an index of {FORMAT_NAME} in {folder}, found something else. Name another.")
     if (version := raw.get("format_version")) != FORMAT_VERSION:
         raise ColabUtilsError(
             f"expected shards of format version {FORMAT_VERSION} in {folder}, found version {version!s:.20}. "
