@@ -34,8 +34,7 @@ from colab_utils.runtime import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, PIECE_BYTES, copy_shards
 from colab_utils.shards.format import read_index
 from colab_utils.shards.images import Storage, StoredImage, read_image, store_image
-from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.write import write_shards
+from colab_utils.shards.write import plan_shards, write_shards
 from colab_utils.show.table import make_table
 
 __all__ = ["main"]
@@ -92,15 +91,15 @@ def _read_through(path: Path) -> None:
 def time_preprocess(data: Any, storage: Storage, workers: int, folder: Path) -> dict[str, float]:
     """The plan's seconds, those of `write_shards`, and those of the bare calls."""
     # several shards for each process, as a dataset worth preprocessing has
-    settings = {"shards": folder / "shards", "storage": storage, "workers": workers, **SIZES[storage]}
+    settings = {"storage": storage, "workers": workers, **SIZES[storage]}
     plan = plan_shards(data.images, data.annotations, **settings)
-    made = write_shards(data.images, data.annotations, shard_mb=8, **settings)
+    made = write_shards(data.images, data.annotations, shards=folder / "shards", shard_mb=8, **settings)
     recipe, dataset = read_index(folder / "shards").recipe, read_coco(data.annotations)
     return {
-        "planned": plan.picked.write_s, "made": made.seconds,
+        "planned": plan.write_s, "made": made.seconds,
         "bare": make_bare(Path(data.images), dataset, recipe, workers, masks=False),
         "bare with masks": make_bare(Path(data.images), dataset, recipe, workers, masks=True),
-        "planned bytes": plan.picked.bytes, "bytes": made.bytes,
+        "planned bytes": plan.bytes, "bytes": made.bytes,
     }  # fmt: skip
 
 

@@ -167,22 +167,18 @@ def _diagnose(
 
 
 def _preprocess(
-    images: str, annotations: str, shards: str, plan: bool = False, step_ms: float | None = None,
-    storage: Any = "auto", shard_mb: float = 128, max_bad: float = 0.01, **settings: Any,
+    images: str, annotations: str, shards: str, plan: bool = False, storage: Any = "auto", shard_mb: float = 128,
+    max_bad: float = 0.01, **settings: Any,
 ) -> Any:  # fmt: skip
-    from colab_utils.shards.write import find_recipe
+    from colab_utils.shards.write import find_recipe, plan_shards
 
     if storage == "auto" and (begun := find_recipe(shards)):
         storage = begun["storage"]  # what is not asked for stays as it was begun
     if plan or storage == "auto":
-        from colab_utils.shards.plan import plan_shards
-        from colab_utils.show.table import make_table
-
-        found = plan_shards(images, annotations, shards=shards, storage=storage, step_ms=step_ms, **settings)
+        found = plan_shards(images, annotations, storage=storage, **settings)
         if plan:
-            print(make_table([dataclasses.asdict(option) for option in found.options]), file=sys.stderr)
             return found
-        storage = found.picked.storage
+        storage = found.storage
         print(f"note: {found}", file=sys.stderr)
     report = colab_utils.write_shards(
         images, annotations, shards=shards, storage=storage, shard_mb=shard_mb, max_bad=max_bad, **settings
@@ -290,8 +286,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("preprocess train", "--min-size", _COUNT, "shorter side in training, px (800)"),
     ("preprocess train", "--max-size", _COUNT, "limit of the longer side, px (1333; train: 5/3 of --min-size)"),
     ("preprocess", "--storage", {"choices": ("auto", "keep", "shrink", "pixels")},
-     "shrink larger images, keep every file's bytes, or raw pixels (auto: what a short trial here picks)"),
-    ("preprocess", "--step-ms", _NUMBER, "your training step for a batch of 4, ms"),
+     "shrink larger images, keep every file's bytes, or raw pixels (auto: shrink, if any is larger)"),
     ("preprocess", "--plan", {"action": "store_true"}, "print the plan with its estimate, and write nothing"),
     ("preprocess", "--shard-mb", _NUMBER, "size of a shard to aim at, MB (128)"),
     ("preprocess", "--max-bad", {"metavar": "SHARE", "type": float}, "share of bad images to allow, 0 to 1 (0.01)"),

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator, default_rng
 from PIL import Image, ImageDraw, ImageFilter
-from pycocotools import mask as coco_mask
 
-from colab_utils.data.masks import measure_mask
+from colab_utils.data.masks import encode_segmentation, measure_mask
+from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
 
@@ -94,17 +94,15 @@ def make_dataset(
     """
     recipe = {"n": n, "width": width, "height": height, "objects": list(objects), "categories": list(categories),
               "photos": photos, "seed": seed, "version": 3}  # fmt: skip
-    if n < 1 or not (32 <= min(width, height) <= max(width, height) <= 65_500 and 0 <= objects[0] <= objects[1]):
-        raise ColabUtilsError(f"expected n > 0, sides 32 to 65,500, fewest <= most objects, found {recipe}: mend it")
-    if not (0 <= photos <= n and set() != set(categories) <= set(_SHAPES)):
-        raise ColabUtilsError(f"expected photos <= n, categories of {', '.join(_SHAPES)}, found {recipe}: change it")
+    fits = 0 <= photos <= n > 0 and 32 <= min(width, height) <= max(width, height) <= 65_500
+    if not (fits and 0 <= objects[0] <= objects[1] and set() != set(categories) <= set(_SHAPES)):
+        numbers = "n > 0, photos <= n, sides 32 to 65,500, fewest <= most objects"
+        raise ColabUtilsError(f"expected {numbers}, categories of {', '.join(_SHAPES)}, found {recipe}: change it")
     images, annotations = Path(folder) / "images", Path(folder) / "annotations.json"
-    try:
+    with explain_write(Path(folder)):
         if not annotations.exists():
             _make_files(images, annotations, recipe, count_cores() if workers == "auto" else max(1, int(workers)))
         text = annotations.read_bytes()
-    except OSError as error:
-        raise ColabUtilsError(f"expected to write to {folder}, found {error.strerror}: choose another one") from error
     if json.dumps(recipe).encode() not in text:
         raise ColabUtilsError(f"expected {recipe} in {folder}, found another dataset: choose another folder")
     content = json.loads(text)
@@ -158,8 +156,7 @@ def _annotate(mask: np.ndarray, kind: int, crowd: bool, scale: int = 1) -> dict[
         segmentation: Any = {"counts": np.diff(edges, prepend=0).tolist(), "size": [height, width]}
     else:
         segmentation = [[scale * at for at in polygon] for polygon in _trace_polygons(mask)]
-    rle = coco_mask.merge(coco_mask.frPyObjects([segmentation] if crowd else segmentation, height, width))
-    box, pixels = measure_mask(rle)
+    box, pixels = measure_mask(encode_segmentation(segmentation, height, width))
     found = {"area": pixels, "bbox": box, "iscrowd": int(crowd)}
     return {"category_id": CATEGORIES[kind]["id"], "segmentation": segmentation, **found}
 

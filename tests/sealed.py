@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from colab_utils.shards.arrays import ShardArrays, describe_shard, dump_arrays, read_head
+import numpy as np
+
+from colab_utils.shards.arrays import ShardArrays, describe_shard, dump_arrays
 from colab_utils.shards.format import ShardIndex, ShardInfo, hash_bytes, read_index, write_index
 from colab_utils.training.checkpoint import _make_seal
 
@@ -20,9 +22,16 @@ def seal_index(folder: Path, **changes: Any) -> None:
     (folder / "index.json").write_text(json.dumps(raw | {"xxh3_64": checksum}))
 
 
+def load_bits(path: Path, arrays: ShardArrays) -> ShardArrays:
+    """Arrays that were loaded, with the masks' bits in memory."""
+    if isinstance(arrays.bits, int):
+        arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
+    return arrays
+
+
 def seal_arrays(path: Path, arrays: ShardArrays, **changes: Any) -> ShardInfo:
     """Write an arrays file with other tables; ``changes`` of its head. Returns the shard as an index lists it."""
-    head = read_head(path)
+    head, arrays = describe_shard(path.read_bytes())[0], load_bits(path, arrays)
     path.unlink()
     path.write_bytes(dump_arrays(head | changes, arrays))
     return describe_shard(path.read_bytes())[1]

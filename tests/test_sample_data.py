@@ -189,10 +189,10 @@ def test_foreign_content_is_never_overwritten(made, tmp_path):
     photos = tmp_path / "photos"
     (photos / "images").mkdir(parents=True)
     (photos / "images" / "cat.jpg").write_bytes(b"cat")
-    with pytest.raises(ColabUtilsError, match=r"expected to write to .*found Directory not empty"):
+    with pytest.raises(ColabUtilsError, match=r"expected to write into .*found: Directory not empty"):
         make_dataset(photos, **SMALL)
     assert [path.name for path in photos.rglob("*") if path.is_file()] == ["cat.jpg"]
-    with pytest.raises(ColabUtilsError, match="expected to write to"):
+    with pytest.raises(ColabUtilsError, match="expected to write into"):
         make_dataset(photos / "images" / "cat.jpg", **SMALL)
 
 

@@ -83,7 +83,7 @@ class Ceiling(_Threads):
         index = read_index(folder)
         for shard in index.shards:
             arrays = load_arrays(folder / shard.arrays_name, shard, index.categories)
-            tar = np.memmap(folder / shard.name, np.uint8, "r")
+            tar, masks = (np.memmap(folder / name, np.uint8, "r") for name in (shard.name, shard.arrays_name))
             first = 0
             spans = zip(arrays.image_ids.tolist(), arrays.sizes.tolist(), arrays.image_spans.tolist(), strict=True)
             for (image_id, size, (start, length)), count in zip(spans, arrays.counts.tolist(), strict=True):
@@ -91,7 +91,7 @@ class Ceiling(_Threads):
                 pixels = tar[end - 3 * size[0] * size[1] : end]  # a header of numpy's is before them
                 objects = slice(first, first + count)
                 ends = arrays.mask_ends[first : first + count + 1]
-                bits = arrays.bits[ends[0] : ends[-1]]
+                bits = masks[arrays.bits + ends[0] : arrays.bits + ends[-1]]
                 tables = (arrays.boxes[objects], arrays.labels[objects], arrays.crops[objects], ends - ends[0])
                 self._samples.append((image_id, size, pixels, bits, tables))
                 first += count

@@ -177,7 +177,7 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
         return rebuild_arrays(path, shard, index.categories)
     if profile := get_profile(profile, arrays_path):
         with DriveFile(arrays_path, profile) as file:  # what was read so far, at the speed of the slow folder
-            file.pread(getattr(arrays.bits, "offset", shard.arrays_bytes), 0)
+            file.pread(int(arrays.bits), 0)
     return arrays
 
 
@@ -355,10 +355,9 @@ class ShardDataset(_CocoSamples):
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
         self._image_spans, self._record_spans, self._checks = join("image_spans"), join("record_spans"), join("checks")
         self._first = np.cumsum(counts) - counts
-        # where the bits of each image start in its shard's file: a map of the file would hold it open, and kill the
-        # process where the file goes away; bits that were made again are held
+        # where the bits of each image start in its shard's file; bits that were made again are held
         starts = [shard.mask_ends[np.cumsum(shard.counts) - shard.counts] for shard in shards]
-        self._bits = [shard.bits.offset if isinstance(shard.bits, np.memmap) else shard.bits for shard in shards]
+        self._bits = [shard.bits for shard in shards]
         self._bit_starts = np.concatenate([np.zeros(0, np.int64), *starts])
 
     def __str__(self) -> str:

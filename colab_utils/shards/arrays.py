@@ -2,14 +2,13 @@
 
 ``shard-000000.arrays`` holds the length of its head (eight bytes) and the XXH3-64 of all that follows, a head in JSON,
 then the arrays of :class:`ShardArrays` one after another (``numpy.save``), and last the bits of all masks, which are
-mapped and not read. The index holds a checksum of all but these bits, and the arrays hold those of each image, of its
+not read with them. The index holds a checksum of all but these bits, and the arrays hold those of each image, of its
 record and of its masks' bits: so nothing is trained on that was not compared with what was written. The tables hold
 what torchvision's references train on: crowds and boxes without area are left out (both stay in the tar's JSON).
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
@@ -18,22 +17,21 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from colab_utils.data.decoding import MOST_PIXELS, read_npy_header
-from colab_utils.data.masks import MaskEncoder, PackedMasks, pack_masks
+from colab_utils.data.decoding import MOST_PIXELS
+from colab_utils.data.masks import MaskEncoder, pack_masks
 from colab_utils.drive import MOST_BYTES, DriveLostError, open_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import ShardInfo, hash_bytes, hash_file, parse_fields
 
 __all__ = [
     "ArraysBuilder", "ShardArrays", "check_record", "convert_boxes", "count_mask_bytes", "describe_shard",
-    "dump_arrays", "load_arrays", "read_head", "rebuild_arrays",
+    "dump_arrays", "load_arrays", "rebuild_arrays",
 ]  # fmt: skip
 
 _START_BYTES = 16  # before the head
@@ -66,52 +64,48 @@ class ShardArrays:
     """int64 [N + 1]: offsets into ``bits``."""
     checks: NDArray[np.uint64]
     """uint64 [I, 3]: XXH3-64 of each image's bytes in the tar, of its masks' bits, and of its record's bytes."""
-    bits: NDArray[np.uint8]
-    """uint8: all masks, one bit a pixel."""
+    bits: NDArray[np.uint8] | int
+    """uint8: all masks, one bit a pixel; of arrays that were loaded, where they start in the file."""
+
+
+# the tables of images and of objects; of objects' bits the lengths, which become their ends
+_IMAGE = np.dtype([
+    ("image_ids", "i8"), ("sizes", "i4", 2), ("image_spans", "i8", 2), ("record_spans", "i8", 2), ("counts", "i8"),
+    ("checks", "u8", 3),
+])  # fmt: skip
+_OBJECT = np.dtype([("boxes", "f4", 4), ("labels", "i8"), ("areas", "f4"), ("crops", "i4", 4), ("mask_ends", "i8")])
 
 
 class ArraysBuilder:
     """Collect records one by one, then build their arrays."""
 
     def __init__(self) -> None:
-        self._images: list[tuple[int, ...]] = []
-        self._boxes: list[NDArray[np.float32]] = []
-        self._objects: list[tuple[int, float]] = []
-        self._masks: list[PackedMasks] = []
-        self._checks: list[tuple[int, ...]] = []
+        self._images: list[tuple[Any, ...]] = []
+        self._objects: list[tuple[Any, ...]] = []
+        self._bits = [np.zeros(0, np.uint8)]
 
     def add(self, record: dict[str, Any], files: Sequence[bytes], starts: Sequence[int]) -> None:
         """Add a record as `make_record` gives it, the bytes of image and record, and where both start in the tar."""
-        height, width = record["height"], record["width"]
+        size = record["height"], record["width"]
         annotations = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
-        boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], height, width)
+        boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], *size)
         kept = [annotation for annotation, kept in zip(annotations, keep.tolist(), strict=True) if kept]
         masks = pack_masks([annotation["segmentation"] for annotation in kept])
-        spans = ((start, len(data)) for start, data in zip(starts, files, strict=True))
-        self._images.append((record["image_id"], height, width, len(kept), *chain(*spans)))
-        self._boxes.append(boxes[keep])
-        self._objects += [(annotation["category_id"], annotation["area"]) for annotation in kept]
-        self._masks.append(masks)
-        self._checks.append(tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1])))
+        spans = [(start, len(data)) for start, data in zip(starts, files, strict=True)]
+        checks = tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1]))
+        self._images.append((record["image_id"], size, *spans, len(kept), checks))
+        facts = [(annotation["category_id"], annotation["area"]) for annotation in kept]
+        lengths = np.diff(masks.offsets)
+        for box, (label, area), crop, length in zip(boxes[keep], facts, masks.crops, lengths, strict=True):
+            self._objects.append((box, label, area, crop, length))
+        self._bits.append(masks.bits)
 
     def build(self) -> ShardArrays:
         """The arrays of all records added so far."""
-        images = np.array(self._images, np.int64).reshape(-1, 8)
-        sizes = [np.diff(masks.offsets) for masks in self._masks]
-        return ShardArrays(
-            image_ids=images[:, 0].copy(),
-            sizes=images[:, 1:3].astype(np.int32),
-            image_spans=images[:, 4:6].copy(),
-            record_spans=images[:, 6:8].copy(),
-            counts=images[:, 3].copy(),
-            boxes=np.concatenate([np.zeros((0, 4), np.float32), *self._boxes]),
-            labels=np.array([category for category, _ in self._objects], np.int64),
-            areas=np.array([area for _, area in self._objects], np.float32),
-            crops=np.concatenate([np.zeros((0, 4), np.int32), *(masks.crops for masks in self._masks)]),
-            mask_ends=np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes])),
-            checks=np.array(self._checks, np.uint64).reshape(-1, 3),
-            bits=np.concatenate([np.zeros(0, np.uint8), *(masks.bits for masks in self._masks)]),
-        )
+        images, objects = np.array(self._images, _IMAGE), np.array(self._objects, _OBJECT)
+        tables = {name: table[name].copy() for table in (images, objects) for name in table.dtype.names or ()}
+        tables["mask_ends"] = np.concatenate([[0], np.cumsum(tables["mask_ends"])])
+        return ShardArrays(**tables, bits=np.concatenate(self._bits))
 
 
 def convert_boxes(
@@ -134,24 +128,13 @@ def convert_boxes(
 
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     """The content of an arrays file; ``head`` is kept as JSON in front, with the sizes of the tables and the bits."""
-    *names, bits = (field.name for field in fields(arrays))
     file = io.BytesIO()
-    for name in names:
-        np.save(file, getattr(arrays, name), allow_pickle=False)
-    tables, last = file.getvalue(), memoryview(getattr(arrays, bits))  # masks of a large photo take 200 MB: no copy
+    for field in fields(arrays)[:-1]:
+        np.save(file, getattr(arrays, field.name), allow_pickle=False)
+    tables, last = file.getvalue(), memoryview(np.asarray(arrays.bits))  # masks of a large photo take 200 MB: no copy
     text = json.dumps(head | {"tables_bytes": len(tables), "bits_bytes": len(last)}).encode()
     checksum = bytes.fromhex(hash_bytes(text, tables, last))
     return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, last))
-
-
-def read_head(path: Path) -> dict[str, Any]:
-    """The head of an arrays file, which is not compared with a checksum.
-
-    Raises:
-        ColabUtilsError: if the file is damaged.
-    """
-    with _explain_damage(path), open_file(path, most_bytes=math.inf) as file:
-        return _read_head(file)[1]
 
 
 def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
@@ -173,7 +156,7 @@ def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
 
 
 def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
-    """The arrays of one shard, with the categories, both as the index has them; ``bits`` stays on disk and is mapped.
+    """The arrays of one shard, with the categories, both as the index has them; the bits stay on disk.
 
     Raises:
         ColabUtilsError: if the file is damaged, or belongs to another index.
@@ -183,23 +166,12 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
         tables = file.read(head["tables_bytes"])
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
-        *names, bits = (field.name for field in fields(ShardArrays))
-        values, place = dict[str, Any](), 0
-        for name in names:
-            skip, shape, dtype = read_npy_header(tables[place : place + 256])
-            values[name] = np.frombuffer(tables, dtype, math.prod(shape), place + skip).reshape(shape)
-            place += skip + values[name].nbytes
-        offset, size = file.tell(), head["bits_bytes"]
-        if os.fstat(file.fileno()).st_size != offset + size:
+        each = io.BytesIO(tables)
+        values = [np.lib.format.read_array(each, allow_pickle=False) for _ in fields(ShardArrays)[:-1]]
+        arrays = _check_arrays(ShardArrays(*values, file.tell()), shard, categories)
+        if not os.fstat(file.fileno()).st_size - file.tell() == head["bits_bytes"] == arrays.mask_ends[-1]:
             raise ValueError("cut short")
-        try:
-            # numpy cannot map nothing
-            values[bits] = np.memmap(path, np.uint8, "r", offset, (size,)) if size else np.zeros(0, np.uint8)
-        except OSError as error:
-            if error.errno != errno.ENODEV:  # a mount whose files cannot be mapped
-                raise
-            values[bits] = np.frombuffer(file.read(), np.uint8)
-        return _check_arrays(ShardArrays(**values), shard, categories)
+        return arrays
 
 
 def rebuild_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
@@ -248,9 +220,9 @@ def check_record(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _check_arrays(arrays: ShardArrays, shard: ShardInfo, categories: Sequence[dict[str, Any]]) -> ShardArrays:
     """Refuse, with a ValueError, numbers that contradict each other, the shard, or its categories."""
     counts, count = arrays.counts, len(arrays.labels)
-    rows = dict.fromkeys(("boxes", "labels", "areas", "crops"), count)
-    rows |= {"mask_ends": count + 1, "bits": int(arrays.mask_ends[-1])}
-    for name, like in vars(ArraysBuilder().build()).items():
+    rows = dict.fromkeys(("boxes", "labels", "areas", "crops"), count) | {"mask_ends": count + 1}
+    *tables, _ = vars(ArraysBuilder().build()).items()
+    for name, like in tables:
         found = getattr(arrays, name)
         if (found.dtype, found.shape) != (like.dtype, (rows.get(name, shard.images), *like.shape[1:])):
             raise ValueError(f"{name} as {found.dtype} {list(found.shape)}")

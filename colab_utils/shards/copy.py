@@ -53,12 +53,10 @@ class CopyReport:
     """Shards beyond ``limit_gb``."""
 
     def __str__(self) -> str:
-        text = f"{self.shards} shards in place: {format_bytes(self.bytes)} copied in {self.seconds:.1f} s"
-        if self.skipped_shards:
-            text += f", {self.skipped_shards} were there already"
-        if self.left_out_shards:
-            text += f", {self.left_out_shards} left out by the limit"
-        return text
+        there = f", {self.skipped_shards} were there already" if self.skipped_shards else ""
+        left_out = f", {self.left_out_shards} left out by the limit" if self.left_out_shards else ""
+        copied = f"{format_bytes(self.bytes)} copied in {self.seconds:.1f} s"
+        return f"{self.shards} shards in place: {copied}{there}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -108,8 +106,7 @@ def copy_shards(
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
-    source, target, speed = Path(source), Path(target), get_profile(profile)
-    retries = Retries()
+    source, target, speed, retries = Path(source), Path(target), get_profile(profile), Retries()
     index = read_index(source, retries)
     previous = read_target(source, target, index)
     chosen = _choose_shards(index, limit_gb)
@@ -118,16 +115,14 @@ def copy_shards(
     with explain_write(target):
         target.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
-    started = perf_counter()
-    job = Copying(source, target, speed, retries, overwrite=previous is not None)
-    job.run(files)
-    with explain_write(target):
+        started = perf_counter()
+        copied = Copying(source, target, speed, retries, overwrite=previous is not None).run(files)
         write_index(target, merged := _merge(index, previous, chosen, target))
     return CopyReport(
         shards=len(merged.shards),
-        bytes=sum(size for name, size, _ in files if job.finished[name]),
+        bytes=sum(size for name, size, _ in files if name in copied),
         seconds=perf_counter() - started,
-        skipped_shards=sum(not (job.finished[shard.name] or job.finished[shard.arrays_name]) for shard in chosen),
+        skipped_shards=sum(not copied & {shard.name, shard.arrays_name} for shard in chosen),
         left_out_shards=len(index.shards) - len(chosen),
     )
 
@@ -164,49 +159,48 @@ class Copying:
     ) -> None:
         self.source, self.target, self.profile, self.overwrite = source, target, profile, overwrite
         self.retries, self.stop = retries, retries.stop
-        self.finished: dict[str, bool] = {}  # by file name: whether it was copied, and not there before
-        self._copied: dict[str, int] = {}  # by file name: bytes so far
+        self._sizes: dict[str, int] = {}  # by file name: bytes so far
 
-    def run(self, files: list[tuple[str, int, str]]) -> None:
-        """Copy what is not there yet. The bar moves in this thread: a notebook shows nothing from others."""
-        total = sum(size for _, size, _ in files)
+    def run(self, files: list[tuple[str, int, str]]) -> set[str]:
+        """Copy what is not there yet; returns its names.
+
+        The bar moves in this thread: a notebook shows nothing from others.
+        """
         with (
-            show_progress("copying shards", total=total, unit="B", scale=True) as bar,
+            show_progress("copying shards", total=sum(size for _, size, _ in files), unit="B", scale=True) as bar,
             ThreadPoolExecutor(COPY_STREAMS, thread_name_prefix="copy") as pool,
         ):
-            pending = {pool.submit(self.copy_file, *file) for file in files}
+            copied, pending = set[str](), {pool.submit(self.copy_file, *file) for file in files}
             try:
                 while pending:
-                    for future in pop_done(pending):
-                        future.result()
+                    copied |= {name for future in pop_done(pending) if (name := future.result())}
                     bar.set_postfix_str(str(self.retries), refresh=False)
-                    bar.update(sum(list(self._copied.values())) - bar.n)
+                    bar.update(sum(list(self._sizes.values())) - bar.n)
+                return copied
             finally:
                 self.stop.set()  # on an error or Ctrl-C the other threads end at their next piece
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def copy_file(self, name: str, size: int, checksum: str) -> None:
-        """Copy one file unless it is there."""
+    def copy_file(self, name: str, size: int, checksum: str) -> str:
+        """Copy one file unless it is there; returns its name if it was copied, else ""."""
         path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
         with explain_write(self.target):
             if not _find_fault(self.target, [(name, size, checksum)]):
-                self.finished[name], self._copied[name] = False, size
-                return
+                self._sizes[name] = size
+                return ""
             if path.exists() and not self.overwrite:
-                raise ColabUtilsError(
-                    f"expected no other data in {self.target}, found another {name}: name another folder, or delete "
-                    "that file if it is a damaged copy"
-                )
+                found = f"found another {name}: name another folder, or delete that file if it is a damaged copy"
+                raise ColabUtilsError(f"expected no other data in {self.target}, {found}")
             try:
                 if not any(self._transfer(name, size, temporary) == (size, checksum) for _ in range(2)):
                     raise ColabUtilsError(
-                        f"expected {name} in {self.source} to match its checksum in {INDEX_NAME}, found another one "
-                        "twice: the source is damaged. Run verify on it, then preprocess again what it names"
+                        f"expected {name} in {self.source} to match its checksum, found another one twice: the source "
+                        "is damaged. Run verify on it, then preprocess again what it names"
                     )
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-        self.finished[name] = True
+        return name
 
     def _transfer(self, name: str, size: int, temporary: Path) -> tuple[int, str]:
         """Copy the bytes under a temporary name, few more than ``size``; returns their number and their checksum."""
@@ -215,8 +209,8 @@ class Copying:
             file = DriveFile(self.source / name, self.profile, self.retries)
         except OSError as error:
             raise ColabUtilsError(
-                f"expected to read {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. "
-                "Run verify on the source, then preprocess again what it names"
+                f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. Run verify "
+                "on it, then preprocess again what it names"
             ) from error
         with file, open(temporary, "wb") as out:
             while offset <= size and (count := file.readinto(piece, offset)):
@@ -225,7 +219,7 @@ class Copying:
                 out.write(piece[:count])
                 state.update(piece[:count])
                 offset += count
-                self._copied[name] = offset
+                self._sizes[name] = offset
         return offset, state.hexdigest()
 
 
@@ -235,19 +229,15 @@ def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | N
         if os.path.realpath(source) == os.path.realpath(target):
             raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
         if (target / WRITER_NAME).exists():
-            raise ColabUtilsError(
-                f"expected a folder to copy into, found a preprocess in {target}: name another folder"
-            )
+            raise ColabUtilsError(f"expected a folder to copy into, found a preprocess in {target}: name another one")
         if not (target / INDEX_NAME).exists():
             return None
         previous = read_index(target)
         known = {shard.name: shard for shard in index.shards}
         facts = [(one.fingerprint, one.recipe, one.categories) for one in (previous, index)]
         if facts[0] != facts[1] or any(known.get(shard.name, shard) != shard for shard in previous.shards):
-            raise ColabUtilsError(
-                f"expected an empty folder or a copy of the same shards in {target}, found other shards: name another "
-                "folder, or delete that one if you no longer need it"
-            )
+            cure = "name another folder, or delete that one if you no longer need it"
+            raise ColabUtilsError(f"expected nothing or a copy of these shards in {target}, found other shards: {cure}")
         return previous
 
 
@@ -259,9 +249,8 @@ def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo
     chosen = tuple(shard for shard, end in zip(index.shards, ends, strict=True) if end <= limit_gb * 1e9)
     if not chosen and index.shards:
         least = (index.shards[0].bytes + index.shards[0].arrays_bytes) / 1e9
-        raise ColabUtilsError(
-            f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one takes {least:.3g} GB"
-        )
+        found = f"limit_gb={limit_gb:g}: the first one takes {least:.3g} GB"
+        raise ColabUtilsError(f"expected a limit that holds one shard, found {found}")
     return chosen
 
 
@@ -273,8 +262,7 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
     """
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
     needed = (sum(sizes) + (sum(sizes[-COPY_STREAMS:]) if cached else 0)) * _DISK_MARGIN
-    cure = "name a folder on a bigger disk, or copy a part of the shards with limit_gb (--limit-gb)"
-    require_space(target, needed, cure)
+    require_space(target, needed, "name a folder on a bigger disk, or copy a part of the shards (--limit-gb)")
 
 
 def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
@@ -284,23 +272,20 @@ def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
         try:
             with guard_drive(path):
                 if not has_size(path, size):
-                    found = f"{path.stat().st_size:,} bytes where {size:,} were written"
-                    return f"{name} has {found}: it was cut short or changed"
+                    found = path.stat().st_size
+                    return f"{name} has {found:,} bytes where {size:,} were written: it was cut short or changed"
             if hash_file(path)[1] != checksum:
                 return f"{name} has another checksum than when it was written: its content changed"
-        except FileNotFoundError:
-            return f"{name} is missing"
         except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+            missing = isinstance(error, FileNotFoundError)
+            return f"{name} is missing" if missing else f"{name} cannot be read: {error.strerror}"
     return ""
 
 
 def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path) -> ShardIndex:
     """The target's new index: what was copied, and what lay there before and was not asked for now."""
-    listed = {shard.name: shard for shard in chosen}
-    for shard in previous.shards if previous else ():
-        if shard.name not in listed and not _find_fault(target, shard.files()):
-            listed[shard.name] = shard
+    rest = [shard for shard in previous.shards if shard not in chosen] if previous else []
+    kept = [shard for shard in rest if not _find_fault(target, shard.files())]
     full = previous if previous and not previous.partial else index
-    shards = tuple(listed[name] for name in sorted(listed))
+    shards = tuple(sorted([*chosen, *kept], key=lambda shard: shard.name))
     return replace(full, shards=shards, partial=full.partial or len(shards) < len(full.shards))

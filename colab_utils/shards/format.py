@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import platform
 import re
 import tarfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from multiprocessing.util import register_after_fork
 from pathlib import Path
+from tempfile import gettempdir
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 
+import psutil
 import xxhash
 
 from colab_utils.drive import DriveFile, Retries, explain_write, open_file, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import hash_bytes, write_file
+from colab_utils.runtime import hash_bytes, require_linux, write_file
 
 __all__ = [
     "ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "parse_fields", "parse_recipe", "read_index",
     "write_index",
 ]  # fmt: skip
 
-_Entry = TypeVar("_Entry", "ShardInfo", "SkippedImage")
-
 FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2
-INDEX_NAME, WRITER_NAME = "index.json", "writer.json"
+INDEX_NAME, WRITER_NAME = "index.json", "writer.txt"
 _MOST_INDEX_BYTES = 1 << 25  # of 80,000 shards
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
-_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json)\.(\d+)\.part")
+_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|index\.json|writer\.txt)\.(\d{1,9})\.part")
 _TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
 
@@ -109,61 +111,49 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     folder = Path(folder)
     path = folder / INDEX_NAME
     try:
-        raw = json.loads(read_file(path, None, retries, most_bytes=_MOST_INDEX_BYTES))
+        return _parse_index(json.loads(read_file(path, None, retries, most_bytes=_MOST_INDEX_BYTES)), folder)
     except FileNotFoundError:
+        found = f"{INDEX_NAME} in {folder}, found none"
         if not folder.exists():
-            raise ColabUtilsError(
-                f"expected a folder of shards, found nothing at {folder}. Run preprocess first."
-            ) from None
-        cure = "Run preprocess (or copy) into this folder, or name another one."
-        if any(folder.glob("shard-*.arrays")):
-            cure = "It was interrupted here: run the same command again, it continues where it stopped."
-        raise ColabUtilsError(f"expected {INDEX_NAME} in {folder}, found none. {cure}") from None
+            found = f"a folder of shards, found nothing at {folder}"
+        cure = "Run preprocess (or copy) first: where it was interrupted, it continues where it stopped."
+        raise ColabUtilsError(f"expected {found}. {cure}") from None
     except OSError as error:
-        raise ColabUtilsError(
-            f"expected to read {path}, found: {error.strerror}. Name another folder, or make the file readable."
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ColabUtilsError(
-            f"expected JSON in {path}, found: {error}. Copy the file again, or delete it and run preprocess again."
-        ) from None
-    return _parse_index(raw, path)
-
-
-def _parse_index(raw: Any, path: Path) -> ShardIndex:
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
-        raise ColabUtilsError(
-            f"expected an index of {FORMAT_NAME} in {path}, found something else. Name another folder."
-        )
-    if (version := raw.get("format_version")) != FORMAT_VERSION:
-        raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {path.parent}, found version {version!s:.20}. "
-            "Update colab_utils, or run preprocess again, into another folder."
-        )
-    try:
-        if raw.pop("xxh3_64") != hash_bytes(_to_text(raw)):
-            raise ValueError("another checksum")
-        index = ShardIndex(
-            fingerprint=raw["fingerprint"],
-            recipe=parse_recipe(raw["recipe"]),
-            categories=tuple({key: one[key] for key in ("id", "name")} for one in raw["categories"]),
-            shards=tuple(parse_fields(ShardInfo, shard) for shard in raw["shards"]),
-            skipped=tuple(parse_fields(SkippedImage, image) for image in raw["skipped"]),
-            partial=raw["partial"],
-        )
-        _check_index(index, raw)
-        return index
+        raise ColabUtilsError(f"expected to read {path}, found: {error.strerror}. Make the file readable.") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ColabUtilsError(
             f"expected the index that was written in {path}, found one that was changed since: {error!s:.100}. Copy "
-            "the folder again, or delete this file and run preprocess again: finished shards stay."
+            "the folder again, or delete it and run preprocess again: finished shards stay."
         ) from None
 
 
-def _check_index(index: ShardIndex, raw: dict[str, Any]) -> None:
-    """Refuse, with a ValueError, what contradicts itself: a checksum shows damage, and no hand that made it anew."""
-    names = [shard.name for shard in index.shards]
-    if len(set(names)) < len(names) or (raw["images"], raw["bytes"]) != (index.images, index.bytes):
+def _parse_index(raw: Any, folder: Path) -> ShardIndex:
+    """The index, of JSON that anybody may have written.
+
+    Raises:
+        ColabUtilsError: if it is none of ours, or of another version.
+        KeyError, TypeError, ValueError: if it is not what was written, or contradicts itself: a checksum shows damage,
+            and no hand that made it anew.
+    """
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
+        raise ColabUtilsError(f"expected an index of {FORMAT_NAME} in {folder}, found something else. Name another.")
+    if (version := raw.get("format_version")) != FORMAT_VERSION:
+        raise ColabUtilsError(
+            f"expected shards of format version {FORMAT_VERSION} in {folder}, found version {version!s:.20}. "
+            "Update colab_utils, or run preprocess again, into another folder."
+        )
+    if raw.pop("xxh3_64") != hash_bytes(_to_text(raw)):
+        raise ValueError("another checksum")
+    index = ShardIndex(
+        fingerprint=raw["fingerprint"],
+        recipe=parse_recipe(raw["recipe"]),
+        categories=tuple({key: one[key] for key in ("id", "name")} for one in raw["categories"]),
+        shards=tuple(parse_fields(ShardInfo, shard) for shard in raw["shards"]),
+        skipped=tuple(parse_fields(SkippedImage, image) for image in raw["skipped"]),
+        partial=raw["partial"],
+    )
+    names = {shard.name for shard in index.shards}
+    if len(names) < len(index.shards) or (raw["images"], raw["bytes"]) != (index.images, index.bytes):
         raise ValueError("totals that are not those of its shards")
     for shard in index.shards:  # a name of another kind could lead out of the folder, or to a file of the user
         if not _TAR_NAME.fullmatch(shard.name) or shard.arrays_name != shard.name.replace(".tar", ".arrays"):
@@ -173,10 +163,11 @@ def _check_index(index: ShardIndex, raw: dict[str, Any]) -> None:
     ids = {one["id"] for one in index.categories if type(one["id"]) is int and isinstance(one["name"], str)}
     if len(ids) < len(index.categories) or max(map(abs, ids), default=0) >= 1 << 62:
         raise ValueError("categories without a number and a name of their own")
+    return index
 
 
-def parse_fields(kind: type[_Entry], raw: Any) -> _Entry:
-    """An entry of texts and sizes, of JSON that anybody may have written.
+def parse_fields(kind: Any, raw: Any) -> Any:
+    """A `ShardInfo` or a `SkippedImage`, of JSON that anybody may have written.
 
     Raises:
         TypeError, ValueError: if a field is missing, is too many, or is of another type.
@@ -252,20 +243,8 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
     for path in folder.glob(".*.part"):
         match = _TEMPORARY_NAME.fullmatch(path.name)
-        with suppress(FileNotFoundError):  # its process has just finished it
-            if match and not _is_running(int(match[1]), path.stat().st_mtime):
-                path.unlink()
-
-
-def _is_running(pid: int, since: float) -> bool:
-    """Whether the process with this id runs, and ran at the time ``since``: ids are used again."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1
-    except (psutil.NoSuchProcess, OverflowError, ValueError):  # the latter of no number of a process
-        return False
+        if match and not psutil.pid_exists(int(match[1])):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -274,10 +253,10 @@ def hold_folder(folder: Path) -> Iterator[None]:
 
     What killed writers left half-written goes before the block, and what the block leaves so, after it.
 
-    The lock is the file ``writer.json``, which only one process can create. The lock of a process that was killed on
-    this machine is removed at once. A writer on another machine touches its lock every 30 seconds; when it has not for
-    100 seconds, its session has ended, and the lock is removed. (Drive shows another machine's files with a delay, so
-    two machines that start within seconds of each other can both get in.)
+    On this machine the lock is the system's, on a file in the folder for temporary files: it ends with its process.
+    Other machines see the file ``writer.txt``, which its writer touches every 30 seconds; when it has not for 100
+    seconds, its session has ended. (Drive shows another machine's files with a delay, so two machines that start within
+    seconds of each other can both get in.)
 
     Raises:
         ColabUtilsError: if another process writes there, or the folder cannot be written to.
@@ -288,77 +267,70 @@ def hold_folder(folder: Path) -> Iterator[None]:
         >>> with hold_folder(folder), hold_folder(folder):
         ...     pass
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected no other writer in ..., found process ...
+        colab_utils.errors.ColabUtilsError: expected no other writer in ..., found one ...
     """
-    path, made, owned, done = folder / WRITER_NAME, not folder.exists(), False, threading.Event()
+    require_linux("lock a folder")
+    path, made, done, retries = folder / WRITER_NAME, not folder.exists(), threading.Event(), Retries()
+    call = explain_write(folder)
 
-    def acquire() -> None:
-        nonlocal owned
-        with explain_write(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            while not owned:
-                try:
-                    path.touch(exist_ok=False)
-                    owned = True
-                except FileExistsError:
-                    _remove_dead_lock(path)
-            path.write_text(json.dumps({"host": _find_host(), "pid": os.getpid(), "time": time()}))
-            remove_leftovers(folder)
+    def begin() -> None:
+        write_file(path, f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}".encode())
+        remove_leftovers(folder)
 
     def touch() -> None:
         while not done.wait(_TOUCH_S):
             with suppress(OSError):  # the work itself meets the error too
                 os.utime(path)
 
-    try:
-        Retries().run(acquire)
-        threading.Thread(target=touch, name="writer", daemon=True).start()
-        yield
-    finally:
-        done.set()
-        with suppress(OSError):
-            if owned:
+    retries.run(partial(call(folder.mkdir), parents=True, exist_ok=True))
+    with _lock_here(folder) as is_free:
+        retries.run(partial(call(_refuse_writer), path, is_locked=not is_free))
+        try:
+            retries.run(call(begin))
+            threading.Thread(target=touch, name="writer", daemon=True).start()
+            yield
+        finally:
+            done.set()
+            with suppress(OSError):
                 remove_leftovers(folder)
-                path.unlink()
-            if made:
-                folder.rmdir()  # if it stayed empty
+                path.unlink(missing_ok=True)
+                if made:
+                    folder.rmdir()  # if it stayed empty
 
 
-def _remove_dead_lock(path: Path) -> None:
-    """Remove a lock whose writer is gone; return, too, where another process has just removed it.
-
-    Raises:
-        ColabUtilsError: if the writer is alive.
-    """
+@contextmanager
+def _lock_here(folder: Path) -> Iterator[bool]:
+    """The lock of a folder among the processes of this machine; gives whether it was to be had."""
     import fcntl
 
-    if path.is_symlink():  # to nothing, perhaps: then it would never be gone
-        raise ColabUtilsError(f"expected no other writer in {path.parent}, found the link {path.name}: remove it")
-    with suppress(FileNotFoundError), open_file(path) as file:
-        text, silent_s = file.read(), time() - path.stat().st_mtime
+    place = hash_bytes(os.fsencode(os.path.realpath(folder)))
+    with open(Path(gettempdir(), f"colab_utils-{os.getuid()}-{place}.lock"), "ab") as file:
+        register_after_fork(file, type(file).close)  # or the workers of a killed process would go on holding it
         try:
-            lock = json.loads(text)
-            host, pid, since = str(lock["host"]), int(lock["pid"]), float(lock["time"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # made a moment ago
-            host, pid, since = "", 0, 0.0
-        here = host == _find_host()
-        if _is_running(pid, since) if here else silent_s < _SILENT_S:
-            where = "this machine" if here else f"machine {host.partition(' ')[0]}"
-            writer = f"process {pid} on {where}" if host else "another process"
-            raise ColabUtilsError(
-                f"expected no other writer in {path.parent}, found {writer} at work there. Let "
-                "it end, or stop it and run the same command: it continues after the finished shards. (A writer on "
-                f"another machine counts as gone {_SILENT_S:.0f} seconds after its session ended.)"
-            )
-        with suppress(OSError):  # not every Drive has flock
-            fcntl.flock(file, fcntl.LOCK_EX)  # of several processes that found it dead, one removes it
-        if path.read_bytes() == text:
-            path.unlink()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _refuse_writer(path: Path, *, is_locked: bool) -> None:
+    """Refuse a folder that somebody writes into: a process on this machine where ``is_locked``, else one elsewhere.
+
+    Raises:
+        ColabUtilsError: if there is a writer, which it names.
+    """
+    writer, host, silent_s = "", "", math.inf
+    with suppress(FileNotFoundError), open_file(path) as file:
+        writer, _, host = file.read(200).decode(errors="replace").partition("\n")
+        silent_s = time() - os.fstat(file.fileno()).st_mtime
+    if is_locked or (silent_s < _SILENT_S and host != _find_host()):
+        raise ColabUtilsError(
+            f"expected no other writer in {path.parent}, found one at work there ({writer!r}). Let it end, or stop it "
+            f"and run the same: it continues. (On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
+        )
 
 
 def _find_host() -> str:
-    """This machine since it was started: Colab gives many machines one name."""
-    try:
-        return f"{platform.node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except OSError:
-        return platform.node()
+    """This machine since it was started, and this user: Colab gives many machines one name."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.getuid()}"

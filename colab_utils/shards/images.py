@@ -7,20 +7,17 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards.arrays import ArraysBuilder
 from colab_utils.shards.format import SkippedImage, split_member
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 __all__ = [
     "Sample", "Storage", "StoredImage", "dump_record", "fit_size", "make_record", "plan_size", "read_image",
@@ -30,7 +27,7 @@ __all__ = [
 Storage = Literal["keep", "shrink", "pixels"]
 """How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw pixels."""
 _JPEG_QUALITY = 95
-_KEPT_MODES = {"JPEG": ("RGB", "L"), "MPO": ("RGB", "L"), "PNG": ("RGB", "L")}
+_KEPT_KINDS, _KEPT_MODES = ("JPEG", "MPO", "PNG"), ("RGB", "L")
 _PNG_DEPTH = 24  # the byte of a PNG that holds its bits per channel
 
 
@@ -46,22 +43,10 @@ class StoredImage(NamedTuple):
 class Sample(NamedTuple):
     """One image as it goes into a shard."""
 
-    extension: str
-    data: bytes
     record: dict[str, Any]
     """As `make_record` gives it."""
-
-    def split_members(self) -> list[tuple[bytes, bytes, bytes]]:
-        """The tar members of the image and of its record, each as header, data and padding."""
-        parts = ((self.extension, self.data), ("json", dump_record(self.record)))
-        return [split_member(f"{self.record['image_id']:012d}.{extension}", data) for extension, data in parts]
-
-    def count_bytes(self) -> tuple[int, int]:
-        """Bytes that it takes in a tar, and in the arrays."""
-        builder = ArraysBuilder()
-        builder.add(self.record, (self.data, b""), (0, 0))
-        tar = sum(len(part) for member in self.split_members() for part in member)
-        return tar, sum(array.nbytes for array in vars(builder.build()).values())
+    members: list[tuple[bytes, bytes, bytes]]
+    """Those of the tar, the image and its record: each as header, data and padding."""
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
@@ -85,9 +70,8 @@ def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple
         >>> plan_size(3000, 4000, min_size=800, max_size=1333), plan_size(480, 640, min_size=800, max_size=1333)
         ((800, 1066), (480, 640))
     """
-    if min(height, width) <= min_size and max(height, width) <= max_size:
-        return height, width
-    return fit_size(height, width, min_size=min_size, max_size=max_size)
+    # both sides are smaller, or none is
+    return min((height, width), fit_size(height, width, min_size=min_size, max_size=max_size))
 
 
 def store_image(
@@ -108,16 +92,13 @@ def store_image(
     Raises:
         ColabUtilsError: if the data is not a complete image, or its size is not what the annotations say.
     """
-    from PIL import Image
-
     image = open_image(data)
     kind, mode = image.format or "", image.mode
     upright = turn_upright(image, *size)
     deep = kind == "PNG" and data[_PNG_DEPTH] == 16  # Pillow reads it as 8 bits a channel, torchvision does not
-    kept = upright is image and mode in _KEPT_MODES.get(kind, ()) and not deep
-    width, height = upright.size
-    original = height, width
-    stored = original if storage == "keep" else plan_size(height, width, min_size=min_size, max_size=max_size)
+    kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not deep
+    original = upright.height, upright.width
+    stored = original if storage == "keep" else plan_size(*original, min_size=min_size, max_size=max_size)
     if kept and stored == original and storage != "pixels":
         return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original)
     rgb, extension = to_rgb(upright), "npy" if storage == "pixels" else "png"
@@ -197,7 +178,8 @@ def try_sample(
         raise
     except ColabUtilsError as error:
         return SkippedImage(image["file_name"], str(error))
-    return Sample(stored.extension, stored.data, record)
+    files = (stored.extension, stored.data), ("json", dump_record(record))
+    return Sample(record, [split_member(f"{image['id']:012d}.{extension}", data) for extension, data in files])
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:

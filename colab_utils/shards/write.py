@@ -1,4 +1,4 @@
-"""COCO data to shards: several processes, each writes one shard at a time; the index comes last.
+"""COCO data to shards: what it will cost; then several processes, each writes one shard at a time; the index is last.
 
 A run that is interrupted leaves only finished shards; the same call continues after the last one.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import tarfile
-from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,7 +22,7 @@ from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
-from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays, read_head
+from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.format import (
     INDEX_NAME,
     WRITER_NAME,
@@ -38,15 +37,15 @@ from colab_utils.shards.format import (
     read_index,
     write_index,
 )
-from colab_utils.shards.images import Sample, Storage, read_image, try_sample
+from colab_utils.shards.images import Storage, read_image, try_sample
 
-__all__ = [
-    "READ_STREAMS", "ShardReport", "check_settings", "find_recipe", "keep_usable", "open_dataset", "write_shards",
-]  # fmt: skip
+__all__ = ["READ_STREAMS", "ShardPlan", "ShardReport", "find_recipe", "plan_shards", "write_shards"]
 
 READ_STREAMS = 4  # files that a process reads at the same time
-_MEASURED_IMAGES = 16  # from which the images of a shard are worked out
-_RANGES = {"max_bad": (0, 1), "shard_mb": (1e-9, 1024), "step_ms": (1e-9, 10**6)}
+_TRIED_IMAGES = 16  # from which the images of a shard, and a plan, are worked out
+_RANGES = {"max_bad": (0, 1), "shard_mb": (1e-9, 1024)}
+# what reading damaged arrays raises
+_DAMAGE = (FileNotFoundError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def write_shards(
 
     Images keep their bytes, unless they are larger than training needs: those are shrunk once. A bad image
     (missing, cut short, not an image, or with an annotation that has no usable mask) is skipped and reported.
-    What each ``storage`` costs on this machine, `colab_utils.shards.plan.plan_shards` measures.
+    What each ``storage`` costs on this machine, `plan_shards` measures.
 
     Args:
         images: the image folder.
@@ -137,11 +136,10 @@ def write_shards(
         >>> report.images, report.shards, report.skipped
         (3, 1, ())
     """
-    started, images, folder = perf_counter(), Path(images), Path(shards)
+    started_s, images, folder = perf_counter(), Path(images), Path(shards)
     processes = count_cores() if workers == "auto" else workers
     recipe: dict[str, Any] = {"storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb}
-    check_settings(**recipe, workers=processes, max_bad=max_bad)
-    dataset = open_dataset(images, annotations)
+    dataset = _open_dataset(images, annotations, **recipe, workers=processes, max_bad=max_bad)
     index = _call(folder, _find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
@@ -165,15 +163,20 @@ def write_shards(
         skipped=index.skipped,
         shards=len(index.shards),
         bytes=index.bytes,
-        seconds=perf_counter() - started,
+        seconds=perf_counter() - started_s,
         storage=storage,
         annotations=len(dataset.ids),
         crowds=dataset.crowds,
     )
 
 
-def check_settings(*, storage: str, **numbers: Any) -> None:
-    """Refuse a setting of preprocessing that is out of range, by its name."""
+def _open_dataset(images: str | Path, annotations: str | Path, *, storage: str, **numbers: Any) -> CocoDataset:
+    """The annotations, checked for all that cannot be skipped image by image; where Drive fails it is tried again.
+
+    Raises:
+        ColabUtilsError: if a setting is out of range, there is no image folder, or the annotations are not COCO, are
+            empty, or refer to what is not there.
+    """
     if storage not in get_args(Storage):
         known = ", ".join(get_args(Storage))
         raise ColabUtilsError(f"expected storage as one of {known}, found {storage!r}: choose another")
@@ -181,14 +184,6 @@ def check_settings(*, storage: str, **numbers: Any) -> None:
         lower, upper = _RANGES.get(name, (1, 2**16))
         if not (isinstance(value, int if name == "workers" else int | float) and lower <= value <= upper):
             raise ColabUtilsError(f"expected {name} between {lower:g} and {upper:g}, found {value!r}: choose another")
-
-
-def open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
-    """The annotations, checked for all that cannot be skipped image by image; where Drive fails it is tried again.
-
-    Raises:
-        ColabUtilsError: if there is no image folder, or the annotations are not COCO or refer to what is not there.
-    """
     dataset = Retries().run(partial(open_coco, images, annotations))
     if not len(dataset):
         raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
@@ -211,12 +206,7 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
 
 def _call(folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
     """``work(...)``, tried again where Drive fails; errors of writing into ``folder`` in words."""
-
-    def run() -> Any:
-        with explain_write(folder):
-            return work(*arguments)
-
-    return Retries(_shared[1]).run(run)
+    return Retries(_shared[1]).run(partial(explain_write(folder)(work), *arguments))
 
 
 def _find_run(folder: Path) -> ShardIndex | None:
@@ -224,8 +214,8 @@ def _find_run(folder: Path) -> ShardIndex | None:
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
     for path in sorted(folder.glob("shard-*.arrays")):  # each shard knows its run
-        with suppress(ColabUtilsError, KeyError, TypeError, ValueError):
-            head = read_head(path)
+        with suppress(ColabUtilsError, *_DAMAGE):
+            head, _ = describe_shard(path.read_bytes())
             return ShardIndex(head["fingerprint"], parse_recipe(head["recipe"]), (), (), partial=True)
     if any(folder.glob("shard-*.tar")):
         raise ColabUtilsError(f"expected an empty folder, found shards without an index in {folder}. Name another one.")
@@ -237,10 +227,8 @@ def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> Sh
     found = _find_run(folder)
     if found and (found.fingerprint != dataset.fingerprint or not found.recipe.items() >= recipe.items()):
         what = "made with other settings" if found.fingerprint == dataset.fingerprint else "of another dataset"
-        raise ColabUtilsError(
-            f"expected an empty folder or the same shards, found shards {what} in {folder}. Name another one (in a "
-            "notebook: DRIVE_FOLDER), or delete these if you no longer need them."
-        )
+        cure = "Name another one (in a notebook: DRIVE_FOLDER), or delete these."
+        raise ColabUtilsError(f"expected nothing or the same shards, found shards {what} in {folder}. {cure}")
     return found
 
 
@@ -250,15 +238,15 @@ def _find_finished(folder: Path, images: Path, dataset: CocoDataset, recipe: dic
     if index is None or index.partial or (folder / WRITER_NAME).exists():
         return None
     complete = all(has_size(folder / name, size) for name, size, _ in index.files())
-    return index if complete and not _has_repaired(images, dataset, index, index.recipe) else None
+    return index if complete and not _has_repaired(images, dataset, index.skipped, index.recipe) else None
 
 
-def _has_repaired(images: Path, dataset: CocoDataset, index: ShardIndex | ShardResult, recipe: dict[str, Any]) -> bool:
+def _has_repaired(images: Path, dataset: CocoDataset, skipped: Iterable[SkippedImage], recipe: dict[str, Any]) -> bool:
     """Whether an image that was skipped before is good now."""
-    names = {image.file_name for image in index.skipped}
+    names = {image.file_name for image in skipped}
     places = [i for i in range(len(dataset)) if dataset.file_name(i) in names] if names else []
     samples = (try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places)
-    return any(isinstance(sample, Sample) for sample in samples)
+    return not all(isinstance(sample, SkippedImage) for sample in samples)
 
 
 def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any]:
@@ -269,33 +257,12 @@ def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict
     if found := _check_run(folder, dataset, recipe):
         recipe = found.recipe
     else:
-        mean = _measure_images(images, dataset, recipe)
+        tried = _try_images(images, dataset, recipe)
+        mean = float(np.mean([max(tar_bytes, arrays_bytes) for tar_bytes, arrays_bytes, _ in tried]))
         require_space(folder, mean * len(dataset), "name another folder, or store smaller images (--min-size)")
         recipe = {**recipe, "images_per_shard": max(1, round(recipe["shard_mb"] * 1e6 / mean))}
     (folder / INDEX_NAME).unlink(missing_ok=True)
     return recipe
-
-
-def _measure_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> float:
-    """Mean bytes of an image in a shard, or in its arrays where they take more, from images spread over the dataset."""
-    places = np.linspace(0, len(dataset) - 1, min(_MEASURED_IMAGES, len(dataset))).astype(int).tolist()
-    found = [try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places]
-    return float(np.mean([max(one.count_bytes()) for one in keep_usable(found, images)]))
-
-
-def keep_usable(found: list[Any], images: Path) -> list[Any]:
-    """What was found of some images, without the bad ones.
-
-    Raises:
-        ColabUtilsError: if all are bad.
-    """
-    usable = [one for one in found if not isinstance(one, SkippedImage)]
-    if not usable:
-        raise ColabUtilsError(
-            f"expected usable images in {images}, found every one that was looked at bad, such as "
-            f"{found[0].file_name}: {found[0].reason}. Name the right image folder, or see `check`."
-        )
-    return usable
 
 
 def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float) -> list[ShardResult]:
@@ -313,31 +280,23 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
             executor = stack.enter_context(fork_pool(min(processes, len(jobs)), _start_worker, *shared))
         stack.callback(stop.set)  # after an error each worker of our own gives up at its next image
         futures = [executor.submit(_write_shard, job) for job in jobs]
-        counter = done.get_obj()  # read without the lock, which a worker that was killed may hold
-        return _collect(futures, total, allowed, bar, counter)
-
-
-def _collect(futures: list[Future[ShardResult]], total: int, allowed: int, bar: Any, done: Any) -> list[ShardResult]:
-    """The results of all jobs; ``done`` counts images where the workers share memory with this process."""
-    pending = set(futures)
-    try:
+        for future in futures:
+            stack.callback(future.cancel)
+        pending, results = set(futures), list[ShardResult]()
         while pending:
             pop_done(pending)
             results = [future.result() for future in futures if future not in pending]
             bad = [image for result in results for image in result.skipped]
             count = sum(result.info.images + len(result.skipped) for result in results)
-            bar.update(max(count, done.value) - bar.n)
+            # of images in unfinished shards, too; without the lock, which a worker that was killed may hold
+            bar.update(max(count, done.get_obj().value) - bar.n)
             if len(bad) > allowed:
                 first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
                 raise ColabUtilsError(
                     f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far ({first}). Repair "
-                    "them, write a repaired annotations file with `check --repair OUT.json`, or allow more with "
-                    "--max-bad SHARE."
+                    "them, or their annotations with `check --repair OUT.json`, or allow more with --max-bad SHARE."
                 )
-    finally:
-        for future in pending:
-            future.cancel()
-    return results
+        return results
 
 
 _shared: tuple[Any, Any] = None, None  # in a worker process of our own
@@ -367,8 +326,7 @@ def _write_shard(job: ShardJob) -> ShardResult:
         ColabUtilsError: if it cannot be written.
         DriveLostError: if Drive went away.
     """
-    found = _call(job.path.parent, _find_shard, job)
-    if found is not None:
+    if found := _call(job.path.parent, _find_shard, job):
         _count(len(job.dataset))
         return found
     tar, arrays = _build_shard(job)
@@ -381,13 +339,13 @@ def _write_shard(job: ShardJob) -> ShardResult:
 
 def _find_shard(job: ShardJob) -> ShardResult | None:
     """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
-    try:
+    with suppress(*_DAMAGE):
         head, result = _make_result(job.path.with_suffix(".arrays").read_bytes())
         of_this_run = (head["fingerprint"], head["recipe"]) == (job.dataset.fingerprint, job.recipe)
-    except (FileNotFoundError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError):
-        return None
-    is_there = of_this_run and result.info.name == job.path.name and has_size(job.path, result.info.bytes)
-    return result if is_there and not _has_repaired(job.images, job.dataset, result, job.recipe) else None
+        is_there = of_this_run and result.info.name == job.path.name and has_size(job.path, result.info.bytes)
+        if is_there and not _has_repaired(job.images, job.dataset, result.skipped, job.recipe):
+            return result
+    return None
 
 
 def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
@@ -401,12 +359,12 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
             if isinstance(sample, SkippedImage):
                 skipped.append(sample)
                 continue
-            members, starts = sample.split_members(), []
-            for header, data, padding in members:
+            starts = list[int]()
+            for header, data, padding in sample.members:
                 starts.append(size + len(header))
                 size += len(header) + len(data) + len(padding)
                 tar += header, data, padding  # not joined: images that lie as pixels are megabytes to copy
-            builder.add(sample.record, [data for _, data, _ in members], starts)
+            builder.add(sample.record, [data for _, data, _ in sample.members], starts)
             annotations += len(sample.record["annotations"])
     tar.append(bytes(2 * tarfile.BLOCKSIZE))
     head = {
@@ -424,12 +382,12 @@ def _build_shard(job: ShardJob) -> tuple[list[bytes], bytes]:
 
 def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
     """The images' files in their order, each asked for before it is needed: on Drive, reading is waiting."""
-    pending, pool, retries = deque[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read"), Retries(_shared[1])
+    pending, pool, retries = list[Future[bytes]](), ThreadPoolExecutor(READ_STREAMS, "read"), Retries(_shared[1])
     try:
         for i in range(len(job.dataset)):
             pending.append(pool.submit(read_image, job.images, job.dataset, i, retries))
             if len(pending) > 2 * READ_STREAMS:
-                yield pending.popleft()
+                yield pending.pop(0)
         yield from pending
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -439,3 +397,111 @@ def _make_result(arrays: bytes) -> tuple[dict[str, Any], ShardResult]:
     """The head of an arrays file, and the shard that it describes."""
     head, info = describe_shard(arrays)
     return head, ShardResult(info, tuple(parse_fields(SkippedImage, image) for image in head["skipped"]))
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What :func:`plan_shards` picked, and what it costs on this machine."""
+
+    storage: Storage
+    reason: str
+    bytes: int
+    """Of the complete dataset, in the shards and their arrays."""
+    write_s: float
+    """Seconds to write the complete dataset."""
+    images: int
+    sampled_images: int
+    """Those that it was measured on."""
+
+    def __str__(self) -> str:
+        cost = f"{format_bytes(self.bytes)} and {self.write_s / 60:.1f} minutes to write"
+        measured = f"measured on {self.sampled_images:,} of {self.images:,} images"
+        return f"{self.storage}: {self.reason}. About {cost} ({measured})."
+
+
+def plan_shards(
+    images: str | Path,
+    annotations: str | Path,
+    *,
+    storage: Storage | Literal["auto"] = "auto",
+    min_size: int = 800,
+    max_size: int = 1333,
+    workers: int | Literal["auto"] = "auto",
+) -> ShardPlan:
+    """Pick a storage for `write_shards`, and try it on a few images; nothing is written.
+
+    Where no image is larger than training needs, every file keeps its bytes; else the larger ones are shrunk. Raw
+    pixels are taken only where you ask for them.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        storage: "auto" picks; any other is taken.
+        min_size: the shorter side that training needs, in pixels.
+        max_size: the longer side that training needs, in pixels.
+        workers: processes that will write; "auto" is one for each core.
+
+    Raises:
+        ColabUtilsError: if the input is missing or not COCO, no image is usable, or a setting is out of range.
+
+    Example:
+        >>> import tempfile
+        >>> from colab_utils.sample_data import make_dataset
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made = make_dataset(folder, n=4, width=64, height=64, workers=1)
+        ...     plan = plan_shards(made.images, made.annotations, workers=1)
+        >>> plan.storage, plan.reason
+        ('keep', 'no image is larger than training needs, every file keeps its bytes')
+    """
+    processes, reason = count_cores() if workers == "auto" else workers, "you asked for it"
+    picked = "keep" if storage == "auto" else storage
+    recipe: dict[str, Any] = {"storage": picked, "min_size": min_size, "max_size": max_size}
+    dataset = _open_dataset(images, annotations, **recipe, workers=processes)
+    if storage == "auto":
+        reason = "no image is larger than training needs, every file keeps its bytes"
+        shorter, longer = dataset.sizes.min(1), dataset.sizes.max(1)  # by the annotations; 0 where they give none
+        if larger := int(((shorter > min_size) | (longer > max_size) | (shorter == 0)).sum()):
+            recipe["storage"] = "shrink"
+            reason = f"{larger:,} of {len(dataset):,} images are larger than training needs and are shrunk once"
+    _try_image(Path(images), recipe, dataset.subset(0, 1))  # loads the libraries, before anything is timed
+    with fork_pool(processes) as pool:
+        tried = _try_images(Path(images), dataset, recipe, pool.map)
+    tar_bytes, arrays_bytes, write_s = (len(dataset) * np.mean(tried, axis=0)).tolist()
+    size = round(tar_bytes + arrays_bytes)
+    return ShardPlan(recipe["storage"], reason, size, write_s / processes, len(dataset), len(tried))
+
+
+_Cost = tuple[int, int, float]  # of one image: bytes in the tar, in the arrays, and seconds to write
+
+
+def _try_images(images: Path, dataset: CocoDataset, recipe: dict[str, Any], run: Any = map) -> list[_Cost]:
+    """What images that are spread over the dataset cost; bad ones are left out.
+
+    Raises:
+        ColabUtilsError: if all are bad.
+    """
+    places = np.linspace(0, len(dataset) - 1, min(_TRIED_IMAGES, len(dataset))).astype(int).tolist()
+    found = list(run(partial(_try_image, images, recipe), [dataset.subset(i, i + 1) for i in places]))
+    usable = [one for one in found if not isinstance(one, SkippedImage)]
+    if not usable:
+        raise ColabUtilsError(
+            f"expected usable images in {images}, found every one that was looked at bad, such as "
+            f"{found[0].file_name}: {found[0].reason}. Name the right image folder, or see `check`."
+        )
+    return usable
+
+
+def _try_image(images: Path, recipe: dict[str, Any], part: CocoDataset) -> _Cost | SkippedImage:
+    """The cost of a dataset's only image, or why it is bad."""
+    began_s, read = perf_counter(), cache(partial(read_image, images, part, 0))
+    with suppress(ColabUtilsError):  # it is met again below
+        read()
+    read_s = (perf_counter() - began_s) / READ_STREAMS  # files are read ahead, while others are worked on
+    began_s, builder = perf_counter(), ArraysBuilder()
+    sample = try_sample(read, part, 0, recipe)
+    if isinstance(sample, SkippedImage):
+        return sample
+    builder.add(sample.record, (sample.members[0][1], b""), (0, 0))
+    tar_bytes = sum(len(piece) for member in sample.members for piece in member)
+    arrays_bytes = sum(array.nbytes for array in vars(builder.build()).values())
+    return tar_bytes, arrays_bytes, max(perf_counter() - began_s, read_s)

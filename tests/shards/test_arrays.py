@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-from functools import partial
 
 import numpy as np
 import pytest
@@ -21,13 +20,12 @@ from colab_utils.shards.arrays import (
     describe_shard,
     dump_arrays,
     load_arrays,
-    read_head,
     rebuild_arrays,
 )  # fmt: skip
 from colab_utils.shards.format import hash_bytes, read_index, split_member
 from colab_utils.shards.images import dump_record
 from colab_utils.shards.write import write_shards
-from tests.sealed import describe_tar, seal_arrays
+from tests.sealed import describe_tar, load_bits, seal_arrays
 
 HEAD = {"name": "shard-000000.tar", "images": 2, "annotations": 4, "bytes": 4096, "xxh3_64": "0" * 16}
 CATEGORIES = ({"id": 3, "name": "car"}, {"id": 5, "name": "dog"})
@@ -54,17 +52,19 @@ def test_arrays_are_made_again_from_the_tars(coco_shards):
     index = read_index(coco_shards)
     assert len(index.shards) > 1
     for shard in index.shards:
-        loaded = load_arrays(coco_shards / shard.arrays_name, shard, index.categories)
+        path = coco_shards / shard.arrays_name
+        loaded = load_bits(path, load_arrays(path, shard, index.categories))
         assert_equal(loaded, rebuild_arrays(coco_shards / shard.name, shard, index.categories))
-        assert describe_shard((coco_shards / shard.arrays_name).read_bytes())[1] == shard
-        head = read_head(coco_shards / shard.arrays_name)
+        head, info = describe_shard(path.read_bytes())
         assert (head["images"], head["bytes"], head["xxh3_64"]) == (shard.images, shard.bytes, shard.xxh3_64)
+        assert info == shard
 
 
 def test_spans_boxes_and_masks_are_those_of_the_records(coco_shards):
     index = read_index(coco_shards)
     for shard in index.shards:
-        arrays = load_arrays(coco_shards / shard.arrays_name, shard, index.categories)
+        path = coco_shards / shard.arrays_name
+        arrays = load_bits(path, load_arrays(path, shard, index.categories))
         blob = (coco_shards / shard.name).read_bytes()
         first = 0
         for i in range(shard.images):
@@ -127,8 +127,8 @@ def test_no_images_and_no_objects(tmp_path):
     for images in range(2):
         path.write_bytes(dump_arrays(HEAD | {"images": images}, builder.build()))
         head, info = describe_shard(path.read_bytes())
-        assert_equal(load_arrays(path, info, CATEGORIES), builder.build())
-        assert head["images"] == read_head(path)["images"] == info.images == images
+        assert_equal(load_bits(path, load_arrays(path, info, CATEGORIES)), builder.build())
+        assert head["images"] == info.images == images
         builder.add(make_record(), (b"image", b"{}"), (512, 1536))
 
 
@@ -148,8 +148,12 @@ def small_shard(tmp_path_factory):
     head = HEAD | {"bytes": len(tar), "xxh3_64": hash_bytes(tar)}
     (folder / "a.arrays").write_bytes(content := dump_arrays(head, builder.build()))
     info = describe_shard(content)[1]
-    assert_equal(rebuild_arrays(folder / "a.tar", info, CATEGORIES), load_arrays(folder / "a.arrays", info, CATEGORIES))
+    assert_equal(rebuild_arrays(folder / "a.tar", info, CATEGORIES), load_small(folder, info))
     return folder, info
+
+
+def load_small(folder, info):
+    return load_bits(folder / "a.arrays", load_arrays(folder / "a.arrays", info, CATEGORIES))
 
 
 @QUICK
@@ -167,7 +171,7 @@ def test_arrays_cut_short_are_refused(small_shard, tmp_path, share):
 @given(changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8))
 def test_damaged_arrays_and_tars_are_refused_or_as_they_were(small_shard, tmp_path, changes):
     folder, info = small_shard
-    arrays = load_arrays(folder / "a.arrays", info, CATEGORIES)
+    arrays = load_small(folder, info)
     for name, read in (("a.arrays", load_arrays), ("a.tar", rebuild_arrays)):
         data = bytearray((folder / name).read_bytes())
         for share, value in changes:
@@ -232,8 +236,8 @@ def put(place, value):
         (edit("boxes", put((0, 2), 1)), "without area"),
         (edit("areas", put(0, np.nan)), "without area"),
         (edit("mask_ends", put(1, 2**62)), "masks of other sizes"),
-        (edit("mask_ends", put(slice(None), -1)), "bits as"),
-        (edit("bits", lambda v: v[:-1]), "bits as"),
+        (edit("mask_ends", put(slice(None), -1)), "masks of other sizes"),
+        (edit("bits", lambda v: v[:-1]), "cut short"),
         (edit("labels", put(0, 4)), "no category"),
     ],
 )
@@ -241,7 +245,7 @@ def test_tables_of_right_checksums_that_contradict_each_other_are_refused(small_
     folder, info = small_shard
     path = tmp_path / "a.arrays"
     shutil.copy(folder / "a.arrays", path)
-    sealed = seal_arrays(path, change(load_arrays(folder / "a.arrays", info, CATEGORIES)))
+    sealed = seal_arrays(path, change(load_small(folder, info)))
     with pytest.raises(ColabUtilsError, match=found) as error:
         load_arrays(path, sealed, CATEGORIES)
     assert "\n" not in str(error.value)
@@ -251,7 +255,7 @@ def test_an_image_larger_than_any_is_refused_whatever_the_tar_holds(small_shard,
     path = tmp_path / "a.arrays"
     shutil.copy(small_shard[0] / "a.arrays", path)
     arrays = edit("image_spans", put((0, 1), 2 * 10**9))(load_arrays(path, small_shard[1], CATEGORIES))
-    sealed = seal_arrays(path, dataclasses.replace(arrays, bits=arrays.bits.copy()), bytes=2**40)
+    sealed = seal_arrays(path, arrays, bytes=2**40)
     with pytest.raises(ColabUtilsError, match="places"):
         load_arrays(path, sealed, CATEGORIES)
 
@@ -334,9 +338,10 @@ def check_damaged_tar(folder, info, content):
 def test_other_files_are_no_arrays(small_shard, tmp_path, content):
     path = tmp_path / "a.arrays"
     path.write_bytes(content)
-    for read in (read_head, partial(load_arrays, shard=small_shard[1], categories=CATEGORIES)):
-        with pytest.raises(ColabUtilsError, match="damaged file"):
-            read(path)
+    with pytest.raises(ColabUtilsError, match="damaged file"):
+        load_arrays(path, small_shard[1], CATEGORIES)
+    with pytest.raises((OverflowError, ValueError)):
+        describe_shard(content)
 
 
 def test_a_flipped_bit_in_a_table_is_noticed(coco_shards, tmp_path):

@@ -1,4 +1,4 @@
-"""The plan: what it measures, what it picks and why. Never seconds."""
+"""The plan of `write_shards`: what it measures, what it picks and why. Never seconds."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards import plan as module
+from colab_utils.shards import write as module
 from colab_utils.shards.images import read_image
-from colab_utils.shards.plan import plan_shards
-from colab_utils.shards.write import write_shards
+from colab_utils.shards.write import plan_shards, write_shards
 
 SMALL = {"min_size": 64, "max_size": 200}  # every image of the tiny dataset is larger
-FAST_STEP_MS = 0.0001  # 40 million images/s
 
 
 @pytest.fixture
@@ -28,65 +26,52 @@ def run(tiny_dataset):
     return call
 
 
-def by_name(found):
-    return {option.storage: option for option in found.options}
-
-
 def test_where_nothing_is_larger_every_file_keeps_its_bytes(run):
     found = run()
-    assert (found.picked.storage, found.images, found.sampled_images) == ("keep", 12, 12)
+    assert (found.storage, found.images, found.sampled_images) == ("keep", 12, 12)
     assert "no image is larger" in found.reason
-    sizes = by_name(found)
-    assert sizes["keep"].bytes == sizes["shrink"].bytes
-    assert sizes["pixels"].bytes > 12 * 160 * 128 * 3
-    assert min(value for option in found.options for value in (option.write_s, option.load_cpu_ms)) > 0
+    assert found.bytes == run(storage="shrink").bytes
+    assert run(storage="pixels").bytes > 12 * 160 * 128 * 3
+    assert found.write_s > 0
 
 
 def test_larger_images_are_shrunk(run):
     found = run(**SMALL)
-    assert (found.picked.storage, found.reason) == (
+    assert (found.storage, found.reason) == (
         "shrink", "12 of 12 images are larger than training needs and are shrunk once",
     )  # fmt: skip
-    sizes = by_name(found)
-    assert sizes["shrink"].bytes < sizes["keep"].bytes
+    assert found.bytes < run(storage="keep", **SMALL).bytes
+
+
+@pytest.mark.parametrize(("sides", "larger"), [((160, 128), 0), ((159, 128), 12), ((160, 127), 12)])
+def test_what_counts_as_larger_is_what_is_shrunk(run, sides, larger):
+    found = run(min_size=sides[1], max_size=sides[0])
+    assert (found.storage, found.reason.startswith(f"{larger} of 12")) == ("shrink" if larger else "keep", larger > 0)
+
+
+def test_an_image_without_a_size_counts_as_larger(tiny_dataset, tmp_path):
+    coco = json.loads(tiny_dataset.annotations.read_text())
+    del coco["images"][3]["width"], coco["images"][3]["height"]
+    (tmp_path / "a.json").write_text(json.dumps(coco))
+    found = plan_shards(tiny_dataset.images, tmp_path / "a.json", workers=1)
+    assert (found.storage, found.reason.split()[0]) == ("shrink", "1")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("storage", ["keep", "shrink", "pixels"])
 def test_planned_bytes_are_those_that_are_written(run, tiny_dataset, tmp_path, storage, workers):
     found = run(storage=storage, workers=workers, **SMALL)
-    assert (found.picked.storage, found.reason) == (storage, "you asked for it")
+    assert (found.storage, found.reason) == (storage, "you asked for it")
     made = write_shards(
         tiny_dataset.images, tiny_dataset.annotations, shards=tmp_path / "shards", storage=storage, workers=1, **SMALL
     )
-    assert found.picked.bytes == pytest.approx(made.bytes, rel=0.05)
-
-
-def test_raw_pixels_where_decoding_is_slower_than_the_step(run, monkeypatch):
-    assert run(step_ms=10_000).picked.storage == "keep"
-    monkeypatch.setattr(module, "find_free_memory", lambda: 10**12)
-    found = run(step_ms=FAST_STEP_MS)
-    assert found.picked.storage == "pixels"
-    assert "decoding reaches" in found.reason
-    monkeypatch.setattr(module, "find_free_memory", lambda: 1)
-    found = run(step_ms=FAST_STEP_MS)
-    assert found.picked.storage == "keep"
-    assert found.reason.endswith("and raw pixels do not fit")
-
-
-def test_what_does_not_fit_on_the_disk(run, tmp_path, monkeypatch):
-    size = run().picked.bytes
-    monkeypatch.setattr(module, "find_free_space", lambda folder: size)
-    assert {name: option.fits for name, option in by_name(run(shards=tmp_path / "shards")).items()} == {
-        "keep": True, "shrink": True, "pixels": False,
-    }  # fmt: skip
+    assert found.bytes == pytest.approx(made.bytes, rel=0.05)
 
 
 def test_the_words_of_a_plan(run):
-    found = run()
-    assert [option.storage for option in found.options] == ["keep", "shrink", "pixels"]
-    assert str(found).startswith("keep: no image is larger than training needs")
-    assert "measured on 12 of 12 images" in str(found)
+    found = str(run())
+    assert found.startswith("keep: no image is larger than training needs")
+    assert "measured on 12 of 12 images" in found
 
 
 def test_bad_images_are_left_out(tiny_dataset, tmp_path):
@@ -124,7 +109,6 @@ def test_a_lost_drive_and_an_ended_process(run, monkeypatch):
     [
         ({"storage": "zip"}, "expected storage as one of"),
         ({"min_size": 0}, "expected min_size between"),
-        ({"step_ms": 0}, "expected step_ms between"),
         ({"workers": 0}, "expected workers between"),
     ],
 )

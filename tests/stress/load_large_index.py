@@ -25,7 +25,7 @@ import psutil
 from PIL import Image
 
 from colab_utils.loading import ShardDataset, make_loader
-from colab_utils.shards.arrays import describe_shard, dump_arrays, load_arrays, read_head
+from colab_utils.shards.arrays import describe_shard, dump_arrays, load_arrays
 from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.write import write_shards
 
@@ -55,7 +55,8 @@ def make_shards(folder: Path) -> Path:
     index = read_index(folder / "shards")
     [first], shards = index.shards, []
     path = folder / "shards" / first.arrays_name
-    head, arrays = read_head(path), load_arrays(path, first, index.categories)
+    head, arrays = describe_shard(path.read_bytes())[0], load_arrays(path, first, index.categories)
+    arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
         os.link(folder / "shards" / first.name, folder / "shards" / name)
