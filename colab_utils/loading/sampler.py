@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +26,16 @@ class BatchSampler(Sampler[list[int]]):
         batch_size: images in a batch.
         seed: of the order; None keeps the dataset's order.
         sizes: int32 [I, 2], height and width of each image in pixels; None does not group.
+        shard_of: int64 [I], the shard of each image, for ``windows``.
         sampler: gives the images of an epoch in its own order instead; ``set_epoch`` is called where it has one, and
             it draws from ``seed`` and epoch.
         drop_last: leave out the last batch where it is not full.
 
     Attributes:
         epoch: the epoch that the next pass runs.
-        before: what this epoch delivered in batches of other sizes (see `go_on`).
+        left: int64, the images of this epoch: all, or what batches of another size have left.
+        windows: of shards, which are trained on one after another, each shuffled together with what the one before left
+            over (see `Arrival.plan_windows`); without windows all images are shuffled.
 
     Example:
         >>> list(BatchSampler(5, 2, seed=None))
@@ -41,65 +44,58 @@ class BatchSampler(Sampler[list[int]]):
 
     def __init__(
         self, size: int, batch_size: int, seed: int | None, *, sizes: NDArray[np.int32] | None = None,
-        sampler: Any = None, drop_last: bool = False,
+        shard_of: Any = None, sampler: Any = None, drop_last: bool = False,
     ) -> None:  # fmt: skip
-        self.batch_size, self._size, self._seed = batch_size, size, seed
-        self.is_shuffled = seed is not None
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.sampler, self.drop_last, self._shard_of = sampler, drop_last, shard_of
         self._wide = np.zeros(size, bool) if sizes is None or seed is None else sizes[:, 1] >= sizes[:, 0]
-        self.epoch, self.sampler, self.drop_last = 0, sampler, drop_last
-        self.before: tuple[tuple[int, ...], ...] = ()
-        self._left = np.arange(size)
+        self.start_epoch(0)
+
+    def start_epoch(self, epoch: int) -> None:
+        """The next pass runs this epoch, with all images."""
+        self.epoch, self.left = epoch, np.arange(self.size)
+        self.windows: list[list[int]] = []
 
     def __len__(self) -> int:
-        images = len(self._left if self.sampler is None else self.sampler)
+        images = len(self.left if self.sampler is None else self.sampler)
         return images // self.batch_size if self.drop_last else -(-images // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._plan(self.batch_size))
-
-    def go_on(self, before: Sequence[Sequence[int]]) -> None:
-        """Leave out of this epoch what was delivered in batches of other sizes, of all images that were left each time.
-
-        ``before``: for each of those sizes, the size, how many of its first batches, and the numbers of later ones.
-        """
-        self.before, self._left = tuple(map(tuple, before)), np.arange(self._size)
-        for size, count, *ahead in self.before:
-            batches = enumerate(self._plan(size))
-            seen = [index for number, batch in batches if number < count or number in ahead for index in batch]
-            self._left = np.setdiff1d(self._left, seen)
-
-    def shuffle(self, indices: NDArray[np.int64], *key: int) -> NDArray[np.int64]:
-        """Indices in the order of this epoch, the same for the same ``key``."""
-        if self._seed is None:
-            return indices
-        return np.random.default_rng((self._seed, self.epoch, *key)).permutation(indices)
-
-    def group(self, indices: NDArray[np.int64], batch_size: int) -> tuple[list[list[int]], NDArray[np.int64]]:
-        """Full batches of wide or of tall images, in the order in which they fill, and what is left over."""
-        filled: list[tuple[int, list[int]]] = []
-        rest = []
-        for kind in (False, True):
-            places = np.flatnonzero(self._wide[indices] == kind)
-            end = len(places) // batch_size * batch_size
-            last, batches = places[batch_size - 1 : end : batch_size], indices[places[:end]].reshape(-1, batch_size)
-            filled += zip(last.tolist(), batches.tolist(), strict=True)
-            rest.append(places[end:])
-        return [batch for _, batch in sorted(filled)], indices[np.sort(np.concatenate(rest))]
-
-    def cut(self, indices: NDArray[np.int64], batch_size: int) -> list[list[int]]:
-        """Batches of indices as they come: full ones of one kind, then what is left over."""
-        batches, rest = self.group(indices, batch_size)
-        end = len(rest) // batch_size * batch_size if self.drop_last else len(rest)
-        return batches + [rest[start : start + batch_size].tolist() for start in range(0, end, batch_size)]
-
-    def _plan(self, batch_size: int) -> list[list[int]]:
-        """What is left of the epoch in batches of this size."""
         if self.sampler is not None:
-            getattr(self.sampler, "set_epoch", int)(self.epoch)
-            with seed_random((self._seed or 0, self.epoch)):
-                return self.cut(np.fromiter(self.sampler, np.int64), batch_size)
-        shuffled = self.shuffle(np.arange(self._size))
-        return self.cut(shuffled[np.isin(shuffled, self._left)], batch_size)
+            rest = yield from self._group(self._draw())
+        elif not self.windows:
+            rest = yield from self._group(self._shuffle(self.left))
+        else:
+            rest = []
+            for place, window in enumerate(self.windows):
+                images = np.flatnonzero(np.isin(self._shard_of, window)).tolist()
+                rest = yield from self._group(self._shuffle([*rest, *images], place))
+        end = len(rest) // self.batch_size * self.batch_size if self.drop_last else len(rest)
+        for start in range(0, end, self.batch_size):
+            yield rest[start : start + self.batch_size]
+
+    def _draw(self) -> NDArray[np.int64]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        with seed_random((self.seed or 0, self.epoch)):
+            return np.fromiter(self.sampler, np.int64)
+
+    def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
+        indices = np.array(indices, np.int64)
+        if self.seed is None:
+            return indices
+        return np.random.default_rng((self.seed, self.epoch, *key)).permutation(indices)
+
+    def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
+        """Full batches of wide or of tall images, as they fill; returns what is left over."""
+        filling: list[list[int]] = [[], []]
+        for index, is_wide in zip(indices.tolist(), self._wide[indices].tolist(), strict=True):
+            batch = filling[is_wide]
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                filling[is_wide] = []
+                yield batch
+        return filling[0] + filling[1]
 
 
 @contextmanager

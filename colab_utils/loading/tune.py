@@ -1,10 +1,10 @@
-"""How many workers, of which kind: by at most four short trials of the real loader, while a step takes its core."""
+"""How many workers: by at most three short trials of the real loader, while a step takes its core."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from threading import Event, Thread
@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.batch import BadSampleError
 from colab_utils.loading.sampler import BatchSampler
-from colab_utils.loading.workers import Backend, Fetcher, Prefetcher, describe_workers
+from colab_utils.loading.workers import Fetcher, Prefetcher
 from colab_utils.runtime import count_cores, find_free_memory, show_progress
 
-__all__ = ["EmulatedStep", "Trial", "Tuning", "tune_workers"]
+__all__ = ["EmulatedStep", "Tuning", "tune_workers"]
 
 _BUSY = 0.9  # of a core: what a training process takes to launch kernels
 _BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
@@ -28,9 +27,9 @@ PREFETCH = 2
 """Batches ahead for each worker."""
 _HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
 _RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
-_SPARE = 1.25  # other batches may be larger than those looked at; and buffers grow by steps
+_SPARE = 1.25  # other batches may be larger than the one looked at; and buffers grow by steps
 _SLOW_S = 0.25  # a batch that waits longer for its files is not held up by the cores
-_CLOSE = 0.95  # rates that differ by less are the same, and the one with fewer workers wins
+_CLOSE = 0.95  # rates that differ by less are the same, and the fewest workers win
 
 
 class EmulatedStep:
@@ -69,74 +68,55 @@ class EmulatedStep:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One way of loading and what it reached beside a step that keeps 0.9 of a core busy."""
-
-    backend: Backend
-    workers: int
-    images_per_second: float
-
-    def __str__(self) -> str:
-        return describe_workers(self.backend, self.workers, PREFETCH)
-
-
-@dataclass(frozen=True)
 class Tuning:
-    """The way of loading that was picked, and all that were tried: none where workers would wait for slow files."""
+    """How many workers were picked, and why."""
 
-    best: Trial
-    trials: tuple[Trial, ...]
+    workers: int
+    rates: dict[int, float]
+    """Images/s with each number of workers that was tried; empty where slow files, or memory, decide."""
     seconds: float
 
     def __str__(self) -> str:
-        how = "beside a step that keeps 0.9 of a core busy" if self.trials else "the files are slow, not the cores"
-        lines = [f"{trial.images_per_second:8.0f} images/s  {trial}" for trial in self.trials]
-        return "\n".join([*lines, f"picked: {self.best} (in {self.seconds:.0f} s: {how})"])
+        how = "while a step keeps 0.9 of a core busy" if self.rates else "slow files or memory decide, not the cores"
+        lines = [f"{rate:8.0f} images/s with {workers} workers" for workers, rate in self.rates.items()]
+        return "\n".join([*lines, f"picked: {self.workers} workers (in {self.seconds:.0f} s: {how})"])
 
 
-def tune_workers(fetcher: Fetcher, *, batch_size: int, backend: Backend | None = None) -> Tuning:
-    """Find the fastest way of loading batches on this machine, now: nothing is remembered.
-
-    Args:
-        fetcher: of the dataset.
-        batch_size: images in a batch.
-        backend: try only this kind.
-    """
+def tune_workers(fetcher: Fetcher, *, batch_size: int) -> Tuning:
+    """Find how many workers load batches fastest on this machine, now: nothing is remembered."""
     began_s, order = perf_counter(), list(BatchSampler(len(fetcher), batch_size, 0, sizes=fetcher.sizes))
-    batch_bytes, waits = _measure_batch(fetcher, order)
+    batch_bytes, is_slow = _measure_batch(fetcher, order[0])
     most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
-    settings = [setting for setting in _list_settings(fetcher, backend) if setting[1] <= most] or [("processes", 0)]
-    if waits:
-        return Tuning(Trial(*max(settings, key=lambda setting: setting[1]), 0.0), (), perf_counter() - began_s)
-    trials = []
-    with show_progress("tuning workers", total=len(settings), unit="trial") as bar, _busy_core():
-        for kind, workers in settings:
-            trials.append(_try_setting(fetcher, order, kind, workers))
-            bar.update()
-    return Tuning(_pick(trials), tuple(trials), perf_counter() - began_s)
-
-
-def _list_settings(fetcher: Fetcher, backend: Backend | None) -> list[tuple[Backend, int]]:
-    """What is worth a trial: never more workers than cores; threads only where Python's lock does not stop them."""
     cores = count_cores()
-    settings: list[tuple[Backend, int]] = [
-        (backend or "processes", count) for count in sorted({max(1, cores // 4), max(1, cores // 2), cores})
-    ]
-    if backend is None and fetcher.writes_itself and cores > 1:
-        settings.append(("loader_process", cores))
-    return settings
+    counts = [count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most]
+    if is_slow or not counts:
+        return Tuning(max(counts, default=0), {}, perf_counter() - began_s)
+    rates = {}
+    with show_progress("tuning workers", total=len(counts), unit="trial") as bar, _busy_core():
+        for count in counts:
+            rates[count] = _measure_rate(fetcher, order, count)
+            bar.update()
+    return Tuning(_pick(rates), rates, perf_counter() - began_s)
 
 
-def _pick(trials: Sequence[Trial]) -> Trial:
-    """The fastest; of those that are about as fast, the one with the fewest workers."""
-    fastest = max(trial.images_per_second for trial in trials)
-    close = [trial for trial in trials if trial.images_per_second >= _CLOSE * fastest]
-    return min(close, key=lambda trial: (trial.workers, -trial.images_per_second))
+def _pick(rates: dict[int, float]) -> int:
+    """The fastest number of workers; of those that are about as fast, the smallest."""
+    return min(workers for workers, rate in rates.items() if rate >= _CLOSE * max(rates.values()))
 
 
-def _try_setting(fetcher: Fetcher, order: list[list[int]], backend: Backend, workers: int) -> Trial:
-    """What a setting delivers, as fast as its batches are taken."""
-    prefetcher = Prefetcher(fetcher, backend, workers, PREFETCH)
+def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
+    """Bytes of a large batch, of the largest images where sizes are known; and whether it waits for its files."""
+    if fetcher.sizes is not None:
+        indices = np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(indices) :].tolist()
+    began_s = perf_counter() - thread_time()
+    shape = fetcher.load(0, indices, lambda size: np.empty(size, np.uint8), (0,), skips_bad=True).shape
+    waited_s = perf_counter() - thread_time() - began_s
+    return (shape.lay_out()[1] * _SPARE, waited_s > _SLOW_S) if shape else (1.0, True)
+
+
+def _measure_rate(fetcher: Fetcher, order: list[list[int]], workers: int) -> float:
+    """Images/s that so many workers deliver, as fast as their batches are taken."""
+    prefetcher = Prefetcher(fetcher, workers, PREFETCH)
     try:
         loaded = prefetcher.run(enumerate(chain.from_iterable(repeat(order))), seed=(0,), skips_bad=True)
         for _ in islice(loaded, workers * PREFETCH + 1):  # the workers start, and touch their memory for the first time
@@ -146,7 +126,7 @@ def _try_setting(fetcher: Fetcher, order: list[list[int]], backend: Backend, wor
             images += len(batch or ())
             if perf_counter() - began_s > _TRIAL_S:
                 break
-        return Trial(backend, workers, images / (perf_counter() - began_s))
+        return images / (perf_counter() - began_s)
     finally:
         prefetcher.close()
 
@@ -167,16 +147,3 @@ def _busy_core() -> Iterator[None]:
     finally:
         end.set()
         thread.join()
-
-
-def _measure_batch(fetcher: Fetcher, order: list[list[int]]) -> tuple[float, bool]:
-    """Bytes of a large batch, of the largest images where sizes are known; and whether it waited for its files."""
-    looked_at = order[:4]
-    if fetcher.sizes is not None:
-        looked_at = [np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(order[0]) :].tolist(), *looked_at]
-    for indices in looked_at:
-        began_s = perf_counter() - thread_time()
-        with suppress(BadSampleError):  # it is told when it is read, and not tried
-            shape = fetcher.write(indices, lambda size: np.empty(size, np.uint8), (0,))
-            return shape.lay_out()[1] * _SPARE, perf_counter() - thread_time() - began_s > _SLOW_S
-    return 1.0, True
