@@ -31,7 +31,7 @@
     dense masks (without a GPU, the worker has done it). Users' own transforms come last. The buffer is used again when
     nobody holds the batch.
 
-How many workers do this is tried out by `colab_utils.loading.tune`.
+How many workers do this is tried out by `tune_workers`, beside them.
 """
 
 from colab_utils.loading.arriving import ArrivingShards

@@ -21,8 +21,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
 
 __all__ = [
-    "BatchShape", "PackedBatch", "PackedSample", "Target", "Transforms", "apply_transforms", "collate_packed",
-    "pack_target", "write_batch",
+    "BadSampleError", "BatchShape", "PackedBatch", "PackedSample", "Target", "Transforms", "apply_transforms",
+    "collate_packed", "open_batch", "pack_samples", "pack_target", "write_batch",
 ]  # fmt: skip
 
 Target = dict[str, Any]
@@ -331,6 +331,25 @@ class PackedSamples:
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
         pixels[:], bits[:], _ = self.samples[index]
+
+
+def pack_samples(dataset: Any, indices: Sequence[int]) -> PackedSamples:
+    """Samples of any dataset with torchvision's contract.
+
+    Raises:
+        BadSampleError: if one cannot be loaded.
+    """
+    samples = []
+    for place, index in enumerate(indices):
+        with blame_sample(place):
+            found = dataset[index]
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                raise ColabUtilsError(
+                    f"expected (image, target) from your dataset, found {type(found).__name__}. See torchvision's "
+                    "detection datasets for the contract."
+                )
+            samples.append(pack_target(*found))
+    return PackedSamples(samples)
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import lru_cache, partial
-from operator import index as as_int
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,7 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
         return len(self.image_ids)
 
     def _check(self, index: int) -> int:
-        position = as_int(index)
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"index {position} is outside a dataset of {len(self)} images")
-        return position % len(self)
+        return range(len(self))[index]  # or an IndexError
 
     @staticmethod
     def decode(data: bytes | bytearray) -> Tensor:
@@ -85,7 +81,7 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
         parts["iscrowd"] = np.zeros(len(parts["labels"]), np.int64)
-        return {"image_id": int(self.image_ids[index])} | {key: torch.from_numpy(part) for key, part in parts.items()}
+        return {"image_id": int(self.image_ids[index]), **{key: torch.from_numpy(part) for key, part in parts.items()}}
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
@@ -106,9 +102,7 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
             # ids from 1: COCOeval takes an annotation with id 0 for "no match"
             for one in self.list_annotations(index):
                 annotations.append({**one, "image_id": images[-1]["id"], "id": len(annotations) + 1})
-        categories = [
-            {"id": int(category), "name": self.class_names[label]} for label, category in self.category_ids.items()
-        ]
+        categories = [{"id": number, "name": self.class_names[label]} for label, number in self.category_ids.items()]
         coco = COCO()
         coco.dataset = {"info": {}, "images": images, "annotations": annotations, "categories": categories}
         with redirect_stdout(io.StringIO()):
@@ -136,15 +130,13 @@ class ShardFiles:
         # not as a Path, which takes longer than the read
         path, length = os.path.join(self.folder, name), memoryview(buffer).nbytes
         try:
-            got = self._open(path).readinto(buffer, start)
+            count, found = self._open(path).readinto(buffer, start), "it cut short"
         except OSError as error:
+            count, found = -1, str(error.strerror)
+        if count < length:
             raise ColabUtilsError(
-                f"expected to read {path}, found: {error.strerror}. Copy the shards again, or mount Drive again."
-            ) from None
-        if got < length:
-            raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found it cut short since it was opened. Copy it "
-                "again, or run preprocess again on this folder."
+                f"expected {start + length:,} bytes or more in {path}, found {found} since it was opened. Copy the "
+                "shards again, or mount Drive again."
             )
 
 
@@ -215,12 +207,10 @@ class CocoFolder(_CocoSamples):
         profile: str | DriveProfile | None = None,
         contiguous_labels: bool = False,
     ) -> None:
-        self.folder = Path(images)
-        self.profile, self.retries = get_profile(profile, images), Retries()
+        self.folder, self.profile, self.retries = Path(images), get_profile(profile, images), Retries()
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
-        self.fingerprint = self.coco.fingerprint
-        self.image_ids, self.sizes = self.coco.image_ids, self.coco.sizes
+        self.image_ids, self.sizes, self.fingerprint = self.coco.image_ids, self.coco.sizes, self.coco.fingerprint
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
@@ -233,13 +223,9 @@ class CocoFolder(_CocoSamples):
             raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
         height, width = image.shape[-2:]
         annotations, boxes, masks = self._read_objects(index, height, width)
-        return image, self._make_target(
-            index,
-            boxes=boxes,
-            labels=self._map_labels([a["category_id"] for a in annotations]),
-            masks=masks,
-            area=np.array([a["area"] for a in annotations], np.float32),
-        )
+        labels = self._map_labels([a["category_id"] for a in annotations])
+        area = np.array([a["area"] for a in annotations], np.float32)
+        return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
 
     def read(self, index: int) -> bytes:
         """The image file's bytes."""
@@ -268,9 +254,7 @@ class CocoFolder(_CocoSamples):
         """The image's annotations in COCO form, crowds included."""
         return self.coco.annotations(self._check(index))
 
-    def _read_objects(
-        self, index: int, height: int, width: int
-    ) -> tuple[list[dict[str, Any]], NDArray[np.float32], NDArray[np.uint8]]:
+    def _read_objects(self, index: int, height: int, width: int) -> tuple[list[dict[str, Any]], Any, NDArray[np.uint8]]:
         """The annotations that are trained on, with their boxes and dense masks."""
         annotations = [a for a in self.list_annotations(index) if not a["iscrowd"]]
         boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
@@ -368,8 +352,8 @@ class ShardDataset(_CocoSamples):
         pixels, bits, tables = self.read_packed(index)
         image = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
         masks = unpack_masks(_join_masks(bits, tables), *pixels.shape[:2])
-        parts = {"boxes": tables["boxes"], "labels": tables["labels"], "area": tables["areas"]}
-        target = self._make_target(index, masks=masks, **parts)
+        boxes, labels, area = (tables[name] for name in ("boxes", "labels", "areas"))
+        target = self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
         return apply_transforms(self.transforms, image, target) if self.transforms else (image, target)
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:
@@ -436,10 +420,12 @@ class ShardDataset(_CocoSamples):
 
     def read(self, index: int) -> bytearray:
         """The image's bytes, as they lie in the shard."""
-        index = self._check(index)
-        start, length = self._image_spans[index].tolist()
+        return self._read_span(self._check(index), self._image_spans, 0)
+
+    def _read_span(self, index: int, spans: NDArray[np.int64], part: int) -> bytearray:
+        start, length = spans[index].tolist()
         self._read_tar(index, start, data := bytearray(length))
-        self._compare(index, 0, data)
+        self._compare(index, part, data)
         return data
 
     def _read_tar(self, index: int, start: int, buffer: Any) -> None:
@@ -458,9 +444,7 @@ class ShardDataset(_CocoSamples):
     def record(self, index: int) -> dict[str, Any]:
         """The record's JSON: COCO form, crowds included, masks as compressed RLE with text counts."""
         index = self._check(index)
-        start, length = self._record_spans[index].tolist()
-        self._read_tar(index, start, data := bytearray(length))
-        self._compare(index, 2, data)
+        data = self._read_span(index, self._record_spans, 2)
         try:
             record: dict[str, Any] = json.loads(data)
             if [record["height"], record["width"]] != self.sizes[index].tolist():
@@ -472,8 +456,7 @@ class ShardDataset(_CocoSamples):
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
-        annotations: list[dict[str, Any]] = self.record(index)["annotations"]
-        return annotations
+        return list(self.record(index)["annotations"])
 
     def _explain_damage(self, index: int, found: str) -> ColabUtilsError:
         return ColabUtilsError(

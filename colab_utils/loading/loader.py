@@ -17,9 +17,8 @@ from torch.utils.data import Dataset, Sampler
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
 from colab_utils.loading.sampler import BatchSampler
-from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
-from colab_utils.loading.workers import Fetcher, Prefetcher, WorkerJob
-from colab_utils.runtime import count_cores
+from colab_utils.loading.workers import PREFETCH, Fetcher, Prefetcher, Tuning, WorkerJob, tune_workers
+from colab_utils.runtime import count_cores, require_linux
 
 __all__ = ["Loader", "find_device", "make_loader"]
 
@@ -94,6 +93,7 @@ def make_loader(
         2 torch.float32 torch.Size([1, 8, 8])
         1 torch.float32 torch.Size([1, 8, 8])
     """
+    require_linux("share memory between processes")
     torch_device = find_device(device)
     for name, value, known in (
         ("deliver", deliver, ("dense", "packed")),

@@ -1,4 +1,4 @@
-"""Who loads the batches: worker processes, or nobody else.
+"""Who loads the batches: worker processes, as many as short trials of the real loader find best, or nobody else.
 
 Batches are written into shared buffers, which are used again and again. Fresh shared memory is what limits torch's own
 hand-off: making it, copying into it and faulting it in, for each tensor anew. A buffer is made once, before the workers
@@ -20,9 +20,12 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from errno import ENOMEM
+from itertools import chain, islice, repeat
 from multiprocessing.connection import Connection, wait
-from time import sleep
+from threading import Thread
+from time import perf_counter, sleep, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,27 +37,30 @@ from torch.utils.data import Dataset, Subset
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arriving import Arrival
-from colab_utils.loading.batch import (
-    BadSampleError,
-    BatchShape,
-    PackedBatch,
-    PackedSample,
-    PackedSamples,
-    blame_sample,
-    open_batch,
-    pack_target,
-    write_batch,
-)  # fmt: skip
+from colab_utils.loading.batch import BadSampleError, BatchShape, PackedBatch, open_batch, pack_samples, write_batch
+from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.sampler import seed_random
-from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork, require_linux
+from colab_utils.loading.sampler import BatchSampler, seed_random
+from colab_utils.runtime import count_cores, end_with_parent, find_free_memory, format_bytes, quiet_fork, show_progress
 
-__all__ = ["Fetcher", "Prefetcher", "Result", "WorkerDiedError", "WorkerJob", "describe_exit", "explain_death"]
+__all__ = [
+    "Fetcher", "Prefetcher", "Result", "Tuning", "WorkerDiedError", "WorkerJob", "describe_exit", "explain_death",
+    "tune_workers",
+]  # fmt: skip
 
+PREFETCH = 2
+"""Batches ahead for each worker."""
 _LENT_BUFFERS = 4  # that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at
 _STEP_BYTES = 1 << 20  # by which a buffer grows
 _POLL_S = 0.02  # between two looks for shards that arrive
 _END = object()
+
+_TRIAL_S = 0.8
+_HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
+_RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
+_SPARE = 1.25  # other batches may be larger than the one looked at; and buffers grow by steps
+_SLOW_S = 0.25  # a batch that waits longer for its files is not held up by the cores
+_CLOSE = 0.95  # rates that differ by less are the same, and the fewest workers win
 
 
 class Result(NamedTuple):
@@ -128,24 +134,11 @@ class Fetcher:
     ) -> BatchShape:
         """Write a batch; all random numbers of its samples come from ``seed``."""
         flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
-        if self.writes_itself:
-            rows = indices if self._rows is None else self._rows[indices].tolist()
-            return write_batch(self._base, rows, reserve, dense=self.dense, flips=flips)[0]
-        samples = []
-        with seed_random(seed):
-            for place, index in enumerate(indices):
-                with blame_sample(place):
-                    samples.append(self._read_sample(index))
-        return write_batch(PackedSamples(samples), range(len(samples)), reserve, dense=self.dense, flips=flips)[0]
-
-    def _read_sample(self, index: int) -> PackedSample:
-        found: Any = self.dataset[index]
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise ColabUtilsError(
-                f"expected (image, target) from your dataset, found {type(found).__name__}. See torchvision's "
-                "detection datasets for the contract."
-            )
-        return pack_target(*found)
+        source, rows = self._base, indices if self._rows is None else self._rows[indices].tolist()
+        if not self.writes_itself:
+            with seed_random(seed):
+                source, rows = pack_samples(self.dataset, indices), list(range(len(indices)))
+        return write_batch(source, rows, reserve, dense=self.dense, flips=flips)[0]
 
     def _pick(self, values: Any) -> NDArray[Any] | None:
         if not isinstance(values, np.ndarray):
@@ -193,7 +186,6 @@ class SharedBufferPool:
 
     def __init__(self, count: int, held: int) -> None:
         """``count`` buffers for the workers and ``held`` more, which a training loop may hold at a time."""
-        require_linux("share memory between processes")
         self.buffers = [SharedBuffer() for _ in range(count + held)]
         self._free = deque(range(count + held))
         self._most_held = held
@@ -427,3 +419,71 @@ class Prefetcher:
             return number, None, result.bad
         content = self._buffers.hold(buffer, result.shape.lay_out()[1])
         return number, open_batch(content, result.shape), result.bad
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How many workers were picked, and why."""
+
+    workers: int
+    rates: dict[int, float]
+    """Images/s with each number of workers that was tried; empty where slow files, or memory, decide."""
+    seconds: float
+
+    def __str__(self) -> str:
+        how = "while a step keeps 0.9 of a core busy" if self.rates else "slow files or memory decide, not the cores"
+        lines = [f"{rate:8.0f} images/s with {workers} workers" for workers, rate in self.rates.items()]
+        return "\n".join([*lines, f"picked: {self.workers} workers (in {self.seconds:.0f} s: {how})"])
+
+
+def tune_workers(fetcher: Fetcher, *, batch_size: int) -> Tuning:
+    """Find how many workers load batches fastest on this machine, now: nothing is remembered."""
+    began_s, order = perf_counter(), list(BatchSampler(len(fetcher), batch_size, 0, sizes=fetcher.sizes))
+    batch_bytes, is_slow = _measure_batch(fetcher, order[0])
+    most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
+    cores = count_cores()
+    counts = [count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most]
+    if is_slow or not counts:
+        return Tuning(max(counts, default=0), {}, perf_counter() - began_s)
+    rates = {}
+    with show_progress("tuning workers", total=len(counts), unit="trial") as bar:
+        for count in counts:
+            rates[count] = _measure_rate(fetcher, order, count)
+            bar.update()
+    return Tuning(_pick(rates), rates, perf_counter() - began_s)
+
+
+def _pick(rates: dict[int, float]) -> int:
+    """The fastest number of workers; of those that are about as fast, the smallest."""
+    return min(workers for workers, rate in rates.items() if rate >= _CLOSE * max(rates.values()))
+
+
+def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
+    """Bytes of a large batch, of the largest images where sizes are known; and whether it waits for its files."""
+    if fetcher.sizes is not None:
+        indices = np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(indices) :].tolist()
+    began_s = perf_counter() - thread_time()
+    shape = fetcher.load(0, indices, lambda size: np.empty(size, np.uint8), (0,), skips_bad=True).shape
+    waited_s = perf_counter() - thread_time() - began_s
+    return (shape.lay_out()[1] * _SPARE, waited_s > _SLOW_S) if shape else (1.0, True)
+
+
+def _measure_rate(fetcher: Fetcher, order: list[list[int]], workers: int) -> float:
+    """Images/s that so many workers deliver, as fast as their batches are taken, while a step takes its core."""
+    prefetcher = Prefetcher(fetcher, workers, PREFETCH)
+    step = Thread(target=EmulatedStep(1000 * _TRIAL_S), args=(None,), daemon=True)
+    try:
+        loaded = prefetcher.run(enumerate(chain.from_iterable(repeat(order))), seed=(0,), skips_bad=True)
+        for _ in islice(loaded, workers * PREFETCH + 1):  # the workers start, and touch their memory for the first time
+            pass
+        step.start()
+        images, began_s = 0, perf_counter()
+        for _, batch, _ in loaded:
+            images += len(batch or ())
+            if perf_counter() - began_s > _TRIAL_S:
+                break
+        rate = images / (perf_counter() - began_s)
+        step.join()
+        return rate
+    finally:
+        prefetcher.close()

@@ -11,11 +11,10 @@ from torch.utils.data import Subset
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import loader as loader_module
-from colab_utils.loading import tune
+from colab_utils.loading import workers as tune
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.loading.tune import Tuning, tune_workers
-from colab_utils.loading.workers import Fetcher
+from colab_utils.loading.workers import Fetcher, Tuning, tune_workers
 from colab_utils.runtime import count_cores
 
 
