@@ -53,9 +53,9 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
         ColabUtilsError: if the image or the target is not of the contract.
     """
     if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
+        found = _describe(image)
         raise ColabUtilsError(
-            f"expected an image as a uint8 tensor [3, H, W], found {_describe(image)}. Leave out ToTensor and "
-            "ToDtype(float32): the loader makes float images on the device."
+            f"expected an image as a uint8 tensor [3, H, W], found {found}. Leave out ToTensor, ToDtype."
         )
     try:
         parts = {key: torch.as_tensor(target[key]).numpy() for key in ("boxes", "labels", "masks", "area", "iscrowd")}
@@ -72,8 +72,7 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
         if not fits or (key == "masks" and masks.dtype not in (np.uint8, np.bool_)):
             raise ColabUtilsError(
                 f"expected {key} of shape {list(shape)} for {count} labels and an image of {list(image.shape)} (masks "
-                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}. Correct the target that your "
-                "dataset gives."
+                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}: correct your dataset's target"
             )
     packed = pack_pixels(masks)
     tables: dict[str, NDArray[Any]] = {
@@ -344,10 +343,8 @@ def pack_samples(dataset: Any, indices: Sequence[int]) -> PackedSamples:
         with blame_sample(place):
             found = dataset[index]
             if not isinstance(found, tuple | list) or len(found) != 2:
-                raise ColabUtilsError(
-                    f"expected (image, target) from your dataset, found {type(found).__name__}. See torchvision's "
-                    "detection datasets for the contract."
-                )
+                kind = type(found).__name__
+                raise ColabUtilsError(f"expected (image, target) from your dataset, found {kind}: see torchvision's")
             samples.append(pack_target(*found))
     return PackedSamples(samples)
 

@@ -12,6 +12,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -19,7 +20,7 @@ import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOMEM
 from itertools import chain, islice, repeat
@@ -40,12 +41,11 @@ from colab_utils.loading.arriving import Arrival
 from colab_utils.loading.batch import BadSampleError, BatchShape, PackedBatch, open_batch, pack_samples, write_batch
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.loading.sampler import BatchSampler, seed_random
 from colab_utils.runtime import count_cores, end_with_parent, find_free_memory, format_bytes, quiet_fork, show_progress
 
 __all__ = [
     "Fetcher", "Prefetcher", "Result", "Tuning", "WorkerDiedError", "WorkerJob", "describe_exit", "explain_death",
-    "tune_workers",
+    "seed_random", "tune_workers",
 ]  # fmt: skip
 
 PREFETCH = 2
@@ -89,23 +89,23 @@ class Fetcher:
     def __init__(self, dataset: Dataset[Any], *, dense: bool = False, flip: float = 0) -> None:
         self.dataset, self.dense, self.flip = dataset, dense, flip
         if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            found = type(dataset).__name__
             raise ColabUtilsError(
-                f"expected a dataset with a length and indices, found {type(dataset).__name__}. Open a folder of "
-                "shards by ShardDataset(folder)."
+                f"expected a dataset with a length and indices, found {found}: use ShardDataset(folder)"
             )
         if not len(self):
             raise ColabUtilsError("expected a dataset with images, found an empty one: open another")
         base: Any = dataset
-        rows: NDArray[np.int64] | None = None
+        rows = np.arange(len(self))
         while type(base) is Subset:
-            picked = np.asarray(base.indices, np.int64)
-            base, rows = base.dataset, picked if rows is None else picked[rows]
+            base, rows = base.dataset, np.asarray(base.indices, np.int64)[rows]
         self._base, self._rows = base, rows
         is_plain = isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
         self.writes_itself = is_plain and base.transforms is None
         load_jpeg_decoder()  # now, so that workers need not
         self.arrival: Arrival | None = getattr(base, "arrival", None)
-        self.shard_of, self.sizes = (self._pick(getattr(base, name, None)) for name in ("shard_of", "sizes"))
+        tables = [getattr(base, name, None) for name in ("shard_of", "sizes")]
+        self.shard_of, self.sizes = (table[rows] if isinstance(table, np.ndarray) else None for table in tables)
         self.shards = len(base.index.shards) if isinstance(base, ShardDataset) else 0
 
     def __len__(self) -> int:
@@ -134,16 +134,27 @@ class Fetcher:
     ) -> BatchShape:
         """Write a batch; all random numbers of its samples come from ``seed``."""
         flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
-        source, rows = self._base, indices if self._rows is None else self._rows[indices].tolist()
+        source, rows = self._base, self._rows[indices].tolist()
         if not self.writes_itself:
             with seed_random(seed):
-                source, rows = pack_samples(self.dataset, indices), list(range(len(indices)))
+                source, rows = pack_samples(self.dataset, indices), range(len(indices))
         return write_batch(source, rows, reserve, dense=self.dense, flips=flips)[0]
 
-    def _pick(self, values: Any) -> NDArray[Any] | None:
-        if not isinstance(values, np.ndarray):
-            return None
-        return values if self._rows is None else values[self._rows]
+
+@contextmanager
+def seed_random(seed: Sequence[int]) -> Iterator[None]:
+    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this process's as they were."""
+    entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(entropy[0])
+    np.random.seed(entropy[1] % 2**32)
+    torch.default_generator.manual_seed(entropy[2])
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 class SharedBuffer:
@@ -169,8 +180,8 @@ class SharedBuffer:
                 os.posix_fallocate(self._file, 0, wanted)  # now, and not by a bus error on the first touch
             except OSError as error:
                 raise ColabUtilsError(
-                    f"expected {format_bytes(size)} of shared memory for a batch, found too little "
-                    f"({error.strerror}). Use fewer workers, a smaller prefetch or a smaller batch."
+                    f"expected {format_bytes(size)} of shared memory for a batch, found too little ({error.strerror}): "
+                    "use fewer workers, a smaller prefetch or a smaller batch"
                 ) from None
         return self.view(size)
 
@@ -436,10 +447,10 @@ class Tuning:
         return "\n".join([*lines, f"picked: {self.workers} workers (in {self.seconds:.0f} s: {how})"])
 
 
-def tune_workers(fetcher: Fetcher, *, batch_size: int) -> Tuning:
-    """Find how many workers load batches fastest on this machine, now: nothing is remembered."""
-    began_s, order = perf_counter(), list(BatchSampler(len(fetcher), batch_size, 0, sizes=fetcher.sizes))
-    batch_bytes, is_slow = _measure_batch(fetcher, order[0])
+def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> Tuning:
+    """Find how many workers load these batches fastest on this machine, now: nothing is remembered."""
+    began_s = perf_counter()
+    batch_bytes, is_slow = _measure_batch(fetcher, batches[0])
     most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
     cores = count_cores()
     counts = [count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most]
@@ -448,7 +459,7 @@ def tune_workers(fetcher: Fetcher, *, batch_size: int) -> Tuning:
     rates = {}
     with show_progress("tuning workers", total=len(counts), unit="trial") as bar:
         for count in counts:
-            rates[count] = _measure_rate(fetcher, order, count)
+            rates[count] = _measure_rate(fetcher, batches, count)
             bar.update()
     return Tuning(_pick(rates), rates, perf_counter() - began_s)
 
@@ -468,12 +479,12 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
     return (shape.lay_out()[1] * _SPARE, waited_s > _SLOW_S) if shape else (1.0, True)
 
 
-def _measure_rate(fetcher: Fetcher, order: list[list[int]], workers: int) -> float:
+def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> float:
     """Images/s that so many workers deliver, as fast as their batches are taken, while a step takes its core."""
     prefetcher = Prefetcher(fetcher, workers, PREFETCH)
     step = Thread(target=EmulatedStep(1000 * _TRIAL_S), args=(None,), daemon=True)
     try:
-        loaded = prefetcher.run(enumerate(chain.from_iterable(repeat(order))), seed=(0,), skips_bad=True)
+        loaded = prefetcher.run(enumerate(chain.from_iterable(repeat(batches))), seed=(0,), skips_bad=True)
         for _ in islice(loaded, workers * PREFETCH + 1):  # the workers start, and touch their memory for the first time
             pass
         step.start()

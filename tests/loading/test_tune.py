@@ -13,7 +13,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import loader as loader_module
 from colab_utils.loading import workers as tune
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.loader import make_loader
+from colab_utils.loading.loader import BatchSampler, make_loader
 from colab_utils.loading.workers import Fetcher, Tuning, tune_workers
 from colab_utils.runtime import count_cores
 
@@ -42,6 +42,11 @@ def many(tiny_shards):
     return Subset(ShardDataset(tiny_shards), [i % 12 for i in range(320)])
 
 
+def find_workers(dataset, batch_size=4):
+    fetcher = Fetcher(dataset)
+    return tune_workers(fetcher, list(BatchSampler(len(fetcher), batch_size, 0, sizes=fetcher.sizes)))
+
+
 def test_auto_tries_the_real_loader(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 2)
     loader = make_loader(many, batch_size=4, deliver="packed")
@@ -61,9 +66,9 @@ def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(tune, "_measure_rate", lambda *given: found.append(given) or 1.0)
     copied = shutil.copytree(tiny_shards, tmp_path / "copied")
-    tune_workers(Fetcher(many), batch_size=4)
+    find_workers(many)
     first = len(found)
-    tune_workers(Fetcher(Subset(ShardDataset(copied), many.indices)), batch_size=4)
+    find_workers(Subset(ShardDataset(copied), many.indices))
     assert len(found) == 2 * first > 0
     assert not (tmp_path / "cache").exists()
     assert not (tmp_path / "home").exists()
@@ -73,7 +78,7 @@ def test_nothing_is_remembered(many, tiny_shards, tmp_path, monkeypatch):
 def test_few_are_tried_and_never_more_than_there_are_cores(many, monkeypatch, cores, tried):
     monkeypatch.setattr(tune, "count_cores", lambda: cores)
     monkeypatch.setattr(tune, "_measure_rate", lambda *_: 1.0)
-    assert list(tune_workers(Fetcher(many), batch_size=4).rates) == tried
+    assert list(find_workers(many).rates) == tried
 
 
 def test_the_smallest_of_the_fastest_is_picked():
@@ -85,10 +90,10 @@ def test_what_does_not_fit_into_memory_is_not_tried(many, monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 4)
     one = 320_000  # a little more than a batch of four, and a quarter for larger ones
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 5 * one))  # half of it is for five batches
-    tuning = tune_workers(Fetcher(many), batch_size=4)
+    tuning = find_workers(many)
     assert set(tuning.rates) == {1}
     monkeypatch.setattr(tune, "find_free_memory", lambda: int(2 * 2 * one))
-    assert tune_workers(Fetcher(many), batch_size=4).workers == 0
+    assert find_workers(many).workers == 0
 
 
 def test_few_batches_are_not_tuned(tiny_shards, monkeypatch):
@@ -100,7 +105,7 @@ def test_few_batches_are_not_tuned(tiny_shards, monkeypatch):
 
 def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
     monkeypatch.setattr(tune, "count_cores", lambda: 2)
-    tuning = tune_workers(Fetcher(Small()), batch_size=4)
+    tuning = find_workers(Small())
     assert isinstance(tuning, Tuning)
     assert set(tuning.rates) == {1, 2}
     text = str(tuning)
@@ -111,7 +116,7 @@ def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
 def test_slow_files_are_not_tried(tiny_dataset, monkeypatch):
     folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=DriveProfile("mine", 0.1, 1e9, "a test"))
     monkeypatch.setattr(tune, "_measure_rate", None)
-    tuning = tune_workers(Fetcher(folder), batch_size=4)
+    tuning = find_workers(folder)
     assert (tuning.rates, tuning.workers) == ({}, count_cores())
     assert "slow files" in str(tuning)
 
@@ -125,7 +130,7 @@ def test_a_dataset_with_bad_images_is_tuned_and_one_of_bad_images_says_so_when_i
 
     dataset = Bad()
     dataset.first = 390
-    assert any(tune_workers(Fetcher(dataset), batch_size=1).rates.values())
+    assert any(find_workers(dataset, batch_size=1).rates.values())
     dataset.first = 0
     loader = make_loader(dataset, batch_size=1)
     with pytest.raises(ColabUtilsError, match=r"image \d+ is broken"):
