@@ -64,18 +64,16 @@ class Arrival:
         self.rolls, self._limit, self._workers = limit_bytes < index.bytes, limit_bytes, workers
         self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         if limit_bytes < (least := min(index.bytes, 2 * max(self._sizes, default=0))):
-            raise ColabUtilsError(
-                f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {format_bytes(limit_bytes)}: "
-                "allow more, or preprocess into smaller shards (--shard-mb)"
-            )
+            found = f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards (--shard-mb)"
+            raise ColabUtilsError(f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {found}")
         self.key = hash_bytes(repr(sorted(index.files())).encode())
         # that of an earlier arrival, or an index, tells that the shards in the target are of this copy
         previous, status = read_target(source, target, index), _read_status(target, self.key)
         is_marked = previous is None and status.get("rolls")
         if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
+            found = f"files in {target}, which are never removed: name another folder, or leave limit_gb out"
             raise ColabUtilsError(
-                f"expected a new or empty folder for shards that take turns (limit_gb), found files in {target}, which "
-                "are never removed: name another folder, or leave limit_gb out"
+                f"expected a new or empty folder for shards that take turns (limit_gb), found {found}"
             )
         fitting = zip(index.shards, accumulate(self._sizes), strict=True)
         files = [file for shard, end in fitting if end <= limit_bytes for file in shard.files()]
@@ -146,11 +144,8 @@ class Arrival:
                 raise self._error
             if self.retries.failing and self.spans_s and not self._told:
                 self._told = True
-                warnings.warn(
-                    f"Drive does not answer: it is tried again, and training goes on with the {self._count_arrived()}",
-                    ColabUtilsWarning,
-                    stacklevel=2,
-                )
+                text = f"it is tried again, and training goes on with the {self._count_arrived()}"
+                warnings.warn(f"Drive does not answer: {text}", ColabUtilsWarning, stacklevel=2)
             return not missing
 
     def _count_arrived(self) -> str:
@@ -240,10 +235,8 @@ class Arrival:
 
         look = guard_drive(self.source)(lambda: all(has_size(self.source / name, size) for name, size, _ in files))
         if not self.retries.run(look):
-            raise ColabUtilsError(
-                f"expected {files[0][0]} in {self.source}, found none of its size: that in {self.target} is the last "
-                "one, and is kept. Copy it back, then run the same again"
-            )
+            cure = f"that in {self.target} is the last one, and is kept: copy it back, then run the same again"
+            raise ColabUtilsError(f"expected {files[0][0]} in {self.source}, found none of its size: {cure}")
         for name, _, _ in files:
             # a worker may hold it open, and its room with it
             with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:

@@ -54,17 +54,13 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
     """
     if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
         found = _describe(image)
-        raise ColabUtilsError(
-            f"expected an image as a uint8 tensor [3, H, W], found {found}. Leave out ToTensor, ToDtype."
-        )
+        raise ColabUtilsError(f"expected an image as a uint8 tensor [3, H, W], found {found}. Leave out ToTensor.")
     try:
         parts = {key: torch.as_tensor(target[key]).numpy() for key in ("boxes", "labels", "masks", "area", "iscrowd")}
         image_id = int(target["image_id"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ColabUtilsError(
-            "expected a target of torchvision's contract (boxes, labels, masks, image_id, area, iscrowd), found one "
-            f"whose {error} is missing or of another kind. Add it to the dict that your dataset gives."
-        ) from None
+        found = f"{error} is missing or of another kind: add it to the dict that your dataset gives"
+        raise ColabUtilsError(f"expected a target of torchvision's contract, found one whose {found}") from None
     count, masks = len(parts["labels"]), parts["masks"]
     wanted = {"boxes": (count, 4), "area": (count,), "iscrowd": (count,), "masks": (count, *image.shape[1:])}
     for key, shape in wanted.items():
@@ -118,10 +114,8 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> t
     given = {**target, "boxes": boxes, "masks": tv_tensors.Mask(target["masks"])}
     found = transforms(tv_tensors.Image(image), given)
     if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], dict):
-        raise ColabUtilsError(
-            f"expected (image, target) from your transforms, found {type(found).__name__}. See "
-            "torchvision.transforms.v2 for the contract."
-        )
+        kind = type(found).__name__
+        raise ColabUtilsError(f"expected (image, target) from your transforms, found {kind}: see torchvision's v2")
     image, target = found[0], {"image_id": given["image_id"], **found[1]}
     for key, value in target.items():
         target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value

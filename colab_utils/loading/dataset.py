@@ -134,10 +134,8 @@ class ShardFiles:
         except OSError as error:
             count, found = -1, str(error.strerror)
         if count < length:
-            raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found {found} since it was opened. Copy the "
-                "shards again, or mount Drive again."
-            )
+            cure = "Copy the shards again, or mount Drive again."
+            raise ColabUtilsError(f"expected {start + length:,} bytes or more in {path}, found {found}. {cure}")
 
 
 def load_shard(
@@ -156,10 +154,8 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
     path, arrays_path = folder / shard.name, folder / shard.arrays_name
     if not has_size(path, shard.bytes):
         found = f"{path.stat().st_size:,}" if path.is_file() else "none"
-        raise ColabUtilsError(
-            f"expected {shard.bytes:,} bytes in {path}, found {found}: it was cut short or changed. "
-            "Copy it again, or run preprocess again on this folder."
-        )
+        cure = "it was cut short or changed. Copy it again, or run preprocess again on this folder."
+        raise ColabUtilsError(f"expected {shard.bytes:,} bytes in {path}, found {found}: {cure}")
     try:
         arrays = guard_drive(folder)(load_arrays)(arrays_path, shard, index.categories)
     except DriveLostError:
@@ -233,9 +229,8 @@ class CocoFolder(_CocoSamples):
         try:
             return read_file(path, self.profile, self.retries)
         except OSError as error:
-            raise ColabUtilsError(
-                f"expected an image file, found none at {path} ({error.strerror}). Run check on the dataset."
-            ) from None
+            found = f"none at {path} ({error.strerror}). Run check on the dataset."
+            raise ColabUtilsError(f"expected an image file, found {found}") from None
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the annotations give."""

@@ -194,10 +194,8 @@ def make_loader(
     flip = _find_flip(transforms) if dense else 0.0
     transforms = None if flip else transforms
     if transforms is not None and deliver == "packed":
-        raise ColabUtilsError(
-            "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks, or your "
-            "dataset takes them, as ShardDataset(transforms=...)"
-        )
+        cure = "they need dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
+        raise ColabUtilsError(f"expected deliver='dense' for transforms on the device, found 'packed': {cure}")
     fetcher = Fetcher(dataset, dense=dense, flip=flip)
     order = BatchSampler(
         len(fetcher), batch_size, seed if shuffle else None, sizes=fetcher.sizes, shard_of=fetcher.shard_of,
@@ -344,14 +342,12 @@ class Loader:
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
         for index, found in bad:
             self.bad.append((index, found))
-            if len(self.bad) > self.max_bad:
+            count = len(self.bad)
+            if count > self.max_bad:
                 self.close()
-                raise ColabUtilsError(
-                    f"expected at most {self.max_bad} bad images (max_bad), found {len(self.bad)}. Allow more, or mend "
-                    f"them; the last: {found}"
-                )
-            text = f"an image is left out (number {len(self.bad)} so far): {found}"
-            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+                last = f"{count}. Allow more, or mend them; the last: {found}"
+                raise ColabUtilsError(f"expected at most {self.max_bad} bad images (max_bad), found {last}")
+            warnings.warn(f"an image is left out (number {count} so far): {found}", ColabUtilsWarning, stacklevel=3)
 
     def _deliver(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
         """A batch as it is delivered."""
@@ -399,9 +395,7 @@ class Loader:
         except TypeError:
             sound = False
         if not sound:
-            raise ColabUtilsError(
-                "expected a state as Loader.state_dict gives it, found one that was changed: start a new epoch"
-            )
+            raise ColabUtilsError("expected a state as Loader.state_dict gives it, found it changed: start a new epoch")
         resized = size != self.batch_size and not windows and order.sampler is None
         if there != (here | {"batch_size": size} if resized else here):
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
@@ -440,8 +434,6 @@ def find_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError):
         raise ColabUtilsError(f"expected a device such as 'cpu' or 'cuda', found {device!r}: name one") from None
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ColabUtilsError(
-            f"expected a GPU for device {device!r}, found none. On Colab, choose Runtime > Change runtime type; or use "
-            "device='cpu'."
-        )
+        cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."
+        raise ColabUtilsError(f"expected a GPU for device {device!r}, found none. {cure}")
     return found

@@ -90,9 +90,7 @@ class Fetcher:
         self.dataset, self.dense, self.flip = dataset, dense, flip
         if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             found = type(dataset).__name__
-            raise ColabUtilsError(
-                f"expected a dataset with a length and indices, found {found}: use ShardDataset(folder)"
-            )
+            raise ColabUtilsError(f"expected a dataset with a length and indices, found {found}: use a ShardDataset")
         if not len(self):
             raise ColabUtilsError("expected a dataset with images, found an empty one: open another")
         base: Any = dataset
@@ -179,9 +177,9 @@ class SharedBuffer:
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
                 os.posix_fallocate(self._file, 0, wanted)  # now, and not by a bus error on the first touch
             except OSError as error:
+                found = f"too little ({error.strerror}): use fewer workers, a smaller prefetch or a smaller batch"
                 raise ColabUtilsError(
-                    f"expected {format_bytes(size)} of shared memory for a batch, found too little ({error.strerror}): "
-                    "use fewer workers, a smaller prefetch or a smaller batch"
+                    f"expected {format_bytes(size)} of shared memory for a batch, found {found}"
                 ) from None
         return self.view(size)
 
@@ -332,10 +330,8 @@ class Prefetcher:
                 self._processes.append(process)
         except OSError as error:  # no more processes
             self.close()
-            raise ColabUtilsError(
-                f"expected {workers} worker processes, found that they cannot be started ({error}). Close what you "
-                "do not need, or use workers=0."
-            ) from None
+            found = f"that they cannot be started ({error}): close what you do not need, or use workers=0"
+            raise ColabUtilsError(f"expected {workers} worker processes, found {found}") from None
 
     def run(
         self, batches: Iterable[tuple[int, list[int]] | None], *, seed: tuple[int, ...], skips_bad: bool
