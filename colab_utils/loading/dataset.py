@@ -29,15 +29,7 @@ from colab_utils.data.masks import MaskEncoder, PackedMasks, number_within, pack
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
-from colab_utils.shards.arrays import (
-    ArraysBuilder,
-    ShardArrays,
-    check_record,
-    convert_boxes,
-    count_mask_bytes,
-    load_arrays,
-    rebuild_arrays,
-)  # fmt: skip
+from colab_utils.shards.arrays import ShardArrays, check_record, convert_boxes, load_arrays, rebuild_arrays
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
 
 __all__ = ["CocoFolder", "ShardDataset", "ShardFiles", "load_shard"]
@@ -300,13 +292,9 @@ class ShardDataset(_CocoSamples):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        profile: str | DriveProfile | None = None,
-        transforms: Transforms | None = None,
+        self, folder: str | Path, *, profile: str | DriveProfile | None = None, transforms: Transforms | None = None,
         contiguous_labels: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         folder, speed, retries = Path(folder), get_profile(profile, folder), Retries()
         index = read_index(folder, retries)
         shards = [load_shard(folder, one, index=index, profile=speed, retries=retries) for one in index.shards]
@@ -320,15 +308,17 @@ class ShardDataset(_CocoSamples):
         self.folder, self.profile, self.fingerprint = files.folder, files.profile, index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
         self.is_decoded = index.recipe["storage"] == "pixels"
-        empty = ArraysBuilder().build()  # or a folder without shards would have nothing to join
+        if not shards:
+            raise ColabUtilsError(f"expected shards in {self.folder}, found an index of none: run preprocess again")
 
         def join(name: str) -> NDArray[Any]:
-            return np.concatenate([getattr(shard, name) for shard in (empty, *shards)])
+            return np.concatenate([getattr(shard, name) for shard in shards])
 
         self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
         tables = {name: join(name) for name in ("sizes", "image_ids", "counts", "boxes", "areas", "crops")}
         self.image_ids, self.sizes, counts = tables["image_ids"], tables["sizes"], tables["counts"]
-        self._tables = tables | {"labels": self._map_labels(join("labels"))}
+        mask_bytes = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
+        self._tables = tables | {"labels": self._map_labels(join("labels")), "mask_bytes": mask_bytes}
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
@@ -338,7 +328,7 @@ class ShardDataset(_CocoSamples):
         # process where the file goes away; bits that were made again are held
         starts = [shard.mask_ends[np.cumsum(shard.counts) - shard.counts] for shard in shards]
         self._bits = [shard.bits.offset if isinstance(shard.bits, np.memmap) else shard.bits for shard in shards]
-        self._bit_starts = np.concatenate([np.zeros(0, np.int64), *starts])
+        self._bit_starts = np.concatenate(starts)
 
     def __str__(self) -> str:
         return f"{len(self):,} images in {len(self.index.shards)} shards, {len(self.class_names)} categories"
@@ -375,9 +365,8 @@ class ShardDataset(_CocoSamples):
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
         objects = np.repeat(self._first[rows], tables["counts"]) + number_within(tables["counts"])
-        tables |= {name: self._tables[name][objects] for name in ("boxes", "labels", "areas", "crops")}
-        tables["iscrowd"] = np.zeros(len(objects), np.int64)
-        return tables | {"mask_bytes": count_mask_bytes(tables["crops"])}
+        tables |= {name: self._tables[name][objects] for name in ("boxes", "labels", "areas", "crops", "mask_bytes")}
+        return tables | {"iscrowd": np.zeros(len(objects), np.int64)}
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of that size."""

@@ -54,6 +54,8 @@ _LENT_BUFFERS = 4  # that a training loop may hold: its batch, the next one, and
 _STEP_BYTES = 1 << 20  # by which a buffer grows
 _POLL_S = 0.02  # between two looks for shards that arrive
 _END = object()
+Reserve = Callable[[int], NDArray[np.uint8]]
+"""Gives memory of so many bytes."""
 
 _TRIAL_S = 0.8
 _HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
@@ -66,8 +68,6 @@ _CLOSE = 0.95  # rates that differ by less are the same, and the fewest workers 
 class Result(NamedTuple):
     """What became of a batch that was asked for."""
 
-    number: int
-    """Of the batch in its epoch."""
     shape: BatchShape | None = None
     """None where no sample of it could be loaded."""
     bad: Sequence[tuple[int, str]] = ()
@@ -109,27 +109,22 @@ class Fetcher:
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def load(
-        self, number: int, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]], seed: Sequence[int],
-        *, skips_bad: bool,
-    ) -> Result:  # fmt: skip
+    def load(self, indices: list[int], reserve: Reserve, seed: Sequence[int], *, skips_bad: bool) -> Result:
         """Write a batch into memory that ``reserve`` gives; ``skips_bad``: leave bad samples out, and name them."""
         indices, bad = list(indices), list[tuple[int, str]]()
         while indices:
             try:
-                return Result(number, self._write(indices, reserve, seed), bad)
+                return Result(self._write(indices, reserve, seed), bad)
             except BadSampleError as failure:
                 error, place = failure.args
                 if not skips_bad:
-                    return Result(number, error=error)
+                    return Result(error=error)
                 bad.append((indices.pop(place), describe_error(error)))
             except Exception as error:
-                return Result(number, error=error)
-        return Result(number, bad=bad)
+                return Result(error=error)
+        return Result(bad=bad)
 
-    def _write(
-        self, indices: list[int], reserve: Callable[[int], NDArray[np.uint8]], seed: Sequence[int]
-    ) -> BatchShape:
+    def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> BatchShape:
         """Write a batch; all random numbers of its samples come from ``seed``."""
         flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
         source, rows = self._base, self._rows[indices].tolist()
@@ -285,8 +280,8 @@ def _serve(connection: Connection, fetcher: Fetcher, buffers: list[SharedBuffer]
     with suppress(EOFError, OSError):
         while True:
             number, indices, buffer, seed, skips_bad = connection.recv()
-            result = fetcher.load(number, indices, buffers[buffer].reserve, seed, skips_bad=skips_bad)
-            connection.send(result._replace(error=_make_portable(result.error)))
+            result = fetcher.load(indices, buffers[buffer].reserve, seed, skips_bad=skips_bad)
+            connection.send((number, result._replace(error=_make_portable(result.error))))
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
@@ -393,7 +388,7 @@ class Prefetcher:
         if not self._processes:
             self._sent[number] = WorkerJob(None, os.getpid(), number, asked), buffer
             reserve = self._buffers.buffers[buffer].reserve
-            self._done[number] = self._fetcher.load(number, indices, reserve, seed, skips_bad=skips_bad)
+            self._done[number] = self._fetcher.load(indices, reserve, seed, skips_bad=skips_bad)
             return
         jobs = Counter(job.worker for job in self.list_jobs())
         worker = min(range(len(self._processes)), key=jobs.__getitem__)
@@ -405,7 +400,7 @@ class Prefetcher:
         """Wait for the next result."""
         connection: Any = wait(self._connections)[0]
         try:
-            result: Result = connection.recv()
+            number, result = connection.recv()
         except (EOFError, OSError):
             worker = self._connections.index(connection)
             process = self._processes[worker]
@@ -415,7 +410,7 @@ class Prefetcher:
             jobs = [job for job in self.list_jobs() if job.worker == worker]
             died.job, died.ending = jobs[0] if jobs else WorkerJob(worker, process.pid), ending
             raise died from None
-        self._done[result.number] = result
+        self._done[number] = result
 
     def _finish(self, number: int) -> tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]:
         (_, buffer), result = self._sent.pop(number), self._done.pop(number)
@@ -470,7 +465,7 @@ def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
     if fetcher.sizes is not None:
         indices = np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(indices) :].tolist()
     began_s = perf_counter() - thread_time()
-    shape = fetcher.load(0, indices, lambda size: np.empty(size, np.uint8), (0,), skips_bad=True).shape
+    shape = fetcher.load(indices, lambda size: np.empty(size, np.uint8), (0,), skips_bad=True).shape
     waited_s = perf_counter() - thread_time() - began_s
     return (shape.lay_out()[1] * _SPARE, waited_s > _SLOW_S) if shape else (1.0, True)
 

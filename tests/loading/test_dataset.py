@@ -37,7 +37,7 @@ from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.arrays import load_arrays
 from colab_utils.shards.copy import copy_shards, verify_shards
-from colab_utils.shards.format import hash_bytes, read_index
+from colab_utils.shards.format import hash_bytes, read_index, write_index
 from colab_utils.shards.write import write_shards
 from tests.sealed import seal_arrays, seal_shard
 
@@ -547,6 +547,12 @@ def test_a_shard_cut_short_before(shards):
         ShardDataset(shards)
     path.unlink()
     with pytest.raises(ColabUtilsError, match=r"found none"):
+        ShardDataset(shards)
+
+
+def test_an_index_of_no_shards(shards):
+    write_index(shards, replace(read_index(shards), shards=()))
+    with pytest.raises(ColabUtilsError, match="found an index of none"):
         ShardDataset(shards)
 
 
