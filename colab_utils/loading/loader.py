@@ -178,12 +178,8 @@ def make_loader(
     """
     require_linux("share memory between processes")
     torch_device = find_device(device)
-    for name, value, known in (
-        ("deliver", deliver, ("dense", "packed")),
-        ("image_dtype", image_dtype, (torch.float32, torch.uint8)),
-    ):
-        if value not in known:
-            raise ColabUtilsError(f"expected {name} in {', '.join(map(str, known))}, found {value!r}: choose one")
+    _check_choice("deliver", deliver, ("dense", "packed"))
+    _check_choice("image_dtype", image_dtype, (torch.float32, torch.uint8))
     batch_size = _check_number("batch_size", batch_size, 1)
     prefetch = _check_number("prefetch", prefetch, 1)
     seed = _check_number("seed", seed, 0)
@@ -213,6 +209,11 @@ def make_loader(
     )  # fmt: skip
     loader.tuning = tuning
     return loader
+
+
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ColabUtilsError(f"expected {name} in {', '.join(map(str, known))}, found {value!r}: choose one")
 
 
 def _check_number(name: str, value: Any, least: int) -> int:
