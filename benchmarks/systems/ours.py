@@ -24,20 +24,14 @@ class Packed(System):
     """Packed batches from shards; resize, flip and dense masks are left to the device."""
 
     store: ClassVar[str] = "shards"
-    crews: ClassVar[tuple[Crew, ...]] = (
-        Crew(1, "processes"), Crew(2, "processes"), Crew(1, "loader_process"), Crew(2, "loader_process"),
-        Crew(3, "loader_process"),
-        Crew(0, "processes"),
-    )  # fmt: skip
+    crews: ClassVar[tuple[Crew, ...]] = tuple(Crew(size, "processes") for size in range(4))
     options: ClassVar[dict[str, Any]] = {"deliver": "packed"}
 
     def __init__(self, data: Data, folder: Path, crew: Crew) -> None:
         super().__init__(data, folder, crew)
         self._loader = make_loader(
-            self.open_dataset(), batch_size=BATCH_SIZE, device="cpu", workers=crew.size,
-            backend=crew.kind,  # type: ignore[arg-type]
-            **self.options,
-        )  # fmt: skip
+            self.open_dataset(), batch_size=BATCH_SIZE, device="cpu", workers=crew.size, **self.options
+        )
 
     @classmethod
     def prepare(cls, data: Data, folder: Path) -> None:

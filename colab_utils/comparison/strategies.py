@@ -26,8 +26,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.loading.sampler import BatchSampler
+from colab_utils.loading.loader import BatchSampler, Loader, make_loader
 from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork
 
 __all__ = [

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.loader import Loader
-from colab_utils.loading.tune import EmulatedStep
 from colab_utils.runtime import list_processes, quiet_fork
 
 __all__ = [

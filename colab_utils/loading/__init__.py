@@ -11,18 +11,18 @@
    last.
 5. **Copy** (`colab_utils.shards.copy`): `copy_shards` brings the shards from Drive to the SSD, checked on the way.
    `colab_utils.loading.arriving` does it in a thread while training has begun; all that this needs is in that module:
-   the copy, the shards that take turns on a small disk, the order of such an epoch, and readers that wait.
+   the copy, the shards that take turns on a small disk, and readers that wait.
 6. **Dataset** (`colab_utils.loading.dataset`): `ShardDataset` opens the arrays of all shards. ``dataset[i]`` gives
    ``(image, target)`` as torchvision's references do. For batches it has two faster doors: `describe` gives the tables
    of some images without reading a file; `read_into` writes one image's pixels and mask bits into memory of the caller.
    `CocoFolder` is the same contract over loose files: it does step 2 for each sample, and needs no 3 to 5.
-7. **Order** (`colab_utils.loading.sampler`): `BatchSampler` lists the epoch's batches, from seed and epoch or from
-   a sampler of yours.
+7. **Order** (`colab_utils.loading.loader`): `BatchSampler` lists the epoch's batches, from seed and epoch, from the
+   order in which shards arrive, or from a sampler of yours.
 8. **Job** (`colab_utils.loading.workers`): the `Prefetcher` keeps workers busy some batches ahead. It sends the indices
    of one batch through a worker's pipe, with the number of a shared buffer.
 9. **Worker** (`colab_utils.loading.workers`): a `Fetcher` reads the images with `read_into`, where
-   `colab_utils.data.decoding` decodes each JPEG. Anybody's own dataset gives samples instead: `seed_random` (of the
-   sampler's module) sets their random numbers, and `pack_target` (of the batch's) packs their masks.
+   `colab_utils.data.decoding` decodes each JPEG. Anybody's own dataset gives samples instead: `seed_random` sets
+   their random numbers, and `pack_target` (of the batch's module) packs their masks.
 10. **Batch** (`colab_utils.loading.batch`): `write_batch` lays pixels, bits and tables one after another into the
     `SharedBuffer`. Five integers (`BatchShape`) go back through the pipe. `open_batch` sees the same memory as a
     `PackedBatch`, without a copy.
@@ -31,7 +31,7 @@
     dense masks (without a GPU, the worker has done it). Users' own transforms come last. The buffer is used again when
     nobody holds the batch.
 
-How many workers do this, and of which kind, is tried out by `colab_utils.loading.tune`.
+How many workers do this is tried out by `tune_workers`, beside them.
 """
 
 from colab_utils.loading.arriving import ArrivingShards

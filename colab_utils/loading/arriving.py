@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -18,21 +18,19 @@ from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
+import psutil
 
 from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
-from colab_utils.loading.sampler import BatchSampler
 from colab_utils.runtime import format_bytes
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
 from colab_utils.shards.format import ShardIndex, explain_write, hash_bytes, read_index, remove_leftovers, write_index
 
-__all__ = ["Arrival", "ArrivingShards", "order_windows"]
+__all__ = ["Arrival", "ArrivingShards"]
 
 STATUS_NAME = "arriving.json"  # in the target: marks the folder, and tells all processes what has arrived
-_STATUS = {"key": str, "rolls": bool, "pid": int, "arrived": list, "error": str, "is_lost": bool}
-
 _READERS = 32  # of the tables, which lie at the start of a small file beside each shard
 _POLL_S = 0.02
 
@@ -66,16 +64,21 @@ class Arrival:
         self.rolls, self._limit, self._workers = limit_bytes < index.bytes, limit_bytes, workers
         self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
         if limit_bytes < (least := min(index.bytes, 2 * max(self._sizes, default=0))):
+            found = f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards (--shard-mb)"
+            raise ColabUtilsError(f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {found}")
+        self.key = hash_bytes(repr(sorted(index.files())).encode())
+        # that of an earlier arrival, or an index, tells that the shards in the target are of this copy
+        previous, status = read_target(source, target, index), _read_status(target, self.key)
+        is_marked = previous is None and status.get("rolls")
+        if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
+            found = f"files in {target}, which are never removed: name another folder, or leave limit_gb out"
             raise ColabUtilsError(
-                f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {format_bytes(limit_bytes)}: "
-                "allow more, or preprocess into smaller shards (--shard-mb)"
+                f"expected a new or empty folder for shards that take turns (limit_gb), found {found}"
             )
-        self._key = hash_bytes(repr(sorted(index.files())).encode())
-        overwrite = self._check_target()
         fitting = zip(index.shards, accumulate(self._sizes), strict=True)
         files = [file for shard, end in fitting if end <= limit_bytes for file in shard.files()]
         check_space(target, files, cached=is_on_drive(source))
-        self._job = Copying(source, target, profile, retries, overwrite=overwrite)
+        self._job = Copying(source, target, profile, retries, overwrite=previous is not None or bool(status))
         self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
         self._wanted, self._used, self._moving = self._order, set[int](), set[int]()
         self._lock = threading.Lock()
@@ -88,19 +91,6 @@ class Arrival:
             self._write_status()
         self._thread = threading.Thread(target=self._run, name="arrival", daemon=True)
         self._thread.start()
-
-    def _check_target(self) -> bool:
-        """Whether damaged shards in the target may be replaced: an index or an earlier arrival tells that they are of
-        this copy.
-        """
-        previous, status = read_target(self.source, self.target, self.index), _read_status(self.target)
-        is_ours = previous is None and status.get("key") == self._key
-        if self.rolls and not (is_ours and status["rolls"]) and self.target.exists() and any(self.target.iterdir()):
-            raise ColabUtilsError(
-                f"expected a new or empty folder for shards that take turns (limit_gb), found files in {self.target}, "
-                "which are never removed: name another folder, or leave limit_gb out"
-            )
-        return is_ours or previous is not None
 
     def stop(self) -> None:
         """End at the next piece; what has arrived stays, and a copy made anew continues there."""
@@ -125,12 +115,13 @@ class Arrival:
             windows.append(order[first : first + min(most, max(1, first))])
         return windows
 
-    def wait_for(self, shards: set[int], windows: list[list[int]], place: int) -> Iterator[None]:
-        """Give None again and again until these shards are there, for an epoch that is at that place of its windows.
+    def wait_for(self, shards: set[int], windows: list[list[int]]) -> Iterator[None]:
+        """Give None again and again until the shards of a batch are there, in an epoch of these windows.
 
         Raises:
             ColabUtilsError: see `has`.
         """
+        place = max((place for place, window in enumerate(windows) if shards & set(window)), default=0)
         wanted = [*chain(*windows[place:])]
         with self._lock:  # those in use are kept, and where all stay, the others are copied, too
             self._used = {*chain(*windows[max(0, place - 1) : place + 1])}
@@ -153,11 +144,8 @@ class Arrival:
                 raise self._error
             if self.retries.failing and self.spans_s and not self._told:
                 self._told = True
-                warnings.warn(
-                    f"Drive does not answer: it is tried again, and training goes on with the {self._count_arrived()}",
-                    ColabUtilsWarning,
-                    stacklevel=2,
-                )
+                text = f"it is tried again, and training goes on with the {self._count_arrived()}"
+                warnings.warn(f"Drive does not answer: {text}", ColabUtilsWarning, stacklevel=2)
             return not missing
 
     def _count_arrived(self) -> str:
@@ -195,9 +183,13 @@ class Arrival:
                 work.result()
 
     def _work(self) -> None:
+        """Copy and remove shards until all are here; where they take turns, for ever."""
         try:
-            while (number := self._choose()) is not None:
-                self._fetch(number)
+            while not self._job.stop.is_set() and not self.is_complete:
+                if move := self._choose():
+                    move()
+                else:
+                    self._job.stop.wait(_POLL_S)
         except CancelledError:
             pass  # stopped, or another thread says why
         except BaseException:
@@ -207,33 +199,24 @@ class Arrival:
     def _fits(self, number: int) -> bool:
         return self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moving) <= self._limit
 
-    def _choose(self) -> int | None:
-        """The next shard to copy, once there is room for it; None when it is over."""
-        while not self._job.stop.is_set():
-            with self._lock:
-                here = self.spans_s.keys() | self._moving
-                number = next((number for number in self._wanted if number not in here), None)
-                if number is None and not self.rolls:
-                    return None
-                leaving = None
-                if number is not None and (self.spans_s or not self._moving):  # the first shard comes alone
-                    if self._fits(number):
-                        self._moving.add(number)
-                        return number
-                    rank = {one: place for place, one in enumerate(self._wanted)}
-                    later = {one for one in self.spans_s if rank.get(one, math.inf) > rank[number]} - self._used
-                    leaving = max(later, key=lambda one: rank.get(one, math.inf), default=None)
-                if leaving is not None:
-                    self._moving.add(leaving)
-                    del self.spans_s[leaving]
-            if leaving is None:
-                self._job.stop.wait(_POLL_S)
-                continue
-            try:
-                self._remove(leaving)
-            finally:
-                self._moving.discard(leaving)
-        return None
+    def _choose(self) -> Callable[[], None] | None:
+        """Copy the next shard, or remove one where there is no room for it; None where neither can be done now."""
+        with self._lock:
+            here = self.spans_s.keys() | self._moving
+            number = next((number for number in self._wanted if number not in here), None)
+            if number is None or (self._moving and not self.spans_s):  # the first shard comes alone
+                return None
+            if self._fits(number):
+                self._moving.add(number)
+                return partial(self._fetch, number)
+            rank = {one: place for place, one in enumerate(self._wanted)}
+            later = {one for one in self.spans_s if rank.get(one, math.inf) > rank[number]} - self._used
+            if not later:
+                return None
+            leaving = max(later, key=lambda one: rank.get(one, math.inf))
+            self._moving.add(leaving)
+            del self.spans_s[leaving]
+            return partial(self._remove, leaving)
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
@@ -252,36 +235,35 @@ class Arrival:
 
         look = guard_drive(self.source)(lambda: all(has_size(self.source / name, size) for name, size, _ in files))
         if not self.retries.run(look):
-            raise ColabUtilsError(
-                f"expected {files[0][0]} in {self.source}, found none of its size: that in {self.target} is the last "
-                "one, and is kept. Copy it back, then run the same again"
-            )
+            cure = f"that in {self.target} is the last one, and is kept: copy it back, then run the same again"
+            raise ColabUtilsError(f"expected {files[0][0]} in {self.source}, found none of its size: {cure}")
         for name, _, _ in files:
             # a worker may hold it open, and its room with it
             with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
                 (self.target / name).unlink()
                 file.truncate(0)
+        with self._lock:
+            self._moving.discard(number)
 
     def _write_status(self) -> None:
         status = {
-            "key": self._key, "rolls": self.rolls, "pid": os.getpid(), "arrived": list(self.spans_s),
-            "error": str(self._error or ""), "is_lost": isinstance(self._error, DriveLostError),
+            "key": self.key, "rolls": self.rolls, "pid": os.getpid(), "arrived": list(self.spans_s),
+            "error": str(self._error or ""),
         }  # fmt: skip
         temporary = self.target / f".{STATUS_NAME}.part"
         temporary.write_text(json.dumps(status))
         temporary.replace(self.target / STATUS_NAME)
 
 
-def _read_status(target: Path) -> dict[str, Any]:
-    """What an `Arrival` says about itself, to any process; empty where there is none, or it is complete."""
+def _read_status(target: Path, key: str) -> dict[str, Any]:
+    """What an `Arrival` of the shards of this key says about itself, to any process; empty where it is complete."""
     try:
         status = json.loads(read_file(target / STATUS_NAME))
     except DriveLostError:
         raise
     except (ColabUtilsError, OSError, ValueError, RecursionError):  # of a file that is no status, nothing is known
         return {}
-    is_ours = isinstance(status, dict) and all(isinstance(status.get(name), kind) for name, kind in _STATUS.items())
-    return status if is_ours else {}
+    return status if isinstance(status, dict) and status.get("key") == key else {}
 
 
 class _ArrivingFiles(ShardFiles):
@@ -289,13 +271,13 @@ class _ArrivingFiles(ShardFiles):
     take turns; in any process.
     """
 
-    def __init__(self, source: Path, target: Path, *, rolls: bool) -> None:
+    def __init__(self, source: Path, target: Path, key: str, *, rolls: bool) -> None:
         super().__init__(target, None)
-        self._drive, self._rolls = ShardFiles(source, None), rolls
+        self._drive, self._key, self._rolls = ShardFiles(source, None), key, rolls
         self._arrived: Collection[int] = ()
 
     def __reduce__(self) -> Any:
-        return partial(_ArrivingFiles, rolls=self._rolls), (self._drive.folder, self.folder)
+        return partial(_ArrivingFiles, rolls=self._rolls), (self._drive.folder, self.folder, self._key)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         if not self._rolls:
@@ -309,17 +291,14 @@ class _ArrivingFiles(ShardFiles):
             self._drive.read_into(shard, name, start, buffer)
 
     def _wait_for(self, shard: int) -> None:
-        import psutil
-
         while shard not in self._arrived:
-            status = _read_status(self.folder)
+            status = _read_status(self.folder, self._key)
             self._arrived = status.get("arrived", range(sys.maxsize))
             if shard in self._arrived:
                 return
             if status["error"] or not psutil.pid_exists(status["pid"]):
                 ended = f"expected shards to arrive in {self.folder}, found that the process that copied them has ended"
-                kind = DriveLostError if status["is_lost"] else ColabUtilsError
-                raise kind(status["error"] or f"{ended}: make ArrivingShards again, it continues there")
+                raise ColabUtilsError(status["error"] or f"{ended}: make ArrivingShards again, it continues there")
             sleep(_POLL_S)
 
 
@@ -373,7 +352,7 @@ class ArrivingShards(ShardDataset):
             except BaseException:
                 arrival.stop()
                 raise
-        files = _ArrivingFiles(source, target, rolls=arrival.rolls)
+        files = _ArrivingFiles(source, target, arrival.key, rolls=arrival.rolls)
         self._open(files, index, shards, transforms, contiguous_labels=contiguous_labels)
         self.arrival: Arrival | None = arrival
 
@@ -384,20 +363,3 @@ class ArrivingShards(ShardDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "arrival": None}  # the copy stays in the process that began it
-
-
-def order_windows(order: BatchSampler, windows: list[list[int]], shard_of: Any) -> Iterator[tuple[int, list[int]]]:
-    """The batches of an epoch, each with the place of the window that it belongs to.
-
-    Windows of shards (`Arrival.plan_windows`) are trained on one after another, each shuffled together with what the
-    one before left over; without windows it is the order of all images. ``shard_of``: int64 [I], of each image.
-    """
-    if not windows:
-        yield from ((0, indices) for indices in order)
-    left = np.zeros(0, np.int64)
-    for place, window in enumerate(windows):
-        left = order.shuffle(np.concatenate([left, np.flatnonzero(np.isin(shard_of, window))]), place)
-        batches, left = order.group(left, order.batch_size)
-        if place == len(windows) - 1:
-            batches += order.cut(left, order.batch_size)
-        yield from ((place, indices) for indices in batches)

@@ -21,8 +21,8 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
 
 __all__ = [
-    "BatchShape", "PackedBatch", "PackedSample", "Target", "Transforms", "apply_transforms", "collate_packed",
-    "pack_target", "write_batch",
+    "BadSampleError", "BatchShape", "PackedBatch", "PackedSample", "Target", "Transforms", "apply_transforms",
+    "collate_packed", "open_batch", "pack_samples", "pack_target", "write_batch",
 ]  # fmt: skip
 
 Target = dict[str, Any]
@@ -53,18 +53,14 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
         ColabUtilsError: if the image or the target is not of the contract.
     """
     if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.ndim != 3 or len(image) != 3:
-        raise ColabUtilsError(
-            f"expected an image as a uint8 tensor [3, H, W], found {_describe(image)}. Leave out ToTensor and "
-            "ToDtype(float32): the loader makes float images on the device."
-        )
+        found = _describe(image)
+        raise ColabUtilsError(f"expected an image as a uint8 tensor [3, H, W], found {found}. Leave out ToTensor.")
     try:
         parts = {key: torch.as_tensor(target[key]).numpy() for key in ("boxes", "labels", "masks", "area", "iscrowd")}
         image_id = int(target["image_id"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ColabUtilsError(
-            "expected a target of torchvision's contract (boxes, labels, masks, image_id, area, iscrowd), found one "
-            f"whose {error} is missing or of another kind. Add it to the dict that your dataset gives."
-        ) from None
+        found = f"{error} is missing or of another kind: add it to the dict that your dataset gives"
+        raise ColabUtilsError(f"expected a target of torchvision's contract, found one whose {found}") from None
     count, masks = len(parts["labels"]), parts["masks"]
     wanted = {"boxes": (count, 4), "area": (count,), "iscrowd": (count,), "masks": (count, *image.shape[1:])}
     for key, shape in wanted.items():
@@ -72,8 +68,7 @@ def pack_target(image: Tensor, target: Target) -> PackedSample:
         if not fits or (key == "masks" and masks.dtype not in (np.uint8, np.bool_)):
             raise ColabUtilsError(
                 f"expected {key} of shape {list(shape)} for {count} labels and an image of {list(image.shape)} (masks "
-                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}. Correct the target that your "
-                "dataset gives."
+                f"as uint8 or bool), found {_describe(target[key])} in image {image_id}: correct your dataset's target"
             )
     packed = pack_pixels(masks)
     tables: dict[str, NDArray[Any]] = {
@@ -119,10 +114,8 @@ def apply_transforms(transforms: Transforms, image: Tensor, target: Target) -> t
     given = {**target, "boxes": boxes, "masks": tv_tensors.Mask(target["masks"])}
     found = transforms(tv_tensors.Image(image), given)
     if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], dict):
-        raise ColabUtilsError(
-            f"expected (image, target) from your transforms, found {type(found).__name__}. See "
-            "torchvision.transforms.v2 for the contract."
-        )
+        kind = type(found).__name__
+        raise ColabUtilsError(f"expected (image, target) from your transforms, found {kind}: see torchvision's v2")
     image, target = found[0], {"image_id": given["image_id"], **found[1]}
     for key, value in target.items():
         target[key] = value.as_subclass(Tensor) if isinstance(value, Tensor) else value
@@ -331,6 +324,23 @@ class PackedSamples:
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write one image, uint8 [h, w, 3], and the bits of all its masks."""
         pixels[:], bits[:], _ = self.samples[index]
+
+
+def pack_samples(dataset: Any, indices: Sequence[int]) -> PackedSamples:
+    """Samples of any dataset with torchvision's contract.
+
+    Raises:
+        BadSampleError: if one cannot be loaded.
+    """
+    samples = []
+    for place, index in enumerate(indices):
+        with blame_sample(place):
+            found = dataset[index]
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                kind = type(found).__name__
+                raise ColabUtilsError(f"expected (image, target) from your dataset, found {kind}: see torchvision's")
+            samples.append(pack_target(*found))
+    return PackedSamples(samples)
 
 
 def collate_packed(samples: Sequence[PackedSample]) -> PackedBatch:

@@ -1,20 +1,27 @@
-"""The clock of a training loop: how long each batch was waited for, how long its step took, and all between steps."""
+"""The clock of a training loop: how long each batch was waited for, how long its step took, and all between steps; and
+a step that takes a given time.
+"""
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from collections import deque
 from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, sleep, thread_time
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["LoopClock"]
+from colab_utils.errors import ColabUtilsError
+
+__all__ = ["EmulatedStep", "LoopClock"]
 
 _CHECKED = 15  # every 16th batch: whether CUDA is used
+_BUSY = 0.9  # of a core: what a training process takes to launch kernels
+_BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
 
 
 class LoopClock:
@@ -163,3 +170,38 @@ def _record_event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+class EmulatedStep:
+    """A placeholder step for a machine without a GPU; label its figures *emulated*.
+
+    It uses ``busy`` of a core for ``step_ms`` milliseconds (both more than 0), and longer where others take the core
+    away: a step that only sleeps flatters every loader. Raises ColabUtilsError for a step that takes no time.
+
+    Example:
+        >>> step = EmulatedStep(5)
+        >>> step([], [])
+        >>> print(step)
+        emulated 5 ms
+    """
+
+    emulated = True
+
+    def __init__(self, step_ms: float, busy: float = _BUSY) -> None:
+        if not 0 < step_ms < float("inf"):
+            raise ColabUtilsError(f"expected step_ms over 0, found {step_ms!r}: give milliseconds, like 100")
+        self.step_ms, self.busy = float(step_ms), busy
+
+    def __call__(self, images: Any, targets: Any = None) -> None:
+        """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at neither."""
+        length_s = self.step_ms / 1000
+        began_s, cpu_began_s = perf_counter(), thread_time()
+        while (cpu_s := thread_time() - cpu_began_s) < self.busy * length_s:  # work and rest alternate in 2 ms slices
+            slice_end_s = cpu_began_s + min(cpu_s + 0.002, self.busy * length_s)
+            while thread_time() < slice_end_s:
+                zlib.crc32(_BLOCK)
+            rest_s = min((thread_time() - cpu_began_s) / self.busy, length_s) - (perf_counter() - began_s)
+            sleep(max(0.0, rest_s))
+
+    def __str__(self) -> str:
+        return f"emulated {self.step_ms:g} ms"

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import lru_cache, partial
-from operator import index as as_int
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,7 @@ from colab_utils.data.masks import MaskEncoder, PackedMasks, number_within, pack
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
-from colab_utils.shards.arrays import (
-    ArraysBuilder,
-    ShardArrays,
-    check_record,
-    convert_boxes,
-    count_mask_bytes,
-    load_arrays,
-    rebuild_arrays,
-)  # fmt: skip
+from colab_utils.shards.arrays import ShardArrays, check_record, convert_boxes, load_arrays, rebuild_arrays
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
 
 __all__ = ["CocoFolder", "ShardDataset", "ShardFiles", "load_shard"]
@@ -68,10 +59,7 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
         return len(self.image_ids)
 
     def _check(self, index: int) -> int:
-        position = as_int(index)
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"index {position} is outside a dataset of {len(self)} images")
-        return position % len(self)
+        return range(len(self))[index]  # or an IndexError
 
     @staticmethod
     def decode(data: bytes | bytearray) -> Tensor:
@@ -85,7 +73,7 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
 
     def _make_target(self, index: int, **parts: NDArray[Any]) -> Target:
         parts["iscrowd"] = np.zeros(len(parts["labels"]), np.int64)
-        return {"image_id": int(self.image_ids[index])} | {key: torch.from_numpy(part) for key, part in parts.items()}
+        return {"image_id": int(self.image_ids[index]), **{key: torch.from_numpy(part) for key, part in parts.items()}}
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
@@ -106,9 +94,7 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
             # ids from 1: COCOeval takes an annotation with id 0 for "no match"
             for one in self.list_annotations(index):
                 annotations.append({**one, "image_id": images[-1]["id"], "id": len(annotations) + 1})
-        categories = [
-            {"id": int(category), "name": self.class_names[label]} for label, category in self.category_ids.items()
-        ]
+        categories = [{"id": number, "name": self.class_names[label]} for label, number in self.category_ids.items()]
         coco = COCO()
         coco.dataset = {"info": {}, "images": images, "annotations": annotations, "categories": categories}
         with redirect_stdout(io.StringIO()):
@@ -136,16 +122,12 @@ class ShardFiles:
         # not as a Path, which takes longer than the read
         path, length = os.path.join(self.folder, name), memoryview(buffer).nbytes
         try:
-            got = self._open(path).readinto(buffer, start)
+            count, found = self._open(path).readinto(buffer, start), "it cut short"
         except OSError as error:
-            raise ColabUtilsError(
-                f"expected to read {path}, found: {error.strerror}. Copy the shards again, or mount Drive again."
-            ) from None
-        if got < length:
-            raise ColabUtilsError(
-                f"expected {start + length:,} bytes or more in {path}, found it cut short since it was opened. Copy it "
-                "again, or run preprocess again on this folder."
-            )
+            count, found = -1, str(error.strerror)
+        if count < length:
+            cure = "Copy the shards again, or mount Drive again."
+            raise ColabUtilsError(f"expected {start + length:,} bytes or more in {path}, found {found}. {cure}")
 
 
 def load_shard(
@@ -164,10 +146,8 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
     path, arrays_path = folder / shard.name, folder / shard.arrays_name
     if not has_size(path, shard.bytes):
         found = f"{path.stat().st_size:,}" if path.is_file() else "none"
-        raise ColabUtilsError(
-            f"expected {shard.bytes:,} bytes in {path}, found {found}: it was cut short or changed. "
-            "Copy it again, or run preprocess again on this folder."
-        )
+        cure = "it was cut short or changed. Copy it again, or run preprocess again on this folder."
+        raise ColabUtilsError(f"expected {shard.bytes:,} bytes in {path}, found {found}: {cure}")
     try:
         arrays = guard_drive(folder)(load_arrays)(arrays_path, shard, index.categories)
     except DriveLostError:
@@ -215,12 +195,10 @@ class CocoFolder(_CocoSamples):
         profile: str | DriveProfile | None = None,
         contiguous_labels: bool = False,
     ) -> None:
-        self.folder = Path(images)
-        self.profile, self.retries = get_profile(profile, images), Retries()
+        self.folder, self.profile, self.retries = Path(images), get_profile(profile, images), Retries()
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
-        self.fingerprint = self.coco.fingerprint
-        self.image_ids, self.sizes = self.coco.image_ids, self.coco.sizes
+        self.image_ids, self.sizes, self.fingerprint = self.coco.image_ids, self.coco.sizes, self.coco.fingerprint
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         index = self._check(index)
@@ -233,13 +211,9 @@ class CocoFolder(_CocoSamples):
             raise ColabUtilsError(f"{self.find_path(index)}: {error}. Run check on the dataset.") from None
         height, width = image.shape[-2:]
         annotations, boxes, masks = self._read_objects(index, height, width)
-        return image, self._make_target(
-            index,
-            boxes=boxes,
-            labels=self._map_labels([a["category_id"] for a in annotations]),
-            masks=masks,
-            area=np.array([a["area"] for a in annotations], np.float32),
-        )
+        labels = self._map_labels([a["category_id"] for a in annotations])
+        area = np.array([a["area"] for a in annotations], np.float32)
+        return image, self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
 
     def read(self, index: int) -> bytes:
         """The image file's bytes."""
@@ -247,9 +221,8 @@ class CocoFolder(_CocoSamples):
         try:
             return read_file(path, self.profile, self.retries)
         except OSError as error:
-            raise ColabUtilsError(
-                f"expected an image file, found none at {path} ({error.strerror}). Run check on the dataset."
-            ) from None
+            found = f"none at {path} ({error.strerror}). Run check on the dataset."
+            raise ColabUtilsError(f"expected an image file, found {found}") from None
 
     def read_masks(self, index: int) -> NDArray[np.uint8]:
         """The image's dense masks, uint8 [N, H, W], from its polygons, at the size that the annotations give."""
@@ -268,9 +241,7 @@ class CocoFolder(_CocoSamples):
         """The image's annotations in COCO form, crowds included."""
         return self.coco.annotations(self._check(index))
 
-    def _read_objects(
-        self, index: int, height: int, width: int
-    ) -> tuple[list[dict[str, Any]], NDArray[np.float32], NDArray[np.uint8]]:
+    def _read_objects(self, index: int, height: int, width: int) -> tuple[list[dict[str, Any]], Any, NDArray[np.uint8]]:
         """The annotations that are trained on, with their boxes and dense masks."""
         annotations = [a for a in self.list_annotations(index) if not a["iscrowd"]]
         boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
@@ -321,13 +292,9 @@ class ShardDataset(_CocoSamples):
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        profile: str | DriveProfile | None = None,
-        transforms: Transforms | None = None,
+        self, folder: str | Path, *, profile: str | DriveProfile | None = None, transforms: Transforms | None = None,
         contiguous_labels: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         folder, speed, retries = Path(folder), get_profile(profile, folder), Retries()
         index = read_index(folder, retries)
         shards = [load_shard(folder, one, index=index, profile=speed, retries=retries) for one in index.shards]
@@ -341,15 +308,17 @@ class ShardDataset(_CocoSamples):
         self.folder, self.profile, self.fingerprint = files.folder, files.profile, index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
         self.is_decoded = index.recipe["storage"] == "pixels"
-        empty = ArraysBuilder().build()  # or a folder without shards would have nothing to join
+        if not shards:
+            raise ColabUtilsError(f"expected shards in {self.folder}, found an index of none: run preprocess again")
 
         def join(name: str) -> NDArray[Any]:
-            return np.concatenate([getattr(shard, name) for shard in (empty, *shards)])
+            return np.concatenate([getattr(shard, name) for shard in shards])
 
         self.shard_of = np.repeat(np.arange(len(shards)), [len(shard.image_ids) for shard in shards])
         tables = {name: join(name) for name in ("sizes", "image_ids", "counts", "boxes", "areas", "crops")}
         self.image_ids, self.sizes, counts = tables["image_ids"], tables["sizes"], tables["counts"]
-        self._tables = tables | {"labels": self._map_labels(join("labels"))}
+        mask_bytes = np.concatenate([np.diff(shard.mask_ends) for shard in shards])
+        self._tables = tables | {"labels": self._map_labels(join("labels")), "mask_bytes": mask_bytes}
         self.has_objects: NDArray[np.bool_] = counts > 0
         self.objects = int(counts.sum())
         self.left_out = sum(shard.annotations for shard in index.shards) - self.objects
@@ -358,7 +327,7 @@ class ShardDataset(_CocoSamples):
         # where the bits of each image start in its shard's file; bits that were made again are held
         starts = [shard.mask_ends[np.cumsum(shard.counts) - shard.counts] for shard in shards]
         self._bits = [shard.bits for shard in shards]
-        self._bit_starts = np.concatenate([np.zeros(0, np.int64), *starts])
+        self._bit_starts = np.concatenate(starts)
 
     def __str__(self) -> str:
         return f"{len(self):,} images in {len(self.index.shards)} shards, {len(self.class_names)} categories"
@@ -367,8 +336,8 @@ class ShardDataset(_CocoSamples):
         pixels, bits, tables = self.read_packed(index)
         image = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
         masks = unpack_masks(_join_masks(bits, tables), *pixels.shape[:2])
-        parts = {"boxes": tables["boxes"], "labels": tables["labels"], "area": tables["areas"]}
-        target = self._make_target(index, masks=masks, **parts)
+        boxes, labels, area = (tables[name] for name in ("boxes", "labels", "areas"))
+        target = self._make_target(index, boxes=boxes, labels=labels, masks=masks, area=area)
         return apply_transforms(self.transforms, image, target) if self.transforms else (image, target)
 
     def get_height_and_width(self, index: int) -> tuple[int, int]:
@@ -395,9 +364,8 @@ class ShardDataset(_CocoSamples):
         rows = np.array([self._check(index) for index in indices], np.int64)
         tables = {name: self._tables[name][rows] for name in ("sizes", "image_ids", "counts")}
         objects = np.repeat(self._first[rows], tables["counts"]) + number_within(tables["counts"])
-        tables |= {name: self._tables[name][objects] for name in ("boxes", "labels", "areas", "crops")}
-        tables["iscrowd"] = np.zeros(len(objects), np.int64)
-        return tables | {"mask_bytes": count_mask_bytes(tables["crops"])}
+        tables |= {name: self._tables[name][objects] for name in ("boxes", "labels", "areas", "crops", "mask_bytes")}
+        return tables | {"iscrowd": np.zeros(len(objects), np.int64)}
 
     def read_into(self, index: int, pixels: NDArray[np.uint8], bits: NDArray[np.uint8]) -> None:
         """Write an image's pixels, uint8 [H, W, 3], and the bits of all its masks into memory of that size."""
@@ -435,10 +403,12 @@ class ShardDataset(_CocoSamples):
 
     def read(self, index: int) -> bytearray:
         """The image's bytes, as they lie in the shard."""
-        index = self._check(index)
-        start, length = self._image_spans[index].tolist()
+        return self._read_span(self._check(index), self._image_spans, 0)
+
+    def _read_span(self, index: int, spans: NDArray[np.int64], part: int) -> bytearray:
+        start, length = spans[index].tolist()
         self._read_tar(index, start, data := bytearray(length))
-        self._compare(index, 0, data)
+        self._compare(index, part, data)
         return data
 
     def _read_tar(self, index: int, start: int, buffer: Any) -> None:
@@ -457,9 +427,7 @@ class ShardDataset(_CocoSamples):
     def record(self, index: int) -> dict[str, Any]:
         """The record's JSON: COCO form, crowds included, masks as compressed RLE with text counts."""
         index = self._check(index)
-        start, length = self._record_spans[index].tolist()
-        self._read_tar(index, start, data := bytearray(length))
-        self._compare(index, 2, data)
+        data = self._read_span(index, self._record_spans, 2)
         try:
             record: dict[str, Any] = json.loads(data)
             if [record["height"], record["width"]] != self.sizes[index].tolist():
@@ -471,8 +439,7 @@ class ShardDataset(_CocoSamples):
 
     def list_annotations(self, index: int) -> list[dict[str, Any]]:
         """The image's annotations in COCO form, crowds included."""
-        annotations: list[dict[str, Any]] = self.record(index)["annotations"]
-        return annotations
+        return list(self.record(index)["annotations"])
 
     def _explain_damage(self, index: int, found: str) -> ColabUtilsError:
         return ColabUtilsError(

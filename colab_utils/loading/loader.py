@@ -4,68 +4,109 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Sequence
+from copy import copy
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.arriving import order_windows
 from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
-from colab_utils.loading.sampler import BatchSampler
-from colab_utils.loading.tune import PREFETCH, Tuning, tune_workers
-from colab_utils.loading.workers import Backend, Fetcher, Prefetcher, WorkerJob, describe_workers
-from colab_utils.runtime import count_cores
+from colab_utils.loading.workers import PREFETCH, Fetcher, Prefetcher, Tuning, WorkerJob, seed_random, tune_workers
+from colab_utils.runtime import count_cores, require_linux
 
-__all__ = ["Loader", "LoaderSettings", "find_device", "make_loader"]
+__all__ = ["BatchSampler", "Loader", "find_device", "make_loader"]
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 Delivery = Literal["dense", "packed"]
 
 
-@dataclass(frozen=True)
-class LoaderSettings:
-    """What a :class:`Loader` does with its batches; the fields are as in :func:`make_loader`.
+class BatchSampler(Sampler[list[int]]):
+    """An epoch as lists of indices; the same for the same seed and epoch.
 
-    Raises:
-        ColabUtilsError: if one is out of range, or the device is not there.
+    A shuffled batch holds wide images, or tall ones, as far as they go: less padding, as in torchvision's
+    references (``GroupedBatchSampler``); what the two leave over makes the last batches.
+
+    Args:
+        size: images in all.
+        batch_size: images in a batch.
+        seed: of the order; None keeps the dataset's order.
+        sizes: int32 [I, 2], height and width of each image in pixels; None does not group.
+        shard_of: int64 [I], the shard of each image, for ``windows``.
+        sampler: gives the images of an epoch in its own order instead; ``set_epoch`` is called where it has one, and
+            it draws from ``seed`` and epoch.
+        drop_last: leave out the last batch where it is not full.
+
+    Attributes:
+        epoch: the epoch that the next pass runs.
+        left: int64, the images of this epoch: all, or what batches of another size have left.
+        windows: of shards, which are trained on one after another, each shuffled together with what the one before left
+            over (see `Arrival.plan_windows`); without windows all images are shuffled.
+
+    Example:
+        >>> list(BatchSampler(5, 2, seed=None))
+        [[0, 1], [2, 3], [4]]
     """
 
-    batch_size: int
-    device: torch.device
-    workers: int
-    backend: Backend
-    prefetch: int
-    deliver: Delivery
-    image_dtype: torch.dtype
-    seed: int
-    transforms: Transforms | None
-    """On the device."""
-    max_bad: int
-    rank: int
-    ranks: int
+    def __init__(
+        self, size: int, batch_size: int, seed: int | None, *, sizes: NDArray[np.int32] | None = None,
+        shard_of: Any = None, sampler: Any = None, drop_last: bool = False,
+    ) -> None:  # fmt: skip
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.sampler, self.drop_last, self._shard_of = sampler, drop_last, shard_of
+        self._wide = np.zeros(size, bool) if sizes is None or seed is None else sizes[:, 1] >= sizes[:, 0]
+        self.start_epoch(0)
 
-    def __post_init__(self) -> None:
-        choices: dict[str, tuple[Any, ...]] = {"deliver": get_args(Delivery), "backend": get_args(Backend)}
-        for name, known in (choices | {"image_dtype": (torch.float32, torch.uint8)}).items():
-            if (value := getattr(self, name)) not in known:
-                raise ColabUtilsError(f"expected {name} in {', '.join(map(str, known))}, found {value!r}: choose one")
-        least = {"batch_size": 1, "workers": 0, "prefetch": 1, "seed": 0, "max_bad": 0}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < lowest:
-                raise ColabUtilsError(f"expected {name} as integer of {lowest} or more, found {value!r}: choose one")
-            object.__setattr__(self, name, int(value))
-        if self.transforms is not None and self.deliver == "packed":
-            raise ColabUtilsError(
-                "expected deliver='dense' for transforms on the device, found 'packed': they need dense masks. Or "
-                "give them to your dataset, as ShardDataset(transforms=...)."
-            )
+    def start_epoch(self, epoch: int) -> None:
+        """The next pass runs this epoch, with all images."""
+        self.epoch, self.left = epoch, np.arange(self.size)
+        self.windows: list[list[int]] = []
+
+    def __len__(self) -> int:
+        images = len(self.left if self.sampler is None else self.sampler)
+        return images // self.batch_size if self.drop_last else -(-images // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.sampler is not None:
+            rest = yield from self._group(self._draw())
+        elif not self.windows:
+            rest = yield from self._group(self._shuffle(self.left))
+        else:
+            rest = []
+            for place, window in enumerate(self.windows):
+                images = np.flatnonzero(np.isin(self._shard_of, window)).tolist()
+                rest = yield from self._group(self._shuffle([*rest, *images], place))
+        end = len(rest) // self.batch_size * self.batch_size if self.drop_last else len(rest)
+        for start in range(0, end, self.batch_size):
+            yield rest[start : start + self.batch_size]
+
+    def _draw(self) -> NDArray[np.int64]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        with seed_random((self.seed or 0, self.epoch)):
+            return np.fromiter(self.sampler, np.int64)
+
+    def _shuffle(self, indices: Any, *key: int) -> NDArray[np.int64]:
+        indices = np.array(indices, np.int64)
+        if self.seed is None:
+            return indices
+        return np.random.default_rng((self.seed, self.epoch, *key)).permutation(indices)
+
+    def _group(self, indices: NDArray[np.int64]) -> Generator[list[int], None, list[int]]:
+        """Full batches of wide or of tall images, as they fill; returns what is left over."""
+        filling: list[list[int]] = [[], []]
+        for index, is_wide in zip(indices.tolist(), self._wide[indices].tolist(), strict=True):
+            batch = filling[is_wide]
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                filling[is_wide] = []
+                yield batch
+        return filling[0] + filling[1]
 
 
 def make_loader(
@@ -74,7 +115,6 @@ def make_loader(
     batch_size: int,
     device: torch.device | str = "cpu",
     workers: int | Literal["auto"] = "auto",
-    backend: Backend | Literal["auto"] = "auto",
     deliver: Delivery = "dense",
     image_dtype: torch.dtype = torch.float32,
     shuffle: bool = True,
@@ -96,11 +136,9 @@ def make_loader(
             contract.
         batch_size: images in a batch; the last batch of an epoch may hold fewer.
         device: where the batches are delivered.
-        workers: how many. 0 loads in this process, when a batch is asked for. "auto" tries what this machine can do
-            (``tune_workers``: at most four short trials), never more than its cores; for under 64 batches an epoch,
-            or shards that still arrive, it is one process a core, at most 4.
-        backend: "processes"; or "loader_process" for one loader process with threads, where your own dataset or
-            transforms, which may draw random numbers, run one sample at a time. "auto" is what was tuned, or processes.
+        workers: processes that load. 0 loads in this process, when a batch is asked for. "auto" tries what this machine
+            can do (``tune_workers``: at most three short trials), never more than its cores; for under 64 batches an
+            epoch, or shards that still arrive, it is one process a core, at most 4.
         deliver: "dense" gives ``(images, targets)`` as torchvision models take them; "packed" gives
             ``PackedBatch``, with the device work not yet done.
         image_dtype: of dense images: float32 in 0 to 1, or uint8 as they are stored, in NHWC strides, for code that
@@ -111,7 +149,7 @@ def make_loader(
             With ``range(len(dataset))`` one of several processes gets all images.
         drop_last: leave out the last batch of an epoch where it is not full.
         seed: of the order, and of all random numbers in your dataset and in its transforms: the same samples with any
-            backend and any number of workers.
+            number of workers.
         prefetch: batches that each worker prepares ahead.
         transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors, applied on the
             device to dense batches (on the worker: those of your dataset, which leave images uint8). On the CPU, a
@@ -138,31 +176,50 @@ def make_loader(
         2 torch.float32 torch.Size([1, 8, 8])
         1 torch.float32 torch.Size([1, 8, 8])
     """
-    torch_device, group = find_device(device), torch.distributed
+    require_linux("share memory between processes")
+    torch_device = find_device(device)
+    _check_choice("deliver", deliver, ("dense", "packed"))
+    _check_choice("image_dtype", image_dtype, (torch.float32, torch.uint8))
+    batch_size = _check_number("batch_size", batch_size, 1)
+    prefetch = _check_number("prefetch", prefetch, 1)
+    seed = _check_number("seed", seed, 0)
+    max_bad = _check_number("max_bad", max_bad, 0)
+    count = min(4, count_cores()) if workers == "auto" else _check_number("workers", workers, 0)
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
+    transforms = None if flip else transforms
+    if transforms is not None and deliver == "packed":
+        cure = "they need dense masks, or give them to your dataset, as ShardDataset(transforms=...)"
+        raise ColabUtilsError(f"expected deliver='dense' for transforms on the device, found 'packed': {cure}")
     fetcher = Fetcher(dataset, dense=dense, flip=flip)
-    is_shared = sampler is None and group.is_available() and group.is_initialized()
-    settings = LoaderSettings(
-        batch_size=batch_size, device=torch_device, deliver=deliver, image_dtype=image_dtype, seed=seed,
-        prefetch=prefetch, workers=min(4, count_cores()) if workers == "auto" else workers, max_bad=max_bad,
-        rank=group.get_rank() if is_shared else 0, ranks=group.get_world_size() if is_shared else 1,
-        backend="processes" if backend == "auto" else backend,
-        transforms=None if flip else transforms,
-    )  # fmt: skip
     order = BatchSampler(
-        len(fetcher), settings.batch_size, settings.seed if shuffle else None, sampler=sampler, drop_last=drop_last,
-        sizes=fetcher.sizes,
+        len(fetcher), batch_size, seed if shuffle else None, sizes=fetcher.sizes, shard_of=fetcher.shard_of,
+        sampler=sampler, drop_last=drop_last,
     )  # fmt: skip
     is_here, tuning = fetcher.arrival is None or fetcher.arrival.is_complete, None
     if sampler is not None and not is_here:
         raise ColabUtilsError("expected no sampler while shards arrive, found one. Wait until all are here.")
-    if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * settings.batch_size:
-        only = None if backend == "auto" else settings.backend
-        tuning = tune_workers(fetcher, batch_size=settings.batch_size, backend=only)
-        settings = replace(settings, backend=tuning.best.backend, workers=tuning.best.workers)
-    return Loader(fetcher, order, settings, tuning)
+    if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * batch_size:
+        tuning = tune_workers(fetcher, list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes)))
+        count = tuning.workers
+    loader = Loader(
+        fetcher, order, device=torch_device, workers=count, prefetch=prefetch, deliver=deliver, image_dtype=image_dtype,
+        seed=seed, transforms=transforms, max_bad=max_bad,
+    )  # fmt: skip
+    loader.tuning = tuning
+    return loader
+
+
+def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ColabUtilsError(f"expected {name} in {', '.join(map(str, known))}, found {value!r}: choose one")
+
+
+def _check_number(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ColabUtilsError(f"expected {name} as integer of {least} or more, found {value!r}: choose one")
+    return int(value)
 
 
 def _find_flip(transforms: Any) -> float:
@@ -174,31 +231,38 @@ def _find_flip(transforms: Any) -> float:
 
 class Loader:
     """Iterates over the batches of one epoch; each new pass is the next epoch, also after one that was
-    broken off. Made by :func:`make_loader`.
+    broken off. Made by :func:`make_loader`, whose arguments it keeps.
 
     Attributes:
-        epoch: the epoch that the next pass runs, or that the pass under way is in.
-        settings: what it does.
         tuning: how the workers were found, where they were.
         total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
     """
 
     def __init__(
-        self, fetcher: Fetcher, order: BatchSampler, settings: LoaderSettings, tuning: Tuning | None = None
-    ) -> None:
-        self.dataset, self.settings, self.tuning = fetcher.dataset, settings, tuning
-        self.batch_size, self.device, self.deliver = settings.batch_size, settings.device, settings.deliver
-        self.workers, self.backend, self.prefetch = settings.workers, settings.backend, settings.prefetch
-        self.epoch = self.total = 0
+        self, fetcher: Fetcher, order: BatchSampler, *, device: torch.device, workers: int, prefetch: int,
+        deliver: Delivery, image_dtype: torch.dtype, seed: int, transforms: Transforms | None, max_bad: int,
+    ) -> None:  # fmt: skip
+        self.dataset, self.batch_size, self.seed = fetcher.dataset, order.batch_size, seed
+        self.device, self.workers, self.prefetch, self.max_bad = device, workers, prefetch, max_bad
+        self.deliver, self.image_dtype, self.transforms = deliver, image_dtype, transforms
+        self.tuning: Tuning | None = None
         self.bad: list[tuple[int, str]] = []
+        self.total = 0
+        group = torch.distributed
+        is_shared = order.sampler is None and group.is_available() and group.is_initialized()
+        self._rank, self._ranks = (group.get_rank(), group.get_world_size()) if is_shared else (0, 1)
         self._fetcher, self._order = fetcher, order
         self._totals: dict[int, int] = {}
         self._delivered, self._skipped = 0, set[int]()
-        self._windows: list[list[int]] = []  # of shards, in an epoch that began while they arrived
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The one that the next pass runs, or that the pass under way is in."""
+        return self._order.epoch
 
     def __len__(self) -> int:
         return len(self._order)
@@ -209,8 +273,8 @@ class Loader:
         return len(self) - self._delivered - sum(number >= self._delivered for number in self._skipped)
 
     def __str__(self) -> str:
-        way = describe_workers(self.backend, self.workers, self.prefetch)
-        return f"{len(self):,} batches of {self.batch_size}, {self.deliver} ({way})"
+        how = f"workers={self.workers}" + (f", prefetch={self.prefetch}" if self.workers else "")
+        return f"{len(self):,} batches of {self.batch_size}, {self.deliver} ({how})"
 
     __repr__ = __str__
 
@@ -221,34 +285,29 @@ class Loader:
         self._totals.clear()
         self._passes += 1
         this_pass = self._passes
-        self._order.epoch = self.epoch
         for number, batch, bad in self._run():
             self._count_bad(bad)
             self._delivered = number + 1
             self.total = self._totals.pop(number)
             if not self.left:
                 self._end_epoch()
-            if batch is not None or self.settings.ranks > 1:
-                yield batch and self._place(batch)
+            if batch is not None or self._ranks > 1:
+                yield batch and self._deliver(batch)
                 if this_pass != self._passes:  # before waiting: the results of this pass went to the other one
-                    raise ColabUtilsError(
-                        "expected one pass over a loader at a time, found a second one. Make two loaders."
-                    )
+                    raise ColabUtilsError("expected one pass over a loader at a time, found two: make two loaders")
 
     def _end_epoch(self) -> None:
-        self.epoch += 1
+        self._order.start_epoch(self.epoch + 1)
         self._delivered, self._skipped = 0, set()
-        self._windows = []
-        self._order.go_on(())
 
     def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
         if self._prefetcher is None:
-            self._prefetcher = Prefetcher(self._fetcher, self.backend, self.workers, self.prefetch)
+            self._prefetcher = Prefetcher(self._fetcher, self.workers, self.prefetch)
             self._finalizer = weakref.finalize(self, self._prefetcher.close)
         try:
-            seed = (self.settings.seed, self.epoch, self.settings.rank)
-            yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.settings.max_bad > 0)
+            seed = (self.seed, self.epoch, self._rank)
+            yield from self._prefetcher.run(self._plan(), seed=seed, skips_bad=self.max_bad > 0)
         except GeneratorExit:
             raise  # the pass is broken off: the workers wait for the next one
         except BaseException:
@@ -257,18 +316,18 @@ class Loader:
 
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
         """The batches of the epoch that were not delivered yet, with their numbers; None while the next has to wait."""
-        first, skipped = self._delivered, set(self._skipped)
-        arrival, shard_of = self._fetcher.arrival, self._fetcher.shard_of
-        is_new = not (first or skipped or self._windows or self._order.before)
+        first, skipped, order = self._delivered, set(self._skipped), self._order
+        arrival, shard_of, windows = self._fetcher.arrival, self._fetcher.shard_of, order.windows
+        is_new = not (first or skipped or windows) and len(order.left) == order.size
         if is_new and arrival is not None and not arrival.is_complete:
-            self._windows = arrival.plan_windows(self.epoch)
-        for number, (place, indices) in enumerate(order_windows(self._order, self._windows, shard_of)):
+            windows = order.windows = arrival.plan_windows(self.epoch)
+        for number, indices in enumerate(order):
             if number < first or number in skipped:
                 continue
             if arrival is not None and shard_of is not None:
-                yield from arrival.wait_for(set(shard_of[indices].tolist()), self._windows, place)
+                yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
             self._totals[number] = len(indices)
-            yield number, indices[self.settings.rank :: self.settings.ranks]
+            yield number, indices[self._rank :: self._ranks]
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first; of each, its worker."""
@@ -284,39 +343,37 @@ class Loader:
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
         for index, found in bad:
             self.bad.append((index, found))
-            if len(self.bad) > self.settings.max_bad:
+            count = len(self.bad)
+            if count > self.max_bad:
                 self.close()
-                raise ColabUtilsError(
-                    f"expected at most {self.settings.max_bad} bad images (max_bad), found {len(self.bad)}. Allow "
-                    f"more, or mend them; the last: {found}"
-                )
-            text = f"an image is left out (number {len(self.bad)} so far): {found}"
-            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+                last = f"{count}. Allow more, or mend them; the last: {found}"
+                raise ColabUtilsError(f"expected at most {self.max_bad} bad images (max_bad), found {last}")
+            warnings.warn(f"an image is left out (number {count} so far): {found}", ColabUtilsWarning, stacklevel=3)
 
-    def _place(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
+    def _deliver(self, batch: PackedBatch) -> PackedBatch | tuple[list[Tensor], list[Target]]:
         """A batch as it is delivered."""
-        transforms, dtype = self.settings.transforms, self.settings.image_dtype
         if self.deliver == "packed":
             return batch.to(self.device)
-        images = batch.to_images(self.device, torch.uint8 if transforms else dtype)
+        images = batch.to_images(self.device, torch.uint8 if self.transforms else self.image_dtype)
         targets = batch.to_targets(self.device)
-        if transforms:
-            pairs = [apply_transforms(transforms, *pair) for pair in zip(images, targets, strict=True)]
+        if self.transforms:
+            pairs = [apply_transforms(self.transforms, *pair) for pair in zip(images, targets, strict=True)]
             images, targets = [image for image, _ in pairs], [target for _, target in pairs]
-            if dtype == torch.float32:
+            if self.image_dtype == torch.float32:
                 images = [image.float().div_(255) if image.dtype == torch.uint8 else image for image in images]
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands after the batches delivered so far: plain whole numbers; ``skipped`` lists batches
-        to leave out; ``joined`` the windows of shards of an epoch that began while they arrived; ``before`` what this
-        epoch delivered in batches of another size.
+        to leave out; ``joined`` the windows of shards of an epoch that began while they arrived; ``left`` the images
+        that batches of another size left of this epoch.
         """
+        order = self._order
         return {
-            "seed": self.settings.seed, "batch_size": self.batch_size, "shuffle": int(self._order.is_shuffled),
-            "images": len(self._fetcher), "epoch": self.epoch, "batch": self._delivered,
-            "skipped": sorted(self._skipped), "joined": [list(one) for one in self._windows],
-            "before": [list(one) for one in self._order.before],
+            "seed": self.seed, "batch_size": self.batch_size, "shuffle": int(order.seed is not None),
+            "images": order.size, "epoch": order.epoch, "batch": self._delivered, "skipped": sorted(self._skipped),
+            "joined": [list(one) for one in order.windows],
+            "left": order.left.tolist() if len(order.left) < order.size else [],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -327,42 +384,34 @@ class Loader:
             ColabUtilsError: if the state is of another order (seed, shuffle, number of images, or batch size where
                 shards were still arriving), or was changed.
         """
-        now = self.state_dict()
-        here = {key: now[key] for key in ("seed", "batch_size", "shuffle", "images")}
-        there = {key: state.get(key, value) for key, value in here.items()}
-        size, count = there["batch_size"], state.get("batch", -1)
+        order, kept = self._order, ("seed", "shuffle", "images", "batch_size")
+        here, there = ({key: one.get(key) for key in kept} for one in (self.state_dict(), state))
+        values: list[Any] = [state.get(key) for key in ("batch_size", "epoch", "batch", "skipped", "joined", "left")]
+        size, epoch, count, skipped, windows, left = values
         try:
-            skipped, before = set(state.get("skipped", ())), [*state.get("before", ())]
-            sizes, joined = [size, *(one for one, _, *_ in before)], sorted(chain(*state.get("joined", ())))
-            numbers = state.get("epoch"), count, *sizes, *skipped, *chain(*before)
+            joined = sorted(chain(*windows))
+            numbers = [size - 1, epoch, count, *skipped, *joined, *left]
             sound = all(type(number) is int and number >= 0 for number in numbers)
-            if not (sound and min(sizes) > 0 and max(sizes) < 1 << 31 and self._knows(joined)):
-                raise ValueError("other numbers")
-        except (TypeError, ValueError):
-            raise ColabUtilsError(
-                "expected a state as Loader.state_dict gives it, found one that was changed: start a new epoch"
-            ) from None
-        resized = size != self.batch_size and not state.get("joined") and self._order.sampler is None
+            sound = sound and max(left, default=0) < order.size and joined in ([], [*range(self._fetcher.shards)])
+        except TypeError:
+            sound = False
+        if not sound:
+            raise ColabUtilsError("expected a state as Loader.state_dict gives it, found it changed: start a new epoch")
+        resized = size != self.batch_size and not windows and order.sampler is None
         if there != (here | {"batch_size": size} if resized else here):
             raise ColabUtilsError(f"expected a state of the same order {here}, found {there}: use those settings again")
-        self.epoch = self._order.epoch = state["epoch"]
-        self._resumed = True
-        later = sorted(number for number in skipped if number >= count)
-        done = [[size, count, *later]] if resized and (count or later) else []
-        self._order.go_on([*before, *done])
-        self._delivered, self._skipped = (0, set()) if resized else (count, skipped)
-        self._windows = [list(one) for one in state.get("joined", ())]
+        order.start_epoch(epoch)
+        order.windows = [list(one) for one in windows]
+        order.left = np.unique(np.array(left, np.int64)) if left else order.left
+        self._delivered, self._skipped, self._resumed = count, set(skipped), True
+        if resized:
+            before = copy(order)
+            before.batch_size = size
+            seen = [batch for number, batch in enumerate(before) if number < count or number in self._skipped]
+            order.left = np.setdiff1d(order.left, [*chain(*seen)])
+            self._delivered, self._skipped = 0, set()
         if self.left < 1:  # or a pass without batches would follow another one for ever
             self._end_epoch()
-
-    def _knows(self, shards: list[int]) -> bool:
-        """Whether windows hold these shards, all there are, or none."""
-        arrival, shard_of, count = self._fetcher.arrival, self._fetcher.shard_of, len(shards)
-        if arrival is not None:
-            is_whole = count == len(arrival.index.shards)
-        else:  # a subset may have no image of the last shards
-            is_whole = shard_of is not None and count > shard_of.max()
-        return not shards or (is_whole and shards == [*range(count)])
 
     def close(self) -> None:
         """End the workers; the next pass starts new ones."""
@@ -386,8 +435,6 @@ def find_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError):
         raise ColabUtilsError(f"expected a device such as 'cpu' or 'cuda', found {device!r}: name one") from None
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise ColabUtilsError(
-            f"expected a GPU for device {device!r}, found none. On Colab, choose Runtime > Change runtime type; or use "
-            "device='cpu'."
-        )
+        cure = "On Colab, choose Runtime > Change runtime type; or use device='cpu'."
+        raise ColabUtilsError(f"expected a GPU for device {device!r}, found none. {cure}")
     return found

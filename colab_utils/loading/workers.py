@@ -1,4 +1,4 @@
-"""Who loads the batches: worker processes, one loader process with threads, or nobody else.
+"""Who loads the batches: worker processes, as many as short trials of the real loader find best, or nobody else.
 
 Batches are written into shared buffers, which are used again and again. Fresh shared memory is what limits torch's own
 hand-off: making it, copying into it and faulting it in, for each tensor anew. A buffer is made once, before the workers
@@ -12,21 +12,22 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
-import threading
 import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from errno import ENOMEM
-from functools import partial
+from itertools import chain, islice, repeat
 from multiprocessing.connection import Connection, wait
-from time import sleep
-from typing import Any, Literal, NamedTuple
+from threading import Thread
+from time import perf_counter, sleep, thread_time
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,30 +38,41 @@ from torch.utils.data import Dataset, Subset
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arriving import Arrival
-from colab_utils.loading.batch import (
-    BadSampleError,
-    BatchShape,
-    PackedBatch,
-    PackedSample,
-    PackedSamples,
-    blame_sample,
-    open_batch,
-    pack_target,
-    write_batch,
-)  # fmt: skip
-from colab_utils.loading.dataset import CocoFolder
-from colab_utils.loading.sampler import seed_random
-from colab_utils.runtime import end_with_parent, find_free_memory, format_bytes, quiet_fork, require_linux
+from colab_utils.loading.batch import BadSampleError, BatchShape, PackedBatch, open_batch, pack_samples, write_batch
+from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.dataset import ShardDataset
+from colab_utils.runtime import count_cores, end_with_parent, find_free_memory, format_bytes, quiet_fork, show_progress
 
-__all__ = ["Backend", "Fetcher", "Prefetcher", "WorkerDiedError", "WorkerJob", "describe_workers", "explain_death"]
+__all__ = [
+    "Fetcher", "Prefetcher", "Result", "Tuning", "WorkerDiedError", "WorkerJob", "describe_exit", "explain_death",
+    "seed_random", "tune_workers",
+]  # fmt: skip
 
-Backend = Literal["processes", "loader_process"]
-"""Worker processes; one loader process with threads."""
-
+PREFETCH = 2
+"""Batches ahead for each worker."""
 _LENT_BUFFERS = 4  # that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at
 _STEP_BYTES = 1 << 20  # by which a buffer grows
 _POLL_S = 0.02  # between two looks for shards that arrive
 _END = object()
+Reserve = Callable[[int], NDArray[np.uint8]]
+"""Gives memory of so many bytes."""
+
+_TRIAL_S = 0.8
+_HELD = 2  # batches that a training loop holds: the one at hand and, while it is replaced, the next
+_RAM_SHARE = 0.5  # of the free memory: what a loader may take for its batches
+_SPARE = 1.25  # other batches may be larger than the one looked at; and buffers grow by steps
+_SLOW_S = 0.25  # a batch that waits longer for its files is not held up by the cores
+_CLOSE = 0.95  # rates that differ by less are the same, and the fewest workers win
+
+
+class Result(NamedTuple):
+    """What became of a batch that was asked for."""
+
+    shape: BatchShape | None = None
+    """None where no sample of it could be loaded."""
+    bad: Sequence[tuple[int, str]] = ()
+    """Indices that were left out, and why."""
+    error: Exception | None = None
 
 
 class Fetcher:
@@ -69,74 +81,73 @@ class Fetcher:
     Attributes:
         dense: whether the masks are written expanded, too; then ``flip`` is the share of images that are mirrored.
         writes_itself: whether the dataset writes batches without samples in between.
-        may_draw: whether its samples may draw random numbers: your own dataset, or one with transforms.
         arrival: of shards that are still copied, where they are.
         shard_of, sizes: as the dataset's own, for the images of the subset; None where it has none.
+        shards: how many there are.
     """
 
     def __init__(self, dataset: Dataset[Any], *, dense: bool = False, flip: float = 0) -> None:
         self.dataset, self.dense, self.flip = dataset, dense, flip
         if isinstance(dataset, str) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ColabUtilsError(
-                f"expected a dataset with a length and indices, found {type(dataset).__name__}. Open a folder of "
-                "shards by ShardDataset(folder)."
-            )
+            found = type(dataset).__name__
+            raise ColabUtilsError(f"expected a dataset with a length and indices, found {found}: use a ShardDataset")
         if not len(self):
             raise ColabUtilsError("expected a dataset with images, found an empty one: open another")
         base: Any = dataset
-        rows: NDArray[np.int64] | None = None
+        rows = np.arange(len(self))
         while type(base) is Subset:
-            picked = np.asarray(base.indices, np.int64)
-            base, rows = base.dataset, picked if rows is None else picked[rows]
+            base, rows = base.dataset, np.asarray(base.indices, np.int64)[rows]
         self._base, self._rows = base, rows
-        plain = getattr(base, "transforms", None) is None
-        self.writes_itself = plain and _writes_itself(type(base))
-        self.may_draw = not (self.writes_itself or (plain and type(base) is CocoFolder))
+        is_plain = isinstance(base, ShardDataset) and type(base).__getitem__ is ShardDataset.__getitem__
+        self.writes_itself = is_plain and base.transforms is None
         load_jpeg_decoder()  # now, so that workers need not
         self.arrival: Arrival | None = getattr(base, "arrival", None)
-        self.shard_of, self.sizes = (self._pick(getattr(base, name, None)) for name in ("shard_of", "sizes"))
+        tables = [getattr(base, name, None) for name in ("shard_of", "sizes")]
+        self.shard_of, self.sizes = (table[rows] if isinstance(table, np.ndarray) else None for table in tables)
+        self.shards = len(base.index.shards) if isinstance(base, ShardDataset) else 0
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def write(
-        self, indices: Sequence[int], reserve: Callable[[int], NDArray[np.uint8]], seed: Sequence[int]
-    ) -> BatchShape:
-        """Write a batch into memory that ``reserve`` gives; all random numbers of its samples come from ``seed``.
+    def load(self, indices: list[int], reserve: Reserve, seed: Sequence[int], *, skips_bad: bool) -> Result:
+        """Write a batch into memory that ``reserve`` gives; ``skips_bad``: leave bad samples out, and name them."""
+        indices, bad = list(indices), list[tuple[int, str]]()
+        while indices:
+            try:
+                return Result(self._write(indices, reserve, seed), bad)
+            except BadSampleError as failure:
+                error, place = failure.args
+                if not skips_bad:
+                    return Result(error=error)
+                bad.append((indices.pop(place), describe_error(error)))
+            except Exception as error:
+                return Result(error=error)
+        return Result(bad=bad)
 
-        Raises:
-            BadSampleError: if a sample cannot be loaded.
-        """
+    def _write(self, indices: list[int], reserve: Reserve, seed: Sequence[int]) -> BatchShape:
+        """Write a batch; all random numbers of its samples come from ``seed``."""
         flips = np.random.default_rng(seed).random(len(indices)) < self.flip if self.flip else None
-        if self.writes_itself:
-            rows = indices if self._rows is None else self._rows[list(indices)].tolist()
-            return write_batch(self._base, rows, reserve, dense=self.dense, flips=flips)[0]
-        samples = []
-        with seed_random(seed) if self.may_draw else nullcontext():
-            for place, index in enumerate(indices):
-                with blame_sample(place):
-                    samples.append(self._read_sample(index))
-        return write_batch(PackedSamples(samples), range(len(samples)), reserve, dense=self.dense, flips=flips)[0]
-
-    def _read_sample(self, index: int) -> PackedSample:
-        found: Any = self.dataset[index]
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise ColabUtilsError(
-                f"expected (image, target) from your dataset, found {type(found).__name__}. See torchvision's "
-                "detection datasets for the contract."
-            )
-        return pack_target(*found)
-
-    def _pick(self, values: Any) -> NDArray[Any] | None:
-        if not isinstance(values, np.ndarray):
-            return None
-        return values if self._rows is None else values[self._rows]
+        source, rows = self._base, self._rows[indices].tolist()
+        if not self.writes_itself:
+            with seed_random(seed):
+                source, rows = pack_samples(self.dataset, indices), range(len(indices))
+        return write_batch(source, rows, reserve, dense=self.dense, flips=flips)[0]
 
 
-def _writes_itself(kind: type) -> bool:
-    """Whether a dataset can write itself, and no subclass gives other samples."""
-    owners = [next((c for c in kind.__mro__ if name in vars(c)), None) for name in ("read_into", "__getitem__")]
-    return owners[0] is not None and owners[0] is owners[1]
+@contextmanager
+def seed_random(seed: Sequence[int]) -> Iterator[None]:
+    """Draw random numbers from ``seed``, whichever worker loads the samples, and leave this process's as they were."""
+    entropy = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(entropy[0])
+    np.random.seed(entropy[1] % 2**32)
+    torch.default_generator.manual_seed(entropy[2])
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 class SharedBuffer:
@@ -161,9 +172,9 @@ class SharedBuffer:
                     raise OSError(ENOMEM, f"{format_bytes(free)} free")
                 os.posix_fallocate(self._file, 0, wanted)  # now, and not by a bus error on the first touch
             except OSError as error:
+                found = f"too little ({error.strerror}): use fewer workers, a smaller prefetch or a smaller batch"
                 raise ColabUtilsError(
-                    f"expected {format_bytes(size)} of shared memory for a batch, found too little "
-                    f"({error.strerror}). Use fewer workers, a smaller prefetch or a smaller batch."
+                    f"expected {format_bytes(size)} of shared memory for a batch, found {found}"
                 ) from None
         return self.view(size)
 
@@ -179,7 +190,6 @@ class SharedBufferPool:
 
     def __init__(self, count: int, held: int) -> None:
         """``count`` buffers for the workers and ``held`` more, which a training loop may hold at a time."""
-        require_linux("share memory between processes")
         self.buffers = [SharedBuffer() for _ in range(count + held)]
         self._free = deque(range(count + held))
         self._most_held = held
@@ -209,17 +219,6 @@ class SharedBufferPool:
         return torch.from_numpy(content)
 
 
-class Result(NamedTuple):
-    """What became of a batch that a worker was asked for."""
-
-    number: int
-    shape: BatchShape | None = None
-    """None where no sample of it could be loaded."""
-    bad: Sequence[tuple[int, str]] = ()
-    """Indices that were left out, and why."""
-    error: Exception | None = None
-
-
 class WorkerJob(NamedTuple):
     """A worker, and the batch that it was asked for, as far as that is known."""
 
@@ -239,109 +238,6 @@ class WorkerDiedError(ColabUtilsError):
     """Which one, with the oldest batch that it had."""
     ending: str
     """How it ended, such as "killed by signal: Killed"."""
-
-
-def describe_workers(backend: Backend, workers: int, prefetch: int) -> str:
-    """A way of loading, as `make_loader` takes it.
-
-    Example:
-        >>> print(describe_workers("processes", 2, 4))
-        workers=2, backend="processes", prefetch=4
-    """
-    return f'workers={workers}, backend="{backend}", prefetch={prefetch}' if workers else "workers=0"
-
-
-def _do_job(
-    fetcher: Fetcher, buffers: list[SharedBuffer], number: int, indices: list[int], buffer: int, seed: tuple[int, ...],
-    skips_bad: bool,
-) -> Result:  # fmt: skip
-    """Write a batch into the buffer of that number; ``skips_bad``: leave bad samples out, and name them."""
-    indices, bad = list(indices), list[tuple[int, str]]()
-    while indices:
-        try:
-            return Result(number, fetcher.write(indices, buffers[buffer].reserve, seed), bad)
-        except BadSampleError as failure:
-            error, place = failure.args
-            if not skips_bad:
-                return Result(number, error=error)
-            bad.append((indices.pop(place), describe_error(error)))
-        except Exception as error:
-            return Result(number, error=error)
-    return Result(number, bad=bad)
-
-
-class _InProcess:
-    """Jobs run in this process, when their results are asked for."""
-
-    def __init__(self, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
-        self.pids = [os.getpid()]
-        self._do_job = partial(_do_job, fetcher, buffers)
-        self._jobs: deque[tuple[Any, ...]] = deque()
-        self.close = self._jobs.clear
-
-    def send(self, worker: int, *job: Any) -> None:
-        self._jobs.append(job)
-
-    def receive(self) -> Result:
-        return self._do_job(*self._jobs.popleft())
-
-
-class WorkerPool:
-    """Jobs run in worker processes, each with a pipe of its own: one that dies is noticed at once, and blocks no other.
-
-    Raises:
-        ColabUtilsError: if the system starts no more processes.
-    """
-
-    def __init__(self, processes: int, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
-        self._processes: list[Any] = []
-        self._connections: list[Any] = []
-        context = multiprocessing.get_context("fork")
-        try:
-            for _ in range(processes):
-                here, there = context.Pipe()
-                self._connections.append(here)
-                process = context.Process(target=_serve, args=(there, threads, fetcher, buffers), daemon=True)
-                with there, quiet_fork():
-                    process.start()
-                self._processes.append(process)
-        except OSError as error:  # no more processes
-            self.close()
-            raise ColabUtilsError(
-                f"expected {processes} worker processes, found that they cannot be started ({error}). Close what you "
-                "do not need, or use workers=0."
-            ) from None
-        self.pids: list[int] = [process.pid for process in self._processes]
-
-    def send(self, worker: int, *job: Any) -> None:
-        with suppress(OSError):  # it died: what it has done is received first
-            self._connections[worker].send(job)
-
-    def receive(self) -> Result:
-        """Wait for the next result; raises WorkerDiedError if a worker died."""
-        connection: Any = wait(self._connections)[0]
-        try:
-            result: Result = connection.recv()
-        except (EOFError, OSError):
-            worker = self._connections.index(connection)
-            process = self._processes[worker]
-            process.join(5)
-            ending = describe_exit(process.exitcode or 0)
-            died = WorkerDiedError(explain_death(ending))
-            died.job, died.ending = WorkerJob(worker, process.pid), ending
-            raise died from None
-        return result
-
-    def close(self) -> None:
-        """End the workers; what they were doing is lost."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-            process.close()
-        for connection in self._connections:
-            connection.close()
-        self._processes, self._connections = [], []
 
 
 def describe_exit(code: int) -> str:
@@ -365,36 +261,27 @@ def explain_death(found: str) -> str:
     how = re.search(r"killed by signal: ([\w ]+)|exit code \d+", found)
     cure = "Your own code or a library ended it: load with workers=0 to see where."
     if re.search("Killed|Bus error", found):
-        shm = shutil.disk_usage("/dev/shm").free
+        free, shm = format_bytes(find_free_memory()), format_bytes(shutil.disk_usage("/dev/shm").free)
         cure = (
-            f"Now {format_bytes(find_free_memory())} of memory and {format_bytes(shm)} of /dev/shm are free. Mostly "
-            "memory ran out: use fewer workers, a smaller prefetch or a smaller batch, and run it again."
+            f"Now {free} of memory and {shm} of /dev/shm are free. Mostly memory ran out: use fewer workers, a smaller "
+            "prefetch or a smaller batch, and run it again."
         )
     ended = how[0] if how else "no reason given"
     return f"expected every worker process to live, found one that ended ({ended}). {cure}"
 
 
-def _serve(connection: Connection, threads: int, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
+def _serve(connection: Connection, fetcher: Fetcher, buffers: list[SharedBuffer]) -> None:
+    """The life of a worker process: it loads what it is asked for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent()
     gc.freeze()  # a collection would touch, and so copy, all that is shared with the parent
     torch.set_num_threads(1)
-    lock = threading.Lock()
-
-    def work(*job: Any) -> None:
-        result = _do_job(fetcher, buffers, *job)
-        result = result._replace(error=_make_portable(result.error))
-        with lock:
-            connection.send(result)
-
-    with ThreadPoolExecutor(threads) as pool, suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):
         while True:
-            job = connection.recv()
-            if threads == 1:
-                work(*job)
-            else:
-                pool.submit(work, *job)
+            number, indices, buffer, seed, skips_bad = connection.recv()
+            result = fetcher.load(indices, buffers[buffer].reserve, seed, skips_bad=skips_bad)
+            connection.send((number, result._replace(error=_make_portable(result.error))))
 
 
 def _make_portable(error: Exception | None) -> Exception | None:
@@ -411,25 +298,35 @@ def _make_portable(error: Exception | None) -> Exception | None:
 
 
 class Prefetcher:
-    """Workers, their shared buffers, and the batches that were asked for; ``prefetch`` is batches ahead a worker.
+    """Worker processes, their shared buffers, and the batches that were asked for: ``prefetch`` ahead of each worker.
+
+    Each worker has a pipe of its own: one that dies is noticed at once, and blocks no other. Without workers a batch is
+    loaded here, when it is asked for.
 
     Raises:
-        ColabUtilsError: if worker processes cannot be started.
+        ColabUtilsError: if the system starts no more processes.
     """
 
-    def __init__(self, fetcher: Fetcher, backend: Backend, workers: int, prefetch: int) -> None:
-        self._ahead = max(1, workers * prefetch)
+    def __init__(self, fetcher: Fetcher, workers: int, prefetch: int) -> None:
+        self._fetcher, self._ahead = fetcher, max(1, workers * prefetch)
         self._buffers = SharedBufferPool(self._ahead, _LENT_BUFFERS)
-        self._pool: WorkerPool | _InProcess
-        if workers:
-            processes, threads = (workers, 1) if backend == "processes" else (1, workers)
-            threads = 1 if fetcher.may_draw else threads  # the random generators belong to the whole process
-            self._pool = WorkerPool(processes, threads, fetcher, self._buffers.buffers)
-        else:
-            self._pool = _InProcess(fetcher, self._buffers.buffers)
-        self.close = self._pool.close
-        self._sent: dict[int, tuple[WorkerJob, int]] = {}  # with the number of the buffer
+        self._sent: dict[int, tuple[WorkerJob, int]] = {}  # by the batch's number, with that of its buffer
         self._done: dict[int, Result] = {}
+        self._processes: list[Any] = []
+        self._connections: list[Any] = []
+        context = multiprocessing.get_context("fork")
+        try:
+            for _ in range(workers):
+                here, there = context.Pipe()
+                self._connections.append(here)
+                process = context.Process(target=_serve, args=(there, fetcher, self._buffers.buffers), daemon=True)
+                with there, quiet_fork():
+                    process.start()
+                self._processes.append(process)
+        except OSError as error:  # no more processes
+            self.close()
+            found = f"that they cannot be started ({error}): close what you do not need, or use workers=0"
+            raise ColabUtilsError(f"expected {workers} worker processes, found {found}") from None
 
     def run(
         self, batches: Iterable[tuple[int, list[int]] | None], *, seed: tuple[int, ...], skips_bad: bool
@@ -450,47 +347,70 @@ class Prefetcher:
                     break
                 number, indices = item
                 self._send(number, indices, (*seed, number), skips_bad)
-            if not self._sent:
-                if over:
-                    return
+            if self._sent:
+                first = next(iter(self._sent))
+                while first not in self._done:
+                    self._receive()
+                yield self._finish(first)
+            elif over:
+                return
+            else:
                 sleep(_POLL_S)
-                continue
-            first = next(iter(self._sent))
-            while first not in self._done:
-                self._receive()
-            yield self._finish(first)
 
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first."""
         return [job for number, (job, _) in list(self._sent.items()) if number not in self._done]
 
+    def close(self) -> None:
+        """End the workers; what they were doing is lost."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
     def _drop_pass(self) -> None:
         """Free the buffers of a pass that was broken off."""
-        try:
-            while self._sent.keys() - self._done.keys():
-                self._receive()
-        except WorkerDiedError as died:
-            died.job = died.job._replace(number=None, indices=())  # no batch of the new pass is lost with it
-            raise
+        for number, (job, buffer) in self._sent.items():  # where a worker dies now, no batch of the new pass is lost
+            self._sent[number] = job._replace(number=None, indices=()), buffer
+        while self._sent.keys() - self._done.keys():
+            self._receive()
         for _, buffer in self._sent.values():
             self._buffers.give_back(buffer)
         self._sent, self._done = {}, {}
 
     def _send(self, number: int, indices: list[int], seed: tuple[int, ...], skips_bad: bool) -> None:
-        """Ask the worker that has the fewest batches for one more."""
-        jobs = Counter(job.pid for job in self.list_jobs())
-        worker, pid = min(enumerate(self._pool.pids), key=lambda pair: jobs[pair[1]])
-        here, buffer = pid == os.getpid(), self._buffers.take()
-        self._sent[number] = WorkerJob(None if here else worker, pid, number, tuple(indices)), buffer
-        self._pool.send(worker, number, indices, buffer, seed, skips_bad)
+        """Ask the worker that has the fewest batches for one more, or load it here."""
+        buffer, asked = self._buffers.take(), tuple(indices)
+        if not self._processes:
+            self._sent[number] = WorkerJob(None, os.getpid(), number, asked), buffer
+            reserve = self._buffers.buffers[buffer].reserve
+            self._done[number] = self._fetcher.load(indices, reserve, seed, skips_bad=skips_bad)
+            return
+        jobs = Counter(job.worker for job in self.list_jobs())
+        worker = min(range(len(self._processes)), key=jobs.__getitem__)
+        self._sent[number] = WorkerJob(worker, self._processes[worker].pid, number, asked), buffer
+        with suppress(OSError):  # it died: what it has done is received first
+            self._connections[worker].send((number, indices, buffer, seed, skips_bad))
 
     def _receive(self) -> None:
+        """Wait for the next result."""
+        connection: Any = wait(self._connections)[0]
         try:
-            result = self._pool.receive()
-        except WorkerDiedError as died:
-            died.job = next((job for job in self.list_jobs() if job.pid == died.job.pid), died.job)
-            raise
-        self._done[result.number] = result
+            number, result = connection.recv()
+        except (EOFError, OSError):
+            worker = self._connections.index(connection)
+            process = self._processes[worker]
+            process.join(5)
+            ending = describe_exit(process.exitcode or 0)
+            died = WorkerDiedError(explain_death(ending))
+            jobs = [job for job in self.list_jobs() if job.worker == worker]
+            died.job, died.ending = jobs[0] if jobs else WorkerJob(worker, process.pid), ending
+            raise died from None
+        self._done[number] = result
 
     def _finish(self, number: int) -> tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]:
         (_, buffer), result = self._sent.pop(number), self._done.pop(number)
@@ -501,3 +421,71 @@ class Prefetcher:
             return number, None, result.bad
         content = self._buffers.hold(buffer, result.shape.lay_out()[1])
         return number, open_batch(content, result.shape), result.bad
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How many workers were picked, and why."""
+
+    workers: int
+    rates: dict[int, float]
+    """Images/s with each number of workers that was tried; empty where slow files, or memory, decide."""
+    seconds: float
+
+    def __str__(self) -> str:
+        how = "while a step keeps 0.9 of a core busy" if self.rates else "slow files or memory decide, not the cores"
+        lines = [f"{rate:8.0f} images/s with {workers} workers" for workers, rate in self.rates.items()]
+        return "\n".join([*lines, f"picked: {self.workers} workers (in {self.seconds:.0f} s: {how})"])
+
+
+def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> Tuning:
+    """Find how many workers load these batches fastest on this machine, now: nothing is remembered."""
+    began_s = perf_counter()
+    batch_bytes, is_slow = _measure_batch(fetcher, batches[0])
+    most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
+    cores = count_cores()
+    counts = [count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most]
+    if is_slow or not counts:
+        return Tuning(max(counts, default=0), {}, perf_counter() - began_s)
+    rates = {}
+    with show_progress("tuning workers", total=len(counts), unit="trial") as bar:
+        for count in counts:
+            rates[count] = _measure_rate(fetcher, batches, count)
+            bar.update()
+    return Tuning(_pick(rates), rates, perf_counter() - began_s)
+
+
+def _pick(rates: dict[int, float]) -> int:
+    """The fastest number of workers; of those that are about as fast, the smallest."""
+    return min(workers for workers, rate in rates.items() if rate >= _CLOSE * max(rates.values()))
+
+
+def _measure_batch(fetcher: Fetcher, indices: list[int]) -> tuple[float, bool]:
+    """Bytes of a large batch, of the largest images where sizes are known; and whether it waits for its files."""
+    if fetcher.sizes is not None:
+        indices = np.argsort(fetcher.sizes.prod(1, dtype=np.int64))[-len(indices) :].tolist()
+    began_s = perf_counter() - thread_time()
+    shape = fetcher.load(indices, lambda size: np.empty(size, np.uint8), (0,), skips_bad=True).shape
+    waited_s = perf_counter() - thread_time() - began_s
+    return (shape.lay_out()[1] * _SPARE, waited_s > _SLOW_S) if shape else (1.0, True)
+
+
+def _measure_rate(fetcher: Fetcher, batches: list[list[int]], workers: int) -> float:
+    """Images/s that so many workers deliver, as fast as their batches are taken, while a step takes its core."""
+    prefetcher = Prefetcher(fetcher, workers, PREFETCH)
+    step = Thread(target=EmulatedStep(1000 * _TRIAL_S), args=(None,), daemon=True)
+    try:
+        loaded = prefetcher.run(enumerate(chain.from_iterable(repeat(batches))), seed=(0,), skips_bad=True)
+        for _ in islice(loaded, workers * PREFETCH + 1):  # the workers start, and touch their memory for the first time
+            pass
+        step.start()
+        images, began_s = 0, perf_counter()
+        for _, batch, _ in loaded:
+            images += len(batch or ())
+            if perf_counter() - began_s > _TRIAL_S:
+                break
+        rate = images / (perf_counter() - began_s)
+        step.join()
+        return rate
+    finally:
+        prefetcher.close()

@@ -31,8 +31,8 @@ def make(tiny_dataset, tmp_path_factory):
         ("ceiling", "pixels_800", Crew(2, "threads")),
         ("packed", "kept", Crew(1, "processes")),
         ("packed", "pixels_800", Crew(1, "processes")),
-        ("packed_files", "kept", Crew(1, "loader_process")),
-        ("dense", "jpg_800", Crew(1, "loader_process")),
+        ("packed_files", "kept", Crew(1, "processes")),
+        ("dense", "jpg_800", Crew(1, "processes")),
         ("dense_float", "pixels_800", Crew(0, "processes")),
         ("pt_files", "jpg_800", Crew(1, "workers")),  # a record with a JPEG
         ("memmap", "pixels_800", Crew(0, "workers")),  # a record with pixels

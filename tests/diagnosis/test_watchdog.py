@@ -76,12 +76,10 @@ def _collate(samples):
 _KINDS = {
     "torch": partial(DataLoader, num_workers=2, collate_fn=_collate),
     "torch alone": partial(DataLoader, collate_fn=_collate),
-    "processes": partial(make_loader, workers=2, backend="processes", shuffle=False),
-    "loader_process": partial(make_loader, workers=2, backend="loader_process", shuffle=False),
+    "processes": partial(make_loader, workers=2, shuffle=False),
     "alone": partial(make_loader, workers=0, shuffle=False),
 }
-_OURS = ("processes", "loader_process")
-_WITH_WORKERS = ("torch", *_OURS)
+_WITH_WORKERS = ("torch", "processes")
 
 
 def _list_ids(watched):
@@ -270,21 +268,19 @@ def test_nothing_of_torch_is_used():
         assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", inspect.getsource(module))
 
 
-@pytest.mark.parametrize("kind", _OURS)
-def test_skip_goes_on_without_the_batch(tmp_path, kind):
+def test_skip_goes_on_without_the_batch(tmp_path):
     dataset = _Photos(tmp_path, n=14)
     _make_fifo(dataset.paths[BAD])
-    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
+    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
     assert _list_ids(watched) == [0, 1, *range(4, 14)]
     assert watched.skipped == [(2, 3)]
     assert [stall.verdict for stall in watched.stalls] == ["read"]
 
 
-@pytest.mark.parametrize("kind", _OURS)
-def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path, kind):
+def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path):
     dataset = _Photos(tmp_path, n=14)
     _make_fifo(dataset.paths[BAD])
-    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
+    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
     batches = iter(watched)
     for _ in range(2):
         next(batches)
@@ -293,11 +289,10 @@ def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path, kind):
     batches.close()
 
 
-@pytest.mark.parametrize("kind", _OURS)
 @pytest.mark.parametrize("on_stall", ["skip", "restart"])
-def test_a_killed_worker(tmp_path, kind, on_stall):
+def test_a_killed_worker(tmp_path, on_stall):
     dataset = _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", _kill_self))
-    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=30, on_stall=on_stall)
+    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=30, on_stall=on_stall)
     left_out = {2, 3} if on_stall == "skip" else set()
     assert _list_ids(watched) == [index for index in range(14) if index not in left_out]
     (stall,) = watched.stalls
@@ -318,19 +313,17 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
     _end_workers()
 
 
-@pytest.mark.parametrize("kind", _OURS)
-def test_restart_asks_for_the_batch_again(tmp_path, kind):
+def test_restart_asks_for_the_batch_again(tmp_path):
     dataset = _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", partial(time.sleep, 1000)))
-    watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="restart")
+    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="restart")
     assert _list_ids(watched) == list(range(14))
     assert [(stall.verdict, stall.sample) for stall in watched.stalls] == [("waiting", BAD)]
     assert "waits in clock_nanosleep" in str(watched.stalls[0])
 
 
-@pytest.mark.parametrize("kind", _OURS)
-def test_a_worker_that_dies_during_a_step(tmp_path, kind):
+def test_a_worker_that_dies_during_a_step(tmp_path):
     dataset = _Photos(tmp_path, act=_kill_self)
-    watched = watch(_KINDS[kind](dataset, batch_size=1), timeout_s=30, on_stall="skip")
+    watched = watch(_KINDS["processes"](dataset, batch_size=1), timeout_s=30, on_stall="skip")
     ids = []
     for _, targets in watched:
         ids += [int(target["image_id"]) for target in targets]

@@ -26,8 +26,7 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.loader import make_loader
-from colab_utils.loading.sampler import BatchSampler
+from colab_utils.loading.loader import BatchSampler, make_loader
 from colab_utils.shards.write import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,7 +203,8 @@ def test_a_state_of_another_order_is_refused(make):
     "change",
     [
         {"epoch": -1}, {"epoch": "x"}, {"batch": 1.5}, {"batch": None}, {"epoch": None}, {"skipped": 5},
-        {"skipped": [[1]]}, {"before": [[2]]}, {"before": [[0, 1]]}, {"before": [["x", 1]]}, {"before": [[1 << 40, 1]]},
+        {"skipped": [[1]]}, {"left": 5}, {"left": [[2]]}, {"left": [-1]}, {"left": ["x"]}, {"left": [12]},
+        {"left": [1 << 80]}, {"batch_size": 0}, {"batch_size": "x"}, {"batch_size": None},
         {"joined": [["x"]]}, {"joined": [[10**400]]}, {"joined": [[1, 0, 1]]}, {"joined": 5},
     ],
     ids=str,
@@ -216,7 +216,9 @@ def test_a_state_that_was_changed_is_refused(tiny_shards, make, change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"batch": 4}, {"skipped": [0, 1, 2, 3]}, {"before": [[4, 2]]}, {"before": [[1, 10**12]]}], ids=str
+    "change",
+    [{"batch": 4}, {"skipped": [0, 1, 2, 3]}, {"left": [5, 3], "batch": 1}, {"batch_size": 4, "batch": 10**12}],
+    ids=str,
 )
 def test_a_state_without_batches_left_goes_on_with_the_next_epoch(make, change):
     loader = make(Numbers(8), batch_size=2, workers=0)

@@ -36,7 +36,7 @@ from colab_utils.shards.format import hash_bytes, read_index, split_member, writ
 
 from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, join_group, list_ids, spoil_image
 
-BACKENDS = [("processes", 0), ("loader_process", 2), ("processes", 2)]
+WORKERS = [0, 2]
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def make(request):
     return build
 
 
-@pytest.mark.parametrize(("backend", "count"), BACKENDS)
-def test_every_backend_delivers_the_same(tiny_shards, make, backend, count):
+@pytest.mark.parametrize("count", WORKERS)
+def test_any_number_of_workers_delivers_the_same(tiny_shards, make, count):
     dataset = ShardDataset(tiny_shards)
     place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
     expected = list_ids(make(dataset, batch_size=5, workers=0, deliver="packed", seed=4))
-    loader = make(dataset, batch_size=5, workers=count, backend=backend, seed=4)
-    assert (loader.backend, loader.workers) == (backend, count)
+    loader = make(dataset, batch_size=5, workers=count, seed=4)
+    assert loader.workers == count
     seen = []
     for images, targets in loader:
         assert_equal_batches(dataset, place, images, targets)
@@ -63,11 +63,11 @@ def test_every_backend_delivers_the_same(tiny_shards, make, backend, count):
     assert seen == expected
 
 
-@pytest.mark.parametrize(("backend", "count"), BACKENDS)
-def test_batches_that_are_kept_stay_as_they_were(tiny_shards, make, backend, count):
+@pytest.mark.parametrize("count", WORKERS)
+def test_batches_that_are_kept_stay_as_they_were(tiny_shards, make, count):
     dataset = ShardDataset(tiny_shards)
     place = {image_id: i for i, image_id in enumerate(dataset.image_ids.tolist())}
-    loader = make(dataset, batch_size=1, workers=count, backend=backend, deliver="packed")
+    loader = make(dataset, batch_size=1, workers=count, deliver="packed")
     for _ in range(2):
         kept = list(loader)  # more than there are buffers
         for batch in kept:
@@ -131,8 +131,8 @@ def kill_one(index):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_loader_process_with_threads_is_said(make):
-    loader = make(Numbers(40, kill_one), batch_size=2, workers=2, backend="loader_process", shuffle=False)
+def test_a_killed_worker_is_said(make):
+    loader = make(Numbers(40, kill_one), batch_size=2, workers=1, shuffle=False)
     with pytest.raises(ColabUtilsError, match="killed by signal: Killed"):
         list(loader)
 
@@ -163,9 +163,9 @@ def act_with_two_bad(index):
         raise ColabUtilsError(f"expected a whole image, found half of {index}.jpg")
 
 
-@pytest.mark.parametrize(("backend", "count"), BACKENDS)
-def test_bad_samples_are_left_out_named_and_counted(make, backend, count):
-    options = {"batch_size": 2, "workers": count, "backend": backend, "deliver": "packed", "shuffle": False}
+@pytest.mark.parametrize("count", WORKERS)
+def test_bad_samples_are_left_out_named_and_counted(make, count):
+    options = {"batch_size": 2, "workers": count, "deliver": "packed", "shuffle": False}
     loader = make(Numbers(12, act_with_two_bad), max_bad=3, **options)
     with pytest.warns(ColabUtilsWarning) as said:
         batches = list_ids(loader)
@@ -230,9 +230,8 @@ def sleep_at_five(index):
     time.sleep(60 if index == 5 else 0)
 
 
-@pytest.mark.parametrize("backend", ["processes", "loader_process"])
-def test_jobs_are_listed_and_a_hung_worker_is_done_without(make, backend):
-    loader = make(Numbers(12, sleep_at_five), batch_size=2, workers=2, backend=backend, deliver="packed", shuffle=False)
+def test_jobs_are_listed_and_a_hung_worker_is_done_without(make):
+    loader = make(Numbers(12, sleep_at_five), batch_size=2, workers=2, deliver="packed", shuffle=False)
     assert loader.list_jobs() == []
     killer = threading.Timer(0.5, lambda: os.kill(loader.list_jobs()[0].pid, signal.SIGKILL))
     killer.start()
@@ -344,15 +343,15 @@ def raw_shards(tiny_shards, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(("backend", "count"), BACKENDS)
-def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, backend, count):
+@pytest.mark.parametrize("count", WORKERS)
+def test_raw_pixels_arrive_as_they_are(tiny_shards, raw_shards, make, count):
     compressed, raw = ShardDataset(tiny_shards), ShardDataset(raw_shards)
     assert raw.is_decoded
     assert not compressed.is_decoded
     assert torch.equal(raw[2][0], compressed[2][0])
     assert torch.equal(raw.decode(raw.read(2)), compressed[2][0])
     place = {image_id: i for i, image_id in enumerate(raw.image_ids.tolist())}
-    for images, targets in make(raw, batch_size=4, workers=count, backend=backend):
+    for images, targets in make(raw, batch_size=4, workers=count):
         assert_equal_batches(compressed, place, images, targets)
 
 
@@ -400,7 +399,7 @@ def test_a_flip_alone_is_drawn_with_the_masks(tiny_shards, make, workers):
     options = {"batch_size": 5, "shuffle": False, "workers": workers, "image_dtype": torch.uint8}
     plain = [pair for batch in make(dataset, **options) for pair in zip(*batch, strict=True)]
     some = [make(dataset, transforms=v2.RandomHorizontalFlip(0.5), seed=seed, **options) for seed in (1, 1, 2)]
-    assert all(loader.settings.transforms is None for loader in some)
+    assert all(loader.transforms is None for loader in some)
     found = [[pair for batch in loader for pair in zip(*batch, strict=True)] for loader in some]
     chosen = []
     for samples in found:
@@ -427,7 +426,7 @@ class Chance:
 
 
 class Drawing(Numbers):
-    """Somebody's own dataset that draws random numbers, slowly enough for another thread to draw in between."""
+    """Somebody's own dataset that draws random numbers, slowly enough for the training thread to draw in between."""
 
     def __getitem__(self, index):
         image, target = super().__getitem__(index)
@@ -438,12 +437,12 @@ class Drawing(Numbers):
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_random_samples_are_the_seeds_with_any_backend_and_any_number_of_workers(tiny_shards, make, own):
+def test_random_samples_are_the_seeds_with_any_number_of_workers(tiny_shards, make, own):
     dataset = Drawing(12) if own else ShardDataset(tiny_shards, transforms=Chance())
     state, runs = (random.getstate(), torch.get_rng_state()), []
-    for backend, count in [*BACKENDS, ("loader_process", 3), ("processes", 1)]:
+    for count in (0, 2, 3, 1):
         for draws in (False, True):
-            loader, pixels = make(dataset, batch_size=3, workers=count, backend=backend, deliver="packed"), []
+            loader, pixels = make(dataset, batch_size=3, workers=count, deliver="packed"), []
             for batch in chain(loader, loader):
                 pixels.append(batch.pixels.clone())
                 if draws:  # as a training step does
@@ -501,5 +500,5 @@ def test_transforms_that_do_not_fit_are_refused(tiny_shards, make):
 
 def test_a_loader_says_what_it_does(tiny_shards, make):
     loader = make(ShardDataset(tiny_shards), batch_size=2, workers=2, deliver="packed")
-    assert str(loader) == '6 batches of 2, packed (workers=2, backend="processes", prefetch=2)'
+    assert str(loader) == "6 batches of 2, packed (workers=2, prefetch=2)"
     assert "(workers=0)" in repr(make(ShardDataset(tiny_shards), batch_size=2, workers=0))

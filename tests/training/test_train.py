@@ -309,7 +309,7 @@ def test_another_batch_size_goes_on_with_the_images_that_are_left(undisturbed, t
     assert (position["epoch"], position["batch"], position["batch_size"]) == (2, 1, 1)
     monkeypatch.undo()
     loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0, deliver="packed")
-    loader.epoch = 1
+    loader.load_state_dict({**loader.state_dict(), "epoch": 1})
     every = [batch.image_ids.tolist() for batch in loader]
     assert sorted(seen[0] + seen[1]) == sorted(every[2])
     # and again from a state in such an epoch
