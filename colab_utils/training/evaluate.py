@@ -32,7 +32,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.masks import send
 from colab_utils.runtime import fork_pool, show_progress
-from colab_utils.training.losses import Size, fit_shape, resize_all
+from colab_utils.training.losses import Size, choose_sizes, fit_shape
 from colab_utils.training.model import choose_precision, keep_boxes_exact
 
 __all__ = ["AveragePrecision", "EvaluationProcessError", "describe_detections", "detect", "evaluate"]
@@ -186,7 +186,7 @@ def _group_images(model: nn.Module, dataset: ShardDataset | CocoFolder, batch_si
         yield from ([i] for i in range(len(dataset)))
         return
     groups: dict[Size, list[int]] = {}
-    for i, size in enumerate(resize_all(dataset.sizes, model.transform, training=False).tolist()):
+    for i, size in enumerate(choose_sizes(model.transform, dataset.sizes.tolist())):
         groups.setdefault(fit_shape([size], step=model.transform.size_divisible), []).append(i)
     for group in groups.values():
         yield from (group[first : first + batch_size] for first in range(0, len(group), batch_size))

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import log2
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection._utils import BalancedPositiveNegativeSampler, BoxCoder, Matcher
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
@@ -35,7 +34,7 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
 from colab_utils.shards.images import fit_size
 
-__all__ = ["Augment", "Size", "compute_losses", "fit_shape", "list_scales", "resize_all"]
+__all__ = ["Augment", "Size", "choose_sizes", "compute_losses", "fit_shape", "list_scales"]
 
 Augment = Literal["none", "flip", "multiscale"]
 """Augmentation by name: nothing; random flips left to right; flips, and each image resized to one of several sizes."""
@@ -149,18 +148,18 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
 
 
 def _check_input(model: Any, batch: Any) -> None:
-    name = type(model).__name__
-    problem = ""
-    if isinstance(model, DistributedDataParallel | DataParallel):
+    name, wrappers = type(model).__name__, (DistributedDataParallel, DataParallel)
+    if isinstance(model, wrappers):
         problem = f"a plain model, found {name} around it: wrap a module whose forward calls compute_losses instead"
-    elif not isinstance(model, GeneralizedRCNN) or not getattr(model.roi_heads, "has_mask", bool)():
+    elif not isinstance(model, MaskRCNN):
         problem = f"a Mask R-CNN of torchvision, found {name}: call model(images, targets) with deliver='dense'"
     elif not model.training:
         problem = "a model in training mode, found one in evaluation mode: call model.train() first"
     elif not isinstance(batch, PackedBatch):
         problem = f"a packed batch, found {type(batch).__name__}: make the loader with deliver='packed'"
-    if problem:
-        raise ColabUtilsError(f"expected {problem}")
+    else:
+        return
+    raise ColabUtilsError(f"expected {problem}")
 
 
 def list_scales(min_size: int) -> tuple[int, ...]:
@@ -176,44 +175,28 @@ def list_scales(min_size: int) -> tuple[int, ...]:
 
 
 def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
-    """The size that a model's transform gives each image in training; random where it has several ``min_size``.
+    """The size that a model's transform gives each image; in training random where it has several ``min_size``.
 
     Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with its ``_skip_resize`` and ``fixed_size``; the random
     numbers are the same ones, of torch on the CPU.
 
     Args:
-        transform: of the model.
+        transform: of the model, in training or evaluation mode.
         sizes: height and width of each image, as stored.
 
     Example:
         >>> choose_sizes(GeneralizedRCNNTransform(800, 1333, [0], [1]), [(480, 640)])
         [(800, 1066)]
     """
-    if transform._skip_resize:
+    if transform.training and transform._skip_resize:
         return [(height, width) for height, width in sizes]
-    sides = [*transform.min_size]
-    return [_resize(transform, size, transform.torch_choice(sides) if sides[1:] else sides[0]) for size in sizes]
-
-
-def resize_all(
-    sizes: NDArray[np.integer], transform: GeneralizedRCNNTransform, *, training: bool = True
-) -> NDArray[np.int64]:
-    """The largest size that a model's transform gives each image, int [I, 2] in pixels, as ``sizes``.
-
-    Example:
-        >>> resize_all(np.array([[480, 640]]), GeneralizedRCNNTransform((480, 800), 1333, [0], [1])).tolist()
-        [[800, 1066]]
-    """
-    if training and transform._skip_resize:
-        return sizes.astype(np.int64)
-    side = max(transform.min_size) if training else transform.min_size[-1]
-    return np.array([_resize(transform, size, side) for size in sizes.tolist()], np.int64).reshape(-1, 2)
-
-
-def _resize(transform: GeneralizedRCNNTransform, size: Sequence[int], side: float) -> Size:
-    if transform.fixed_size is not None:  # width and height
-        return int(transform.fixed_size[1]), int(transform.fixed_size[0])
-    return fit_size(*size, min_size=float(side), max_size=transform.max_size)
+    sides = [*transform.min_size] if transform.training else [transform.min_size[-1]]
+    chosen = [transform.torch_choice(sides) if sides[1:] else sides[0] for _ in sizes]
+    if transform.fixed_size is not None:
+        width, height = transform.fixed_size
+        return [(height, width)] * len(sizes)
+    longest = transform.max_size
+    return [fit_size(*size, min_size=float(one), max_size=longest) for size, one in zip(sizes, chosen, strict=True)]
 
 
 def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
@@ -330,21 +313,17 @@ def find_proposals(
     Returns:
         float32 [B, P, 4] in pixels, the best first, and bool [B, P]: whether the place holds a proposal.
     """
-    picked, level_of, first, images = [], [], 0, len(scores)
-    for number, part in enumerate(scores.split(list(levels), 1)):
-        index = part.topk(min(rpn.pre_nms_top_n(), part.shape[1]), 1).indices + first
-        picked.append(index)
-        level_of.append(index.new_full((index.shape[1],), number))
-        first += part.shape[1]
-    index = torch.cat(picked, 1)
+    counts, starts = [min(rpn.pre_nms_top_n(), count) for count in levels], accumulate([0, *levels])
+    parts = zip(scores.split(list(levels), 1), counts, starts, strict=False)
+    index = torch.cat([part.topk(count, 1).indices + start for part, count, start in parts], 1)
     boxes = decode_boxes(rpn.box_coder, gather_rows(said, index), anchors[index])
     boxes = boxes.clamp_(min=0).minimum(limits.unsqueeze(1))
     score = scores.gather(1, index).sigmoid()
     start, end = boxes.split(2, -1)
     large = (end - start >= rpn.min_size).all(2) & (score >= rpn.score_thresh)
     # boxes of different levels and images are moved apart, so that none suppresses another
-    across = torch.cat(level_of).expand(images, -1)
-    down = torch.arange(images, device=index.device)[:, None].expand_as(across)
+    across = send(np.repeat(np.arange(len(levels)), counts), index.device).expand_as(index)
+    down = torch.arange(len(index), device=index.device)[:, None].expand_as(index)
     apart = boxes + (torch.stack([across, down], 2) * (side + 1)).repeat(1, 1, 2)
     alive, count = torch.zeros_like(score, dtype=torch.bool), max(1, _NMS_BOXES[boxes.device.type] // index.shape[1])
     flat = (part.flatten(0, 1).split(count * index.shape[1]) for part in (apart, score, alive))
@@ -372,23 +351,20 @@ def match_objects(matcher: Matcher, objects: Objects, boxes: Tensor) -> Tensor:
         [[0, -2, -1]]
     """
     chunks = boxes.split(max(1, _PAIRS[boxes.device.type] // objects.exists.numel()), 1)
-    best, values, overlaps = [], [], boxes[:0]
-    highest = objects.boxes.new_full(objects.exists.shape, -1.0)
-    for chunk in chunks:
-        overlaps = _compute_overlaps(objects, chunk)
-        value, index = overlaps.max(1)
-        best.append(index)
-        values.append(value)
-        highest = torch.maximum(highest, overlaps.amax(2))
-    every, value = torch.cat(best, 1), torch.cat(values, 1)
+    only = [_compute_overlaps(objects, boxes)] if len(chunks) == 1 else []
+
+    def compare() -> Iterable[Tensor]:
+        return only or (_compute_overlaps(objects, chunk) for chunk in chunks)
+
+    best, index, highest = zip(*((*part.max(1), part.amax(2)) for part in compare()), strict=True)
+    value, every = torch.cat(best, 1), torch.cat(index, 1)
     matches = every.masked_fill(value < matcher.high_threshold, matcher.BETWEEN_THRESHOLDS)
     matches = matches.masked_fill(value < matcher.low_threshold, matcher.BELOW_LOW_THRESHOLD)
     if not matcher.allow_low_quality_matches:
         return matches
     # an object keeps the boxes that overlap it most, even if the overlap is small
-    highest = highest.masked_fill(~objects.exists, 2.0)
-    parts = [overlaps] if len(chunks) == 1 else (_compute_overlaps(objects, chunk) for chunk in chunks)
-    closest = torch.cat([(part == highest[..., None]).any(1) for part in parts], 1)
+    most = torch.stack(highest).amax(0).masked_fill_(~objects.exists, 2.0)
+    closest = torch.cat([(part == most[..., None]).any(1) for part in compare()], 1)
     return torch.where(closest, every, matches)
 
 
@@ -491,15 +467,13 @@ def join_levels(features: Sequence[Tensor], shape: tuple[int, int]) -> Canvas:
     """
     scales = [2.0 ** round(log2(part.shape[2] / shape[0])) for part in features]
     first, *others = [functional.pad(part.float(), (0, 1, 0, 1), mode="replicate") for part in features]
-    places, y = [(0, 0)], 0
-    for part in others:
-        places.append((first.shape[3], y))
-        y += part.shape[2]
-    height, width = max(first.shape[2], y), max((part.shape[3] for part in others), default=0)
+    tops = [0, *accumulate(part.shape[2] for part in others)]
+    height, width = max(first.shape[2], tops[-1]), max((part.shape[3] for part in others), default=0)
     columns = [functional.pad(first, (0, 0, 0, height - first.shape[2]))]
     if others:
-        column = torch.cat([functional.pad(part, (0, width - part.shape[3], 0, 0)) for part in others], 2)
-        columns.append(functional.pad(column, (0, 0, 0, height - y)))
+        column = torch.cat([functional.pad(part, (0, width - part.shape[3])) for part in others], 2)
+        columns.append(functional.pad(column, (0, 0, 0, height - tops[-1])))
+    places = [(0, 0), *((first.shape[3], top) for top in tops[:-1])]
     table = np.array([(scale, *place, *place) for scale, place in zip(scales, places, strict=True)], np.float32)
     return Canvas(torch.cat(columns, 3), send(table, first.device), -log2(scales[0]))
 
@@ -534,12 +508,9 @@ def _compute_mask_loss(
     # the device is read once for all images: each reading waits for it
     table = torch.cat([boxes.float(), labels[..., None], matched[..., None]], 2).flatten(0, 1).cpu().numpy()
     positive = np.flatnonzero(table[:, 4] > 0)
-    image_of = positive // labels.shape[1]
-    count = len(positive)
-    # cuDNN meets few shapes
-    filled = np.zeros(count if boxes.device.type == "cpu" else -(-count // _REGIONS) * _REGIONS, np.int64)
-    filled[:count] = positive
-    rows = send(filled, boxes.device)
+    count, image_of = len(positive), positive // labels.shape[1]
+    spare = 0 if boxes.device.type == "cpu" else -count % _REGIONS  # cuDNN meets few shapes
+    rows = send(np.pad(positive, (0, spare)), boxes.device)
     pooled = pool_regions(heads.mask_roi_pool, canvas, boxes.flatten(0, 1)[rows], rows // labels.shape[1])
     logits = heads.mask_predictor(heads.mask_head(pooled))[:count]
     if not len(logits):

@@ -29,7 +29,7 @@ from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import format_bytes
 from colab_utils.training.checkpoint import load_weights
-from colab_utils.training.losses import compute_losses, resize_all
+from colab_utils.training.losses import choose_sizes, compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
 __all__ = [
@@ -278,7 +278,8 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
     model, counts = cast("Any", step.model), dataset.describe(rows)["counts"]
-    heaviest = _find_heaviest(resize_all(dataset.sizes[rows], model.transform), counts)
+    shorter_sides, model.transform.min_size = model.transform.min_size, (max(model.transform.min_size),)
+    heaviest = _find_heaviest(np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts)
     if batch_size is None:
         tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
     else:
@@ -287,7 +288,6 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
     reserve = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     limit = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
     buffers = [buffer.clone() for buffer in model.buffers()]
-    shorter_sides, model.transform.min_size = model.transform.min_size, (max(model.transform.min_size),)
     try:
         for images, parts, checkpointing in [*tries, (*tries[-1][:2], True)]:
             step.parts = parts
