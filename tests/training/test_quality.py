@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -46,7 +45,7 @@ def script_precision(monkeypatch, values):
     left = iter(values)
 
     def score(model, dataset, **more):
-        return AveragePrecision(0.0, next(left), 0.0, 0.0, 6, ())
+        return AveragePrecision(0.0, next(left), 0.0, 0.0, 6)
 
     monkeypatch.setattr(trainer, "evaluate", score)
 
@@ -67,7 +66,6 @@ def test_the_best_weights_are_kept(shards, tmp_path):
     assert weights["class_names"] == ShardDataset(shards, contiguous_labels=True).class_names
     model = load_trained_model(tmp_path, which="best")
     assert evaluate(model, ShardDataset(shards, contiguous_labels=True)).segm == pytest.approx(report.best.segm)
-    assert json.dumps(report.ap.per_class[0].name)
 
 
 def test_a_longer_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
@@ -272,7 +270,7 @@ def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
 
 
 def test_a_log_line_with_everything():
-    line = LogLine(40, 200, 1.9123, 0.005, 5.31, 0.024, 9_100_000_000, AveragePrecision(0.3, 0.2, 0.5, 0.4, 9, ()), 30)
+    line = LogLine(40, 200, 1.9123, 0.005, 5.31, 0.024, 9_100_000_000, AveragePrecision(0.3, 0.2, 0.5, 0.4, 9), 30)
     assert str(line) == (
         "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%  GPU 9.1 GB  after step 30: AP of boxes 0.300 "
         "(0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 9 images"
