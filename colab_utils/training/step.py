@@ -91,10 +91,8 @@ class TrainingStep:
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            raise ColabUtilsError(
-                "expected room for the model on the GPU, found that something else holds its memory. Restart the "
-                "session (Runtime > Restart session), or end the other process that nvidia-smi lists."
-            ) from error
+            cure = "Restart the session (Runtime > Restart session), or end the other process that nvidia-smi lists."
+            raise ColabUtilsError(f"expected room for the model on the GPU, found its memory taken. {cure}") from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
         if self.precision != torch.float32:
@@ -106,9 +104,8 @@ class TrainingStep:
         self._network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
             # buffers: the first process saves its own statistics of batch norm, the others' are of other images
-            self._network = DistributedDataParallel(
-                self._network, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+            self._network = DistributedDataParallel(self._network, **options)
 
     def __call__(
         self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None, total: int | None = None
@@ -122,15 +119,16 @@ class TrainingStep:
             self.free_memory()
             count = 0 if images is None else len(images)
             if self.ranks.count > 1 or self.parts >= min(_MOST_PARTS, count):
-                size = -(-count // self.parts)
+                found = (
+                    f"found that they do not ({self._memory_error}). Train with a smaller min_size or a lighter model"
+                )
                 raise ColabUtilsError(
-                    f"expected {size} of the {count} images of a batch to fit into the GPU's memory, found that they "
-                    f"do not ({self._memory_error}). Train with a smaller min_size or a lighter model; several "
-                    "processes: smaller batches."
+                    f"expected {-(-count // self.parts)} of the {count} images of a batch to fit into the GPU's memory, "
+                    f"{found}; several processes: smaller batches."
                 )
             self.parts *= 2
-            text = f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
-            text += f"{self.parts} parts whose gradients are added up. The effective batch size stays the same."
+            how = f"each is trained in {self.parts} parts from now on. The effective batch size stays the same."
+            text = f"a batch of {count} images does not fit into the GPU's memory: {how}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         if self.ranks.count > 1:
             distributed.all_reduce(loss)
@@ -207,10 +205,7 @@ class TrainingStep:
             if averages.keys() != names:
                 raise ValueError("averages of another optimizer")
             for name, value in averages.items():
-                if value is not None and name != "step":
-                    averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-                elif name == "step":
-                    averages[name] = value.reshape(())  # one number
+                averages[name] = value.reshape(()) if name == "step" else torch.empty_like(parameter).copy_(value)
         if state["scaler"]:  # empty where it was not needed
             self.scaler.load_state_dict({name: value + 0 for name, value in state["scaler"].items()})  # numbers
 
@@ -302,15 +297,12 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
                 return MemoryPlan(images, parts, checkpointing, peak, limit)
     finally:
         model.transform.min_size = shorter_sides
-        with torch.no_grad():  # statistics of norms
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+        torch._foreach_copy_([*model.buffers()], buffers)  # statistics of norms
     raise ColabUtilsError(
-        f"expected images that fit into the GPU's memory one by one, found that an image with {int(counts.max()):,} "
-        f"objects does not ({format_bytes(limit)} are free), with activation checkpointing, too. Free memory: min_size "
-        f"at 0.8 of its size takes about two thirds of the activations; model={LIGHT_MODEL!r} a tenth; frozen stages "
-        "of the backbone (requires_grad_(False)) 7 to 20 % less; half of the proposals up to 20 % less, where images "
-        "hold hundreds of objects; or end the other process that nvidia-smi lists."
+        f"expected images that fit into the GPU's memory one by one, found that one with {int(counts.max()):,} objects "
+        f"does not ({format_bytes(limit)} are free). Free memory: min_size at 0.8 of its size takes two thirds of the "
+        f"activations; model={LIGHT_MODEL!r} a tenth; frozen stages of the backbone (requires_grad_(False)) 7 to 20 % "
+        "less; half of the proposals up to 20 % less; or end the other process that nvidia-smi lists."
     )
 
 
