@@ -119,12 +119,10 @@ class TrainingStep:
             self.free_memory()
             count = 0 if images is None else len(images)
             if self.ranks.count > 1 or self.parts >= min(_MOST_PARTS, count):
-                found = (
-                    f"found that they do not ({self._memory_error}). Train with a smaller min_size or a lighter model"
-                )
+                size = -(-count // self.parts)
                 raise ColabUtilsError(
-                    f"expected {-(-count // self.parts)} of the {count} images of a batch to fit into the GPU's memory, "
-                    f"{found}; several processes: smaller batches."
+                    f"expected {size} of the {count} images of a batch to fit into the GPU's memory, found that they "
+                    f"do not ({self._memory_error}). Train smaller batches, a smaller min_size or a lighter model."
                 )
             self.parts *= 2
             how = f"each is trained in {self.parts} parts from now on. The effective batch size stays the same."
