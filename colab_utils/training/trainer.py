@@ -46,7 +46,7 @@ class Trainer:
         self.dataset, self.validation = dataset, validation
         self.ranks, self.writer = step.ranks, CheckpointWriter(folder, checkpoint_steps)
         self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
-        self.clock, self._logged = LoopClock(), (0, 0.0, 0.0)
+        self.clock, self._measured = LoopClock(), (0, 0.0, 0.0)
         self.done = self._saved_step = self._logged_step = self._ap_step = 0
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
@@ -83,11 +83,9 @@ class Trainer:
             self.save(is_last=True)
             self._stop_if_asked()
             self._evaluate()
-        images, wait_s, wall_s = self._read_clock()
+        self._measured = 0, 0.0, 0.0
         losses = tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1))
-        return TrainReport(
-            self.done, losses, images / wall_s, wait_s / wall_s, str(self.folder.newest), self.ap, self.plan, self.best
-        )
+        return TrainReport(self.done, losses, *self._measure(), str(self.folder.newest), self.ap, self.plan, self.best)
 
     def _load_batches(self) -> Iterator[Any]:
         """Batches of one epoch after the other, until the plan's last step."""
@@ -101,26 +99,21 @@ class Trainer:
 
     def _train(self, batch: Any) -> None:
         """One step with a packed batch, with images and targets, or with None where this process has none of them."""
-        rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         for group in self.step.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         self._seed(2)
-        images, targets, flips, total = batch, None, None, self.loader.total
-        if isinstance(batch, tuple):
-            images, targets = batch
-            ids = [int(target["image_id"]) for target in targets]
-        else:
+        total, flips, ids = self.loader.total, None, []
+        images, targets = batch if isinstance(batch, tuple) else (batch, None)
+        if self.plan.augment in ("flip", "multiscale"):
             chances = np.random.default_rng([self.plan.seed, self.done]).random(total)  # of all processes
-            if self.plan.augment != "none":
-                flips = (chances < 0.5)[self.ranks.rank :: self.ranks.count].tolist()
-            ids = [] if batch is None else batch.image_ids.tolist()
+            flips = (chances < 0.5)[self.ranks.rank :: self.ranks.count].tolist()
+        if images is not None:
+            ids = [int(target["image_id"]) for target in targets] if targets else images.image_ids.tolist()
         try:
             loss = self.step(images, targets=targets, flips=flips, total=total)
         except AssertionError as error:  # torchvision's, of boxes without an area
-            raise ColabUtilsError(
-                f"expected images and boxes that torchvision trains on from your transforms, found: {error} "
-                "End them with v2.SanitizeBoundingBoxes()."
-            ) from error
+            found = f"found: {error} End them with v2.SanitizeBoundingBoxes()."
+            raise ColabUtilsError(f"expected boxes that can be trained on from your transforms, {found}") from error
         self.clock.end_step()
         self._pending.append((loss, ids))
         if self.ema:
@@ -133,22 +126,23 @@ class Trainer:
         entropy = [self.plan.seed, self.done, self.ranks.rank, use]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
-    def _read_clock(self) -> tuple[int, float, float]:
-        """Images so far, seconds of waits, and seconds of the wall clock, everything between the steps included."""
-        return self.clock.images, self.clock.read(), self.clock.seconds
+    def _measure(self) -> tuple[float, float]:
+        """Images per second of the wall clock since the last call, and the share of it that batches were waited for."""
+        now = self.clock.images, self.clock.read(), self.clock.seconds
+        images, wait_s, wall_s = (a - b for a, b in zip(now, self._measured, strict=True))
+        self._measured = now
+        return images / wall_s, wait_s / wall_s
 
     def _log(self, log: Callable[[LogLine], object] | None) -> None:
         self._fetch_losses()
-        now = self._read_clock()
-        images, wait_s, wall_s = (a - b for a, b in zip(now, self._logged, strict=True))
         on_gpu, is_new = self.step.device.type == "cuda", self._ap_step >= self._logged_step
         line = LogLine(
             self.done, self.plan.steps, fmean(self.losses[self._logged_step :]),
-            self.step.optimizer.param_groups[0]["lr"], images / wall_s, wait_s / wall_s,
+            self.step.optimizer.param_groups[0]["lr"], *self._measure(),
             torch.cuda.max_memory_allocated(self.step.device) if on_gpu else None,
             self.ap if is_new else None, self._ap_step,
         )  # fmt: skip
-        self._logged, self._logged_step = now, self.done
+        self._logged_step = self.done
         if log is not None:
             log(line)
 
@@ -167,7 +161,7 @@ class Trainer:
             self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 facts = {"bbox": self.ap.bbox, "segm": self.ap.segm, "validation": self.validation.fingerprint}
-                state = {**self._describe_model(), "model": copy_to_cpu(dict(model.state_dict())), **facts}
+                state = {**self._describe_model(), "model": copy_to_cpu(model.state_dict()), **facts}
                 path = self.folder.save(state, step=self.done, which="best")
                 self.best = BestCheckpoint(self.done, self.ap.bbox, self.ap.segm, str(path))
         self.ap, self.best = self.ranks.send((self.ap, self.best))
@@ -209,10 +203,9 @@ class Trainer:
         best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
         with explain_state(best):
             if best and self.validation and best["validation"] == self.validation.fingerprint:
-                bbox, segm = best["bbox"] + 0.0, best["segm"] + 0.0  # numbers
-                if not math.isfinite(bbox + segm):
+                if not math.isfinite(best["bbox"] + best["segm"]):
                     raise ValueError("no average precision")
-                self.best = BestCheckpoint(best["step"], bbox, segm, best["path"])
+                self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
 
     def _describe_model(self) -> dict[str, Any]:
         names, ids = self.dataset.class_names, self.dataset.category_ids
@@ -227,11 +220,10 @@ class Trainer:
             if not math.isfinite(loss):
                 self._saved_step = self.done  # weights that are not numbers are not saved
                 self.writer.finish()
-                raise ColabUtilsError(
-                    f"expected a finite loss, found {loss} at step {len(self.losses)}, of the images with the ids "
-                    f"{', '.join(map(str, ids))}. Look at these, and start again from "
-                    f"{self.folder.newest or 'the start'} with a learning_rate lower than {self.plan.learning_rate:g}."
-                )
+                named, start = ", ".join(map(str, ids)), self.folder.newest or "the start"
+                found = f"found {loss} at step {len(self.losses)}, of the images with the ids {named}"
+                cure = f"Look at these, and go on from {start} with a learning_rate below {self.plan.learning_rate:g}."
+                raise ColabUtilsError(f"expected a finite loss, {found}. {cure}")
 
     @contextmanager
     def _save_what_was_done(self) -> Iterator[None]:
