@@ -28,7 +28,6 @@ from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign, nms, roi_align
 
-from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
@@ -128,7 +127,10 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
     shape, heads = (images.shape[2], images.shape[3]), model.roi_heads
     limits = send(np.array(sizes, np.float32)[:, [1, 0, 1, 0]], images.device)
     proposal_losses, proposals = _compute_proposal_losses(model.rpn, [*features.values()], objects, limits, shape)
-    boxes, matched, samples = _pick_regions(heads, proposals, objects)
+    # the objects themselves are proposals, too
+    boxes, exists = (torch.cat(pair, 1) for pair in zip(proposals, (objects.boxes, objects.exists), strict=True))
+    samples, matched = _pick(heads, objects, boxes, exists)
+    boxes = gather_rows(boxes, samples.places)
     canvas = _make_canvas(heads.box_roi_pool, features, shape)
     image_of = torch.arange(len(batch), device=images.device)[:, None].expand_as(matched)
     pooled = heads.box_head(pool_regions(heads.box_roi_pool, canvas, boxes.flatten(0, 1), image_of.flatten()))
@@ -236,28 +238,22 @@ def make_input(
         image = functional.interpolate(image.flip(3) if flip else image, size, mode="bilinear")
         images.as_strided(image.shape, images.stride(), number * images.stride(0)).copy_(image)
         first += 3 * height * width
-    return images.sub_(mean).div_(std), _pad_objects(batch, _resize_boxes(batch, sizes, flips))
+    return images.sub_(mean).div_(std), _pad_objects(batch, sizes, flips)
 
 
-def _pad_objects(batch: PackedBatch, boxes: Tensor) -> Objects:
-    """The objects of each image in as many places as the image with most of them has, one at least."""
-    counts, most = batch.counts.numpy(), max(1, *batch.counts.tolist())
-    place = send(np.repeat(np.arange(len(batch)) * most, counts) + number_within(counts), boxes.device)
-    padded, labels = boxes.new_zeros(len(batch) * most, 4), batch.labels.new_zeros(len(batch) * most)
-    exists = send(np.arange(most) < counts[:, None], boxes.device)
-    padded.index_copy_(0, place, boxes)
-    return Objects(padded.view(-1, most, 4), labels.index_copy_(0, place, batch.labels).view(-1, most), exists)
-
-
-def _resize_boxes(batch: PackedBatch, sizes: Sequence[Size], flips: Sequence[bool]) -> Tensor:
-    """All boxes of a batch, float32 [T, 4], in pixels of the mirrored and resized images."""
-    boxes, device = batch.boxes, batch.boxes.device
-    image_of = np.repeat(np.arange(len(batch)), batch.counts.numpy())  # the image of each object
+def _pad_objects(batch: PackedBatch, sizes: Sequence[Size], flips: Sequence[bool]) -> Objects:
+    """The mirrored and resized objects of each image, in as many places as the image with most of them has, or one."""
+    counts, device = batch.counts.numpy(), batch.boxes.device
+    exists = np.arange(max(1, *counts.tolist())) < counts[:, None]
+    place = send(np.flatnonzero(exists), device)
+    boxes = batch.boxes.new_zeros(exists.size, 4).index_copy_(0, place, batch.boxes).view(*exists.shape, 4)
+    labels = batch.labels.new_zeros(exists.size).index_copy_(0, place, batch.labels).view(exists.shape)
+    stored = batch.sizes.numpy().astype(np.float32)
     if any(flips):
-        widths, mirrored = batch.sizes[:, 1].numpy()[image_of], np.array(flips)[image_of]
-        boxes = torch.where(send(mirrored, device)[:, None], flip_boxes(boxes, send(widths, device)), boxes)
-    ratios = np.array(sizes, np.float32) / batch.sizes.numpy().astype(np.float32)  # of heights and widths
-    return boxes * send(ratios[:, [1, 0, 1, 0]][image_of], device)
+        mirrored = send(np.array(flips)[:, None, None], device)
+        boxes = torch.where(mirrored, flip_boxes(boxes, send(stored[:, 1:], device)), boxes)
+    ratios = np.array(sizes, np.float32) / stored  # of heights and widths
+    return Objects(boxes * send(ratios[:, None, [1, 0, 1, 0]], device), labels, send(exists, device))
 
 
 def _compute_proposal_losses(
@@ -273,10 +269,8 @@ def _compute_proposal_losses(
     )
     scores, levels = scores[..., 0], [part[0].numel() for part in told[0]]
     proposals = find_proposals(rpn, scores, said, anchors, levels=levels, limits=limits, side=max(shape))
-    matches = match_objects(rpn.proposal_matcher, objects, anchors[None])
-    samples = sample_regions(matches, rpn.fg_bg_sampler)
-    places, total = samples.places, samples.exists.sum()
-    wanted = gather_rows(objects.boxes, gather_rows(matches, places).clamp(min=0))
+    samples, matched = _pick(rpn, objects, anchors[None])
+    places, total, wanted = samples.places, samples.exists.sum(), gather_rows(objects.boxes, matched)
     difference = _compare_boxes(rpn.box_coder, gather_rows(said, places), wanted, anchors[places], samples)
     found = functional.binary_cross_entropy_with_logits(
         scores.gather(1, places), samples.positive.float(), samples.exists.float(), reduction="sum"
@@ -408,19 +402,13 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index if values.ndim == 2 else index[..., None].expand(-1, -1, values.shape[2]))
 
 
-def _pick_regions(
-    heads: RoIHeads, proposals: tuple[Tensor, Tensor], objects: Objects
-) -> tuple[Tensor, Tensor, Samples]:
-    """The regions that the heads are trained on: [B, S, 4], the object that each is compared with, and which count.
-
-    The objects themselves are proposals, too.
-    """
-    boxes = torch.cat([proposals[0], objects.boxes], 1)
-    exists = torch.cat([proposals[1], objects.exists], 1)
-    matches = match_objects(heads.proposal_matcher, objects, boxes)
-    matches = matches.masked_fill(~exists, Matcher.BETWEEN_THRESHOLDS)  # neither positive nor negative
-    samples = sample_regions(matches, heads.fg_bg_sampler)
-    return gather_rows(boxes, samples.places), gather_rows(matches, samples.places).clamp(min=0), samples
+def _pick(part: Any, objects: Objects, boxes: Tensor, exists: Tensor | None = None) -> tuple[Samples, Tensor]:
+    """Which boxes a ``part`` of the model is trained on, and the object that each is compared with, int64 [B, S]."""
+    matches = match_objects(part.proposal_matcher, objects, boxes)
+    if exists is not None:
+        matches = matches.masked_fill(~exists, Matcher.BETWEEN_THRESHOLDS)  # neither positive nor negative
+    samples = sample_regions(matches, part.fg_bg_sampler)
+    return samples, gather_rows(matches, samples.places).clamp(min=0)
 
 
 def _compare_boxes(coder: BoxCoder, said: Tensor, objects: Tensor, boxes: Tensor, samples: Samples) -> Tensor:
