@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,6 @@ __all__ = ["AveragePrecision", "EvaluationProcessError", "describe_detections", 
 
 _RESULT = ("boxes", "labels", "scores", "masks")
 _DECODERS = 2  # threads
-_BATCHES_AHEAD = 2
-_MOST_WAITING = 64  # images whose masks are not drawn yet: 20 MB of them
 
 
 class EvaluationProcessError(ColabUtilsError):
@@ -148,14 +145,15 @@ def _evaluate(
     model: nn.Module, dataset: ShardDataset | CocoFolder, truth: Any, device: str | torch.device, size: int
 ) -> AveragePrecision:
     ids, pool = dataset.category_ids, fork_pool(1, _keep_truth, truth)  # before there are threads
-    drawing: deque[Future[None]] = deque()
+    drawing: list[Future[None]] = []
     try:
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
             for indices, images in _decode_ahead(dataset, _group_images(model, dataset, size)):
-                for i, image, found in zip(indices, images, detect(model, images, device=device), strict=True):
-                    drawing.append(pool.submit(_draw, found, int(dataset.image_ids[i]), image.shape[1:], ids))
-                while len(drawing) > _MOST_WAITING:
-                    drawing.popleft().result()
+                found = detect(model, images, device=device)
+                for job in drawing:  # of the batch before
+                    job.result()
+                numbers, sizes = dataset.image_ids[indices].tolist(), [image.shape[1:] for image in images]
+                drawing = [pool.submit(_draw, *one, ids) for one in zip(found, numbers, sizes, strict=True)]
                 bar.update(len(indices))
         for job in drawing:
             job.result()
@@ -175,14 +173,11 @@ def _group_images(model: nn.Module, dataset: ShardDataset | CocoFolder, batch_si
 
 
 def _decode_ahead(dataset: Any, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Each batch with its images, decoded in threads while the model works on the batches before it."""
-    waiting: deque[tuple[list[int], list[Future[Tensor]]]] = deque()
+    """Each batch with its images, decoded in threads while the model works on the batch before it."""
     with ThreadPoolExecutor(_DECODERS) as pool:
-        for batch in chain(batches, repeat([], _BATCHES_AHEAD)):
-            waiting.append((batch, [pool.submit(lambda i: dataset.decode(dataset.read(i)), i) for i in batch]))
-            if len(waiting) > _BATCHES_AHEAD:
-                indices, images = waiting.popleft()
-                yield indices, [image.result() for image in images]
+        jobs = ((batch, pool.map(lambda i: dataset.decode(dataset.read(i)), batch)) for batch in [*batches, []])
+        for (batch, images), _ in pairwise(jobs):
+            yield batch, [*images]
 
 
 @torch.no_grad()  # not inference_mode: the model caches its anchors, and trains with them later

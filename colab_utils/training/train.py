@@ -135,11 +135,11 @@ def train(
         )))  # fmt: skip
         with explain_state(state):
             plan = _plan_steps(plan, loader, state, steps=steps, epochs=epochs or 1)
+            trainer = Trainer(plan, step, loader, folder, dataset, validation, checkpoint_steps=checkpoint_steps)
+            if state:
+                trainer.load_state(state)
         if ranks.is_first:
             folder.prepare(anew=resume == "never")
-        trainer = Trainer(plan, step, loader, folder, dataset, validation, checkpoint_steps=checkpoint_steps)
-        if state:
-            trainer.load_state(state)
         return trainer.run(log if ranks.is_first else None)
 
 

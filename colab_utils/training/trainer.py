@@ -191,14 +191,13 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
-        with explain_state(state):
-            if self.ema:
-                load_weights(self.ema.model, state["ema"] or state["model"], state["path"])
-            losses, self.done = state["losses"], state["step"]
-            is_plain = losses.dtype == torch.float64 and losses.is_contiguous()  # not one number repeated
-            if not (is_plain and losses.shape == (self.done,) and losses.isfinite().all()):
-                raise ValueError("losses of other steps")
-            self.losses, self._saved_step, self._logged_step = losses.tolist(), self.done, self.done
+        if self.ema:
+            load_weights(self.ema.model, state["ema"] or state["model"], state["path"])
+        losses, self.done = state["losses"], state["step"]
+        is_plain = losses.dtype == torch.float64 and losses.is_contiguous()  # not one number repeated
+        if not (is_plain and losses.shape == (self.done,) and losses.isfinite().all()):
+            raise ValueError("losses of other steps")
+        self.losses, self._saved_step, self._logged_step = losses.tolist(), self.done, self.done
         self._position = self.loader.state_dict()
         best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
         with explain_state(best):
@@ -348,16 +347,14 @@ class TrainingPlan:
         if self.skipped_objects:
             every = self.objects + self.skipped_objects
             skipped += f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or boxes without area)"
-        trained = ", norms trained" if self.norms == "trained" else ""
-        averaged = f", weights averaged ({self.ema:g})" if self.ema else ""
         resumed = f", resumed after step {self.first_step}" if self.first_step else ""
         changed = f" ({self.changed})" if self.changed else ""
+        memory = f"\nmemory: {self.memory}" if self.memory else ""
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} in {self.precision}{together}: "
             f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of {self.batch_size}, "
-            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}"
-            f"{trained}{averaged}, {self.steps} steps{resumed}{changed}"
-            + (f"\nmemory: {self.memory}" if self.memory else "")
+            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}, "
+            f"{self.steps} steps{resumed}{changed}{memory}"
         )
 
 
