@@ -33,15 +33,14 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
 from colab_utils.shards.images import fit_size
 
-__all__ = ["Augment", "Size", "choose_sizes", "compute_losses", "fit_shape", "list_scales"]
+__all__ = ["Augment", "Size", "choose_sizes", "compute_losses", "fit_shape"]
 
-Augment = Literal["none", "flip", "multiscale"]
-"""Augmentation by name: nothing; random flips left to right; flips, and each image resized to one of several sizes."""
+Augment = Literal["none", "flip"]
+"""Augmentation by name: nothing, or random flips left to right."""
 
 Size = tuple[int, int]
 """Height and width in pixels."""
 
-_SMALLEST, _SCALES = 0.6, 11  # 480 to 800 pixels in steps of 32, as in torchvision's references
 _REGIONS = 32  # the mask head takes a multiple of so many on a GPU: each new shape costs cuDNN a new plan
 _PAIRS = {"cuda": 1 << 25, "cpu": 1 << 21}  # of an object and a box that are compared at once, 40 bytes each
 _NMS_BOXES = {"cuda": 1 << 15, "cpu": 1 << 12}  # of one call: a GPU compares all pairs, in n² / 8 bytes
@@ -162,18 +161,6 @@ def _check_input(model: Any, batch: Any) -> None:
     else:
         return
     raise ColabUtilsError(f"expected {problem}")
-
-
-def list_scales(min_size: int) -> tuple[int, ...]:
-    """The shorter sides of multi-scale training, pixels: 0.6 to 1 of ``min_size``, the usual one last.
-
-    Source: ``DetectionPresetTrain`` of torchvision's references, which takes 480 to 800 in steps of 32.
-
-    Example:
-        >>> list_scales(800)
-        (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
-    """
-    return tuple(int(side) for side in np.linspace(_SMALLEST * min_size, min_size, _SCALES).round())
 
 
 def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -49,10 +50,10 @@ _BATCH_SIZES = (16, 8, 4, 2, 1)
 _MAX_GRADIENT_NORM = 10.0  # far above the usual norm: it only limits the first steps from random weights
 _WARMUP_STEPS = 500
 _PATIENCE = timedelta(minutes=30)  # of the other processes for the first one, while it evaluates
-_OUT_OF_MEMORY = (  # of torch, cuBLAS and cuDNN
-    "out of memory", "_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_SUPPORTED",
-    "valid cuDNN algorithm", "unable to find an engine",
-)  # fmt: skip
+_OUT_OF_MEMORY = re.compile(  # of torch, cuBLAS and cuDNN
+    "out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_SUPPORTED|valid cuDNN algorithm|"
+    "unable to find an engine"
+)
 
 
 class TrainingStep:
@@ -227,7 +228,7 @@ class _SummedLosses(nn.Module):
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a GPU's memory ran out, for which each of its libraries has its own message."""
-    return any(text in str(error) for text in _OUT_OF_MEMORY)
+    return bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,6 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
     model, counts = cast("Any", step.model), dataset.describe(rows)["counts"]
-    shorter_sides, model.transform.min_size = model.transform.min_size, (max(model.transform.min_size),)
     heaviest = _find_heaviest(np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts)
     if batch_size is None:
         tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
@@ -294,7 +294,6 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
             if fits and peak < (1 if checkpointing else _MARGIN) * limit:
                 return MemoryPlan(images, parts, checkpointing, peak, limit)
     finally:
-        model.transform.min_size = shorter_sides
         torch._foreach_copy_([*model.buffers()], buffers)  # statistics of norms
     raise ColabUtilsError(
         f"expected images that fit into the GPU's memory one by one, found that one with {int(counts.max()):,} objects "

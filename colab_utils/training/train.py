@@ -22,7 +22,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.training import model as models
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state
-from colab_utils.training.losses import Augment, list_scales
+from colab_utils.training.losses import Augment
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer, plan_memory
 from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
 
@@ -90,8 +90,8 @@ def train(
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for the tiny one.
         max_size: Limit of the longer side in pixels, at most 10,000. Default: five thirds of ``min_size``.
-        augment: ``"flip"``, the default, mirrors half of the images; ``"multiscale"`` also takes 0.6 to 1 of
-            ``min_size``; ``"none"``; or your own ``torchvision.transforms.v2`` of (image, target), on the device.
+        augment: ``"flip"``, the default, mirrors half of the images; ``"none"``; or your own
+            ``torchvision.transforms.v2`` of (image, target), on the device.
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms; ``"trained"`` trains them. See
             ``build_mask_rcnn``.
         ema: Average the weights with this decay, say 0.999, and evaluate the average. Default: no average.
@@ -249,12 +249,12 @@ def _make_plan(
 
 
 def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool) -> None:
-    """Refuse a checkpoint of another dataset, model, size or seed, or with weights that are not numbers."""
+    """Refuse a checkpoint of other images, or of another model, size or seed."""
     before, path, elsewhere = state["plan"], state["path"], "another run folder (RUN_NAME), or pass resume='never'"
     if plan.augment == "own" and not is_own:
         found = "found none. Pass them again as augment."
         raise ColabUtilsError(f"expected the transforms that the run of {path} was begun with, {found}")
-    for key in ("dataset", "model", "num_classes", "min_size", "max_size", "norms", "seed"):
+    for key in ("dataset", "images", "model", "num_classes", "min_size", "max_size", "norms", "seed"):
         if before[key] != getattr(plan, key):
             expected = f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}"
             cure = f"Train into {elsewhere}: older checkpoints are then moved to a folder of their own."
@@ -278,8 +278,6 @@ def _build_step(
         network = ranks.send(models.build_mask_rcnn(plan.model, weights=weights, class_names=class_names, **sizes))
     models.fold_norms(network)
     network.to(memory_format=torch.channels_last)
-    if plan.augment == "multiscale":
-        network.transform.min_size = list_scales(plan.min_size)
     step = TrainingStep(network, plan.device, ranks=ranks)
     step.optimizer = make_optimizer(network, name=plan.model, learning_rate=0.0)  # the schedule sets it
     if state:
@@ -301,16 +299,9 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset,
 
 
 def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int | None, epochs: int) -> TrainingPlan:
-    """Steps of the run, with the loader where a checkpoint's was, and what is not as it was then, in words."""
-    changed = ""
+    """Steps of the run, with the loader where a checkpoint's was."""
     if state:
-        position = state["loader"]
-        try:
-            loader.load_state_dict(position)
-        except ColabUtilsError:  # of other images: rather leave some out than see them twice
-            epoch = max(0, int(position["epoch"]) + (position["batch"] > 0))
-            loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": 0})
-            changed = f"in a new epoch, of {plan.images} images, before {state['plan']['images']}"
+        loader.load_state_dict(state["loader"])
     if steps is None:
         later = max(0, epochs - loader.epoch - 1) * -(-plan.images // plan.batch_size)
         steps = plan.first_step + (loader.left + later if loader.epoch < epochs else 0)
@@ -318,4 +309,4 @@ def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int
         cure = "Pass more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew."
         text = f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. {cure}"
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
-    return replace(plan, steps=steps, changed=changed)
+    return replace(plan, steps=steps)

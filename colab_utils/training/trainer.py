@@ -104,7 +104,7 @@ class Trainer:
         self._seed(2)
         total, flips, ids = self.loader.total, None, []
         images, targets = batch if isinstance(batch, tuple) else (batch, None)
-        if self.plan.augment in ("flip", "multiscale"):
+        if self.plan.augment == "flip":
             chances = np.random.default_rng([self.plan.seed, self.done]).random(total)  # of all processes
             flips = (chances < 0.5)[self.ranks.rank :: self.ranks.count].tolist()
         if images is not None:
@@ -328,8 +328,6 @@ class TrainingPlan:
     """Of the order of the images, the augmentation and random weights."""
     first_step: int = 0
     """Steps that earlier sessions did."""
-    changed: str = ""
-    """What is not as it was in those sessions."""
     augment: str = "flip"
     """By name; "own" for transforms of your own."""
     norms: str = "frozen"
@@ -348,13 +346,12 @@ class TrainingPlan:
             every = self.objects + self.skipped_objects
             skipped += f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or boxes without area)"
         resumed = f", resumed after step {self.first_step}" if self.first_step else ""
-        changed = f" ({self.changed})" if self.changed else ""
         memory = f"\nmemory: {self.memory}" if self.memory else ""
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} in {self.precision}{together}: "
             f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of {self.batch_size}, "
             f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}, "
-            f"{self.steps} steps{resumed}{changed}{memory}"
+            f"{self.steps} steps{resumed}{memory}"
         )
 
 
