@@ -105,8 +105,9 @@ class TrainingStep:
         self._network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
             # buffers: the first process saves its own statistics of batch norm, the others' are of other images
-            options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-            self._network = DistributedDataParallel(self._network, **options)
+            self._network = DistributedDataParallel(
+                self._network, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
 
     def __call__(
         self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None, total: int | None = None
@@ -219,10 +220,8 @@ class _SummedLosses(nn.Module):
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
         if images is None:  # this process has no image of the batch, and the others wait for its gradients
             return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
-        if isinstance(images, PackedBatch):
-            losses = compute_losses(self.model, images, flips=flips)
-        else:
-            losses = self.model(images, targets)
+        is_packed = isinstance(images, PackedBatch)
+        losses = compute_losses(self.model, images, flips=flips) if is_packed else self.model(images, targets)
         return torch.stack([loss.float() for loss in losses.values()]).sum()
 
 

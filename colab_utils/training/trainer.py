@@ -43,8 +43,9 @@ class Trainer:
         validation: ShardDataset | None, *, checkpoint_steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.step, self.loader, self.folder = plan, step, loader, folder
-        self.dataset, self.validation = dataset, validation
-        self.ranks, self.writer = step.ranks, CheckpointWriter(folder, checkpoint_steps)
+        self.validation, self.ranks, self.writer = validation, step.ranks, CheckpointWriter(folder, checkpoint_steps)
+        names, ids = dict(dataset.class_names), dict(dataset.category_ids)
+        self._facts = {"plan": asdict(plan), "class_names": names, "category_ids": ids}  # of each checkpoint
         self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
         self.clock, self._measured = LoopClock(), (0, 0.0, 0.0)
         self.done = self._saved_step = self._logged_step = self._ap_step = 0
@@ -102,13 +103,13 @@ class Trainer:
         for group in self.step.optimizer.param_groups:
             group["lr"] = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         self._seed(2)
-        total, flips, ids = self.loader.total, None, []
+        total, flips = self.loader.total, None
         images, targets = batch if isinstance(batch, tuple) else (batch, None)
         if self.plan.augment == "flip":
             chances = np.random.default_rng([self.plan.seed, self.done]).random(total)  # of all processes
             flips = (chances < 0.5)[self.ranks.rank :: self.ranks.count].tolist()
-        if images is not None:
-            ids = [int(target["image_id"]) for target in targets] if targets else images.image_ids.tolist()
+        ids: list[int] = [] if images is None or targets else images.image_ids.tolist()
+        ids += [int(target["image_id"]) for target in targets or ()]
         try:
             loss = self.step(images, targets=targets, flips=flips, total=total)
         except AssertionError as error:  # torchvision's, of boxes without an area
@@ -135,22 +136,17 @@ class Trainer:
 
     def _log(self, log: Callable[[LogLine], object] | None) -> None:
         self._fetch_losses()
-        on_gpu, is_new = self.step.device.type == "cuda", self._ap_step >= self._logged_step
-        line = LogLine(
-            self.done, self.plan.steps, fmean(self.losses[self._logged_step :]),
-            self.step.optimizer.param_groups[0]["lr"], *self._measure(),
-            torch.cuda.max_memory_allocated(self.step.device) if on_gpu else None,
-            self.ap if is_new else None, self._ap_step,
-        )  # fmt: skip
+        loss, rate = fmean(self.losses[self._logged_step :]), self.step.optimizer.param_groups[0]["lr"]
+        gpu_bytes = torch.cuda.max_memory_allocated(self.step.device) if self.step.device.type == "cuda" else None
+        ap = self.ap if self._ap_step >= self._logged_step else None
+        line = LogLine(self.done, self.plan.steps, loss, rate, *self._measure(), gpu_bytes, ap, self._ap_step)
         self._logged_step = self.done
         if log is not None:
             log(line)
 
     def _evaluate(self) -> None:
         """Measure the average precision, on the first process, and keep the weights if they are the best so far."""
-        if self.validation is None:
-            return
-        if self.ranks.is_first:
+        if self.validation and self.ranks.is_first:
             model = self.ema.model if self.ema else self.step.model
             self._is_evaluating = True
             try:
@@ -161,7 +157,7 @@ class Trainer:
             self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 facts = {"bbox": self.ap.bbox, "segm": self.ap.segm, "validation": self.validation.fingerprint}
-                state = {**self._describe_model(), "model": copy_to_cpu(model.state_dict()), **facts}
+                state = {**self._facts, "model": copy_to_cpu(model.state_dict()), **facts}
                 path = self.folder.save(state, step=self.done, which="best")
                 self.best = BestCheckpoint(self.done, self.ap.bbox, self.ap.segm, str(path))
         self.ap, self.best = self.ranks.send((self.ap, self.best))
@@ -176,7 +172,7 @@ class Trainer:
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
             if self.ranks.is_first:
                 state = {
-                    **self._describe_model(),
+                    **self._facts,
                     "model": self.step.model.state_dict(),
                     "ema": self.ema.model.state_dict() if self.ema else None,
                     "optimizer": self.step.optimizer.state_dict(),
@@ -205,10 +201,6 @@ class Trainer:
                 if not math.isfinite(best["bbox"] + best["segm"]):
                     raise ValueError("no average precision")
                 self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
-
-    def _describe_model(self) -> dict[str, Any]:
-        names, ids = self.dataset.class_names, self.dataset.category_ids
-        return {"plan": asdict(self.plan), "class_names": dict(names), "category_ids": dict(ids)}
 
     def _fetch_losses(self) -> None:
         """Read the losses of the latest steps from the device, and stop where one is not a number."""
