@@ -291,7 +291,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("preprocess", "--shard-mb", _NUMBER, "size of a shard to aim at, MB (128)"),
     ("preprocess", "--max-bad", {"metavar": "SHARE", "type": float}, "share of bad images to allow, 0 to 1 (0.01)"),
     ("train", "--learning-rate", _NUMBER, "the highest (follows the batch size)"),
-    ("train", "--augment", {"choices": ("none", "flip", "multiscale")}, "how images are varied (flip)"),
+    ("train", "--augment", {"choices": ("none", "flip")}, "how images are varied (flip)"),
     ("train", "--norms", {"choices": ("frozen", "trained")}, "batch norms of pretrained weights (frozen)"),
     ("train", "--ema", _NUMBER, "decay: average the weights, say 0.999, and evaluate those"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),

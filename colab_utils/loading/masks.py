@@ -258,14 +258,14 @@ def _weigh_pixels(grid: NDArray[np.float32], reach: Ints, shape: tuple[int, int]
 
 
 def flip_boxes(boxes: Tensor, widths: Tensor | float) -> Tensor:
-    """Boxes mirrored left to right: float [T, 4], x0, y0, x1, y1 in pixels; ``widths``: of the images, one or [T].
+    """Boxes mirrored left to right: float [..., 4], x0, y0, x1, y1 in pixels; ``widths``: of the images, one or [...].
 
     Example:
         >>> flip_boxes(torch.tensor([[1.0, 0.0, 3.0, 2.0]]), 10).tolist()
         [[7.0, 0.0, 9.0, 2.0]]
     """
-    x0, y0, x1, y1 = boxes.unbind(1)
-    return torch.stack([widths - x1, y0, widths - x0, y1], 1)
+    x0, y0, x1, y1 = boxes.unbind(-1)
+    return torch.stack([widths - x1, y0, widths - x0, y1], -1)
 
 
 def send(values: Tensor | NDArray[Any], device: torch.device | str) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, open_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -34,6 +35,7 @@ _SEAL = b"colab_utils 2 "  # and the version of the format; a checksum follows
 _PATTERNS = {"newest": f"checkpoint-{'[0-9]' * 8}.pt", "best": f"best-{'[0-9]' * 8}.pt"}
 _MOST_BYTES = 1e10
 _OTHERS_KEPT = {"newest": 1, "best": 0}
+_CURE = "Move this file away: the one before it is loaded then."
 _PAUSES_S = (60.0, 10.0)  # the least between two checkpoints; the latter at the end of an epoch
 
 
@@ -153,10 +155,9 @@ class CheckpointFolder:
         try:
             Retries().run(write) if patiently else write()
         except OSError as error:
-            raise ColabUtilsError(
-                f"expected to write the checkpoint {path}, found: {error.strerror or error}. The newest complete one "
-                f"is {self.newest}. Free disk space or choose another run folder, then start again: training resumes."
-            ) from error
+            found = f"found: {error.strerror or error}. The newest complete one is {self.newest}"
+            cure = "Free disk space or choose another run folder, then start again: training resumes."
+            raise ColabUtilsError(f"expected to write the checkpoint {path}, {found}. {cure}") from error
         with suppress(OSError):  # one file too many does no harm
             others = [other for other in _list_files(path.parent, which) if other != path]
             old = others[: len(others) - _OTHERS_KEPT[which]]
@@ -225,11 +226,9 @@ def copy_to_cpu(value: Any) -> Any:
         >>> copy_to_cpu({"steps": [1], "weight": torch.zeros(1)})
         {'steps': [1], 'weight': tensor([0.])}
     """
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    if isinstance(value, dict):
-        return {key: copy_to_cpu(part) for key, part in value.items()}
-    return type(value)(map(copy_to_cpu, value)) if isinstance(value, list | tuple) else value
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), value
+    )
 
 
 def _make_seal(content: bytes | memoryview) -> bytes:
@@ -285,18 +284,14 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) 
     model.load_state_dict(weights)
     for name, value in model.state_dict().items():
         if not torch.isfinite(value).all():
-            raise ColabUtilsError(
-                f"expected finite weights in {path}, found {name} with values that are no numbers. Move this file "
-                "away: the one before it is loaded then."
-            )
+            found = f"found {name} with values that are no numbers"
+            raise ColabUtilsError(f"expected finite weights in {path}, {found}. {_CURE}")
 
 
 def _refuse(path: Path) -> ColabUtilsError:
-    return ColabUtilsError(
-        f"expected a checkpoint as this version of colab_utils writes it in {path}, found one that was changed or "
-        "renamed, or of another program or version. Move this file away: the one before it is loaded then. Or update "
-        "colab_utils."
-    )
+    found = "found one that was changed or renamed, or of another program or version"
+    expected = f"expected a checkpoint as this version of colab_utils writes it in {path}"
+    return ColabUtilsError(f"{expected}, {found}. {_CURE} Or update colab_utils.")
 
 
 def _load(path: Path, content: bytes) -> dict[str, Any]:
@@ -304,11 +299,8 @@ def _load(path: Path, content: bytes) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ColabUtilsError(
-            f"expected to load {path}, found an error, though the file is complete: {reason} "
-            "Free memory and start again; or move this file away: the one before it is loaded then."
-        ) from error
+        found = f"found an error, though the file is complete: {(str(error) or type(error).__name__).splitlines()[0]}"
+        raise ColabUtilsError(f"expected to load {path}, {found} Free memory and start again. Or: {_CURE}") from error
     step = state.get("step") if isinstance(state, dict) else None
     if type(step) is not int or f"{step:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
@@ -320,10 +312,9 @@ def _explain_read(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # the latter of a name that is none
-        raise ColabUtilsError(
-            f"expected to read checkpoints in {path}, found: {getattr(error, 'strerror', None) or error}. Make it "
-            "readable, move it away, or choose another run folder."
-        ) from error
+        found = getattr(error, "strerror", None) or error
+        cure = "Make it readable, move it away, or choose another run folder."
+        raise ColabUtilsError(f"expected to read checkpoints in {path}, found: {found}. {cure}") from error
 
 
 def _list_files(folder: Path, which: Which) -> list[Path]:

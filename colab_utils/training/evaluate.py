@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,15 +31,13 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.masks import send
 from colab_utils.runtime import fork_pool, show_progress
-from colab_utils.training.losses import Size, fit_shape, resize_all
+from colab_utils.training.losses import Size, choose_sizes, fit_shape
 from colab_utils.training.model import choose_precision, keep_boxes_exact
 
 __all__ = ["AveragePrecision", "EvaluationProcessError", "describe_detections", "detect", "evaluate"]
 
 _RESULT = ("boxes", "labels", "scores", "masks")
 _DECODERS = 2  # threads
-_BATCHES_AHEAD = 2
-_MOST_WAITING = 64  # images whose masks are not drawn yet: 20 MB of them
 
 
 class EvaluationProcessError(ColabUtilsError):
@@ -48,23 +45,11 @@ class EvaluationProcessError(ColabUtilsError):
 
 
 @dataclass(frozen=True)
-class ClassPrecision:
-    """Average precision of one class, 0 to 1; None where the images hold no object of it."""
-
-    name: str
-    """The class."""
-    bbox: float | None
-    """Of boxes, over IoU 0.50 to 0.95."""
-    segm: float | None
-    """Of masks, over IoU 0.50 to 0.95."""
-
-
-@dataclass(frozen=True)
 class AveragePrecision:
     """COCO average precision, 0 to 1.
 
     Example:
-        >>> print(AveragePrecision(0.25, 0.2, 0.5, 0.4, 60, ()))
+        >>> print(AveragePrecision(0.25, 0.2, 0.5, 0.4, 60))
         AP of boxes 0.250 (0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 60 images
     """
 
@@ -78,8 +63,6 @@ class AveragePrecision:
     """Of masks, at IoU 0.50."""
     images: int
     """Number of images."""
-    per_class: tuple[ClassPrecision, ...]
-    """Each class of the dataset."""
 
     def __str__(self) -> str:
         boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"
@@ -116,12 +99,12 @@ def evaluate(
         found = f"found none in {len(dataset)} images: evaluate on a dataset with annotations"
         raise ColabUtilsError(f"expected objects to measure against, {found}")
     with _set_up(model.to(device)):
-        for is_first in (True, False):
-            with suppress(BrokenProcessPool):
-                return _evaluate(model, dataset, truth, device, batch_size)
-            if is_first:
-                text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
-                warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        with suppress(BrokenProcessPool):
+            return _evaluate(model, dataset, truth, device, batch_size)
+        text = "the process that draws masks was killed (is memory full?): this evaluation starts once more"
+        warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+        with suppress(BrokenProcessPool):
+            return _evaluate(model, dataset, truth, device, batch_size)
     found = "found that its process was killed twice, as happens where memory is full"
     raise EvaluationProcessError(f"expected an average precision, {found}. Evaluate on fewer images.")
 
@@ -130,19 +113,17 @@ def _check_classes(model: Any, dataset: Any) -> None:
     """Refuse a model whose labels mean other classes than those of the dataset."""
     if not isinstance(dataset, ShardDataset | CocoFolder):
         raise ColabUtilsError(f"expected a ShardDataset or a CocoFolder, found {type(dataset).__name__}. Open one.")
-    ids, classes = dataset.category_ids, dataset.num_classes
-    trained = getattr(model, "category_ids", ids)  # of `load_trained_model`
-    fits = ids.items() <= trained.items()
+    ids, classes, known = dataset.category_ids, dataset.num_classes, dataset.num_classes
     predictor = getattr(getattr(model, "roi_heads", None), "box_predictor", None)
     if isinstance(predictor, FastRCNNPredictor):
-        classes = predictor.cls_score.out_features
-        # a model of raw COCO ids may have more classes than this dataset
-        is_raw = all(label == number for label, number in ids.items())
-        fits = fits and (classes == dataset.num_classes or (is_raw and classes > dataset.num_classes))
-    if not fits:
+        known = predictor.cls_score.out_features
+    # a model of raw COCO ids may have more classes than this dataset
+    fits = known == classes or (known > classes and all(label == number for label, number in ids.items()))
+    trained = getattr(model, "category_ids", ids)  # of `load_trained_model`
+    if not fits or not ids.items() <= trained.items():
         raise ColabUtilsError(
-            f"expected a dataset with the classes of the model ({classes} with the background), found other labels "
-            f"({dataset.num_classes} with the background). Open it with the contiguous_labels of the training dataset."
+            f"expected a dataset with the classes of the model ({known} with the background), found other labels "
+            f"({classes} with the background). Open it with the contiguous_labels of the training dataset."
         )
 
 
@@ -164,14 +145,15 @@ def _evaluate(
     model: nn.Module, dataset: ShardDataset | CocoFolder, truth: Any, device: str | torch.device, size: int
 ) -> AveragePrecision:
     ids, pool = dataset.category_ids, fork_pool(1, _keep_truth, truth)  # before there are threads
-    drawing: deque[Future[None]] = deque()
+    drawing: list[Future[None]] = []
     try:
         with show_progress("evaluating", total=len(dataset), unit="image") as bar:
             for indices, images in _decode_ahead(dataset, _group_images(model, dataset, size)):
-                for i, image, found in zip(indices, images, detect(model, images, device=device), strict=True):
-                    drawing.append(pool.submit(_draw, found, int(dataset.image_ids[i]), image.shape[1:], ids))
-                while len(drawing) > _MOST_WAITING:
-                    drawing.popleft().result()
+                found = detect(model, images, device=device)
+                for job in drawing:  # of the batch before
+                    job.result()
+                numbers, sizes = dataset.image_ids[indices].tolist(), [image.shape[1:] for image in images]
+                drawing = [pool.submit(_draw, *one, ids) for one in zip(found, numbers, sizes, strict=True)]
                 bar.update(len(indices))
         for job in drawing:
             job.result()
@@ -180,27 +162,22 @@ def _evaluate(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _group_images(model: nn.Module, dataset: ShardDataset | CocoFolder, batch_size: int) -> Iterator[list[int]]:
+def _group_images(model: nn.Module, dataset: ShardDataset | CocoFolder, batch_size: int) -> list[list[int]]:
     """Batches of images that the model's transform pads to the same shape."""
     if not isinstance(model, MaskRCNN):
-        yield from ([i] for i in range(len(dataset)))
-        return
+        return [[i] for i in range(len(dataset))]
     groups: dict[Size, list[int]] = {}
-    for i, size in enumerate(resize_all(dataset.sizes, model.transform, training=False).tolist()):
+    for i, size in enumerate(choose_sizes(model.transform, dataset.sizes.tolist())):
         groups.setdefault(fit_shape([size], step=model.transform.size_divisible), []).append(i)
-    for group in groups.values():
-        yield from (group[first : first + batch_size] for first in range(0, len(group), batch_size))
+    return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
 
 
 def _decode_ahead(dataset: Any, batches: Iterable[list[int]]) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Each batch with its images, decoded in threads while the model works on the batches before it."""
-    waiting: deque[tuple[list[int], list[Future[Tensor]]]] = deque()
+    """Each batch with its images, decoded in threads while the model works on the batch before it."""
     with ThreadPoolExecutor(_DECODERS) as pool:
-        for batch in chain(batches, repeat([], _BATCHES_AHEAD)):
-            waiting.append((batch, [pool.submit(lambda i: dataset.decode(dataset.read(i)), i) for i in batch]))
-            if len(waiting) > _BATCHES_AHEAD:
-                indices, images = waiting.popleft()
-                yield indices, [image.result() for image in images]
+        jobs = ((batch, pool.map(lambda i: dataset.decode(dataset.read(i)), batch)) for batch in [*batches, []])
+        for (batch, images), _ in pairwise(jobs):
+            yield batch, [*images]
 
 
 @torch.no_grad()  # not inference_mode: the model caches its anchors, and trains with them later
@@ -229,9 +206,10 @@ def detect(
 
 def _find_in_boxes(model: MaskRCNN, images: Iterable[Tensor], sizes: Sequence[Size]) -> list[dict[str, Tensor]]:
     """The result of ``model(images)``, with masks as the mask head makes them. Source: ``GeneralizedRCNN.forward``."""
-    resized = [model.transform([image])[0] for image in images]
-    padded = model.transform.batch_images([one.tensors[0] for one in resized], model.transform.size_divisible)
-    batch = ImageList(padded, [one.image_sizes[0] for one in resized])
+    transform = model.transform
+    resized = [transform.resize(transform.normalize(image))[0] for image in images]
+    padded = transform.batch_images(resized, transform.size_divisible)
+    batch = ImageList(padded, [(image.shape[1], image.shape[2]) for image in resized])
     features = model.backbone(batch.tensors)
     if isinstance(features, Tensor):
         features = {"0": features}
@@ -309,26 +287,17 @@ def _draw(found: dict[str, NDArray[Any]], image_id: int, size: Sequence[int], ca
 def _score() -> AveragePrecision:
     """The average precision of the results so far, by pycocotools."""
     from pycocotools.coco import COCO
-
-    [truth] = _truth
-    with redirect_stdout(io.StringIO()):  # pycocotools prints
-        found = truth.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
-        box, box_50, boxes = _compute_precision(truth, found, "bbox")
-        mask, mask_50, masks = _compute_precision(truth, found, "segm")
-    names = [category["name"] for category in truth.dataset["categories"]]
-    per_class = tuple(ClassPrecision(*row) for row in zip(names, boxes, masks, strict=True))
-    return AveragePrecision(box, mask, box_50, mask_50, len(truth.dataset["images"]), per_class)
-
-
-def _compute_precision(truth: Any, found: Any, kind: str) -> tuple[float, float, list[float | None]]:
-    """AP over all IoU, at IoU 0.5, and of each class in the order of the category ids."""
     from pycocotools.cocoeval import COCOeval
 
-    evaluation = COCOeval(truth, found, kind)
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
-    # precision: [IoU, recall, class, area range, detections an image]; -1 where a class has no object.
-    classes = np.moveaxis(evaluation.eval["precision"][:, :, :, 0, -1], 2, 0)
-    per_class = [float(values.mean()) if values.max() > -1 else None for values in classes]
-    return float(evaluation.stats[0]), float(evaluation.stats[1]), per_class
+    [truth] = _truth
+    stats = []
+    with redirect_stdout(io.StringIO()):  # pycocotools prints
+        found = truth.loadRes(_results) if _results else COCO()  # loadRes takes no empty list
+        for kind in ("bbox", "segm"):
+            evaluation = COCOeval(truth, found, kind)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+            stats.append(evaluation.stats[:2].tolist())
+    (bbox, bbox_50), (segm, segm_50) = stats
+    return AveragePrecision(bbox, segm, bbox_50, segm_50, len(truth.dataset["images"]))

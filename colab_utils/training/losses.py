@@ -10,40 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import log2
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection._utils import BalancedPositiveNegativeSampler, BoxCoder, Matcher
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign, nms, roi_align
 
-from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
 from colab_utils.shards.images import fit_size
 
-__all__ = ["Augment", "Size", "compute_losses", "fit_shape", "list_scales", "resize_all"]
+__all__ = ["Augment", "Size", "choose_sizes", "compute_losses", "fit_shape"]
 
-Augment = Literal["none", "flip", "multiscale"]
-"""Augmentation by name: nothing; random flips left to right; flips, and each image resized to one of several sizes."""
+Augment = Literal["none", "flip"]
+"""Augmentation by name: nothing, or random flips left to right."""
 
 Size = tuple[int, int]
 """Height and width in pixels."""
 
-_SMALLEST, _SCALES = 0.6, 11  # 480 to 800 pixels in steps of 32, as in torchvision's references
 _REGIONS = 32  # the mask head takes a multiple of so many on a GPU: each new shape costs cuDNN a new plan
 _PAIRS = {"cuda": 1 << 25, "cpu": 1 << 21}  # of an object and a box that are compared at once, 40 bytes each
 _NMS_BOXES = {"cuda": 1 << 15, "cpu": 1 << 12}  # of one call: a GPU compares all pairs, in n² / 8 bytes
@@ -129,7 +126,10 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
     shape, heads = (images.shape[2], images.shape[3]), model.roi_heads
     limits = send(np.array(sizes, np.float32)[:, [1, 0, 1, 0]], images.device)
     proposal_losses, proposals = _compute_proposal_losses(model.rpn, [*features.values()], objects, limits, shape)
-    boxes, matched, samples = _pick_regions(heads, proposals, objects)
+    # the objects themselves are proposals, too
+    boxes, exists = (torch.cat(pair, 1) for pair in zip(proposals, (objects.boxes, objects.exists), strict=True))
+    samples, matched = _pick(heads, objects, boxes, exists)
+    boxes = gather_rows(boxes, samples.places)
     canvas = _make_canvas(heads.box_roi_pool, features, shape)
     image_of = torch.arange(len(batch), device=images.device)[:, None].expand_as(matched)
     pooled = heads.box_head(pool_regions(heads.box_roi_pool, canvas, boxes.flatten(0, 1), image_of.flatten()))
@@ -149,71 +149,43 @@ def compute_losses(model: MaskRCNN, batch: PackedBatch, *, flips: Sequence[bool]
 
 
 def _check_input(model: Any, batch: Any) -> None:
-    name = type(model).__name__
-    problem = ""
-    if isinstance(model, DistributedDataParallel | DataParallel):
+    name, wrappers = type(model).__name__, (DistributedDataParallel, DataParallel)
+    if isinstance(model, wrappers):
         problem = f"a plain model, found {name} around it: wrap a module whose forward calls compute_losses instead"
-    elif not isinstance(model, GeneralizedRCNN) or not getattr(model.roi_heads, "has_mask", bool)():
+    elif not isinstance(model, MaskRCNN):
         problem = f"a Mask R-CNN of torchvision, found {name}: call model(images, targets) with deliver='dense'"
     elif not model.training:
         problem = "a model in training mode, found one in evaluation mode: call model.train() first"
     elif not isinstance(batch, PackedBatch):
         problem = f"a packed batch, found {type(batch).__name__}: make the loader with deliver='packed'"
-    if problem:
-        raise ColabUtilsError(f"expected {problem}")
-
-
-def list_scales(min_size: int) -> tuple[int, ...]:
-    """The shorter sides of multi-scale training, pixels: 0.6 to 1 of ``min_size``, the usual one last.
-
-    Source: ``DetectionPresetTrain`` of torchvision's references, which takes 480 to 800 in steps of 32.
-
-    Example:
-        >>> list_scales(800)
-        (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
-    """
-    return tuple(int(side) for side in np.linspace(_SMALLEST * min_size, min_size, _SCALES).round())
+    else:
+        return
+    raise ColabUtilsError(f"expected {problem}")
 
 
 def choose_sizes(transform: GeneralizedRCNNTransform, sizes: Sequence[Sequence[int]]) -> list[Size]:
-    """The size that a model's transform gives each image in training; random where it has several ``min_size``.
+    """The size that a model's transform gives each image; in training random where it has several ``min_size``.
 
     Source: ``GeneralizedRCNNTransform.resize`` of torchvision, with its ``_skip_resize`` and ``fixed_size``; the random
     numbers are the same ones, of torch on the CPU.
 
     Args:
-        transform: of the model.
+        transform: of the model, in training or evaluation mode.
         sizes: height and width of each image, as stored.
 
     Example:
         >>> choose_sizes(GeneralizedRCNNTransform(800, 1333, [0], [1]), [(480, 640)])
         [(800, 1066)]
     """
-    if transform._skip_resize:
+    if transform.training and transform._skip_resize:
         return [(height, width) for height, width in sizes]
-    sides = [*transform.min_size]
-    return [_resize(transform, size, transform.torch_choice(sides) if sides[1:] else sides[0]) for size in sizes]
-
-
-def resize_all(
-    sizes: NDArray[np.integer], transform: GeneralizedRCNNTransform, *, training: bool = True
-) -> NDArray[np.int64]:
-    """The largest size that a model's transform gives each image, int [I, 2] in pixels, as ``sizes``.
-
-    Example:
-        >>> resize_all(np.array([[480, 640]]), GeneralizedRCNNTransform((480, 800), 1333, [0], [1])).tolist()
-        [[800, 1066]]
-    """
-    if training and transform._skip_resize:
-        return sizes.astype(np.int64)
-    side = max(transform.min_size) if training else transform.min_size[-1]
-    return np.array([_resize(transform, size, side) for size in sizes.tolist()], np.int64).reshape(-1, 2)
-
-
-def _resize(transform: GeneralizedRCNNTransform, size: Sequence[int], side: float) -> Size:
-    if transform.fixed_size is not None:  # width and height
-        return int(transform.fixed_size[1]), int(transform.fixed_size[0])
-    return fit_size(*size, min_size=float(side), max_size=transform.max_size)
+    sides = [*transform.min_size] if transform.training else [transform.min_size[-1]]
+    chosen = [transform.torch_choice(sides) if sides[1:] else sides[0] for _ in sizes]
+    if transform.fixed_size is not None:
+        width, height = transform.fixed_size
+        return [(height, width)] * len(sizes)
+    longest = transform.max_size
+    return [fit_size(*size, min_size=float(one), max_size=longest) for size, one in zip(sizes, chosen, strict=True)]
 
 
 def fit_shape(sizes: Iterable[Sequence[int]], *, step: int) -> Size:
@@ -253,28 +225,22 @@ def make_input(
         image = functional.interpolate(image.flip(3) if flip else image, size, mode="bilinear")
         images.as_strided(image.shape, images.stride(), number * images.stride(0)).copy_(image)
         first += 3 * height * width
-    return images.sub_(mean).div_(std), _pad_objects(batch, _resize_boxes(batch, sizes, flips))
+    return images.sub_(mean).div_(std), _pad_objects(batch, sizes, flips)
 
 
-def _pad_objects(batch: PackedBatch, boxes: Tensor) -> Objects:
-    """The objects of each image in as many places as the image with most of them has, one at least."""
-    counts, most = batch.counts.numpy(), max(1, *batch.counts.tolist())
-    place = send(np.repeat(np.arange(len(batch)) * most, counts) + number_within(counts), boxes.device)
-    padded, labels = boxes.new_zeros(len(batch) * most, 4), batch.labels.new_zeros(len(batch) * most)
-    exists = send(np.arange(most) < counts[:, None], boxes.device)
-    padded.index_copy_(0, place, boxes)
-    return Objects(padded.view(-1, most, 4), labels.index_copy_(0, place, batch.labels).view(-1, most), exists)
-
-
-def _resize_boxes(batch: PackedBatch, sizes: Sequence[Size], flips: Sequence[bool]) -> Tensor:
-    """All boxes of a batch, float32 [T, 4], in pixels of the mirrored and resized images."""
-    boxes, device = batch.boxes, batch.boxes.device
-    image_of = np.repeat(np.arange(len(batch)), batch.counts.numpy())  # the image of each object
+def _pad_objects(batch: PackedBatch, sizes: Sequence[Size], flips: Sequence[bool]) -> Objects:
+    """The mirrored and resized objects of each image, in as many places as the image with most of them has, or one."""
+    counts, device = batch.counts.numpy(), batch.boxes.device
+    exists = np.arange(max(1, *counts.tolist())) < counts[:, None]
+    place = send(np.flatnonzero(exists), device)
+    boxes = batch.boxes.new_zeros(exists.size, 4).index_copy_(0, place, batch.boxes).view(*exists.shape, 4)
+    labels = batch.labels.new_zeros(exists.size).index_copy_(0, place, batch.labels).view(exists.shape)
+    stored = batch.sizes.numpy().astype(np.float32)
     if any(flips):
-        widths, mirrored = batch.sizes[:, 1].numpy()[image_of], np.array(flips)[image_of]
-        boxes = torch.where(send(mirrored, device)[:, None], flip_boxes(boxes, send(widths, device)), boxes)
-    ratios = np.array(sizes, np.float32) / batch.sizes.numpy().astype(np.float32)  # of heights and widths
-    return boxes * send(ratios[:, [1, 0, 1, 0]][image_of], device)
+        mirrored = send(np.array(flips)[:, None, None], device)
+        boxes = torch.where(mirrored, flip_boxes(boxes, send(stored[:, 1:], device)), boxes)
+    ratios = np.array(sizes, np.float32) / stored  # of heights and widths
+    return Objects(boxes * send(ratios[:, None, [1, 0, 1, 0]], device), labels, send(exists, device))
 
 
 def _compute_proposal_losses(
@@ -290,10 +256,8 @@ def _compute_proposal_losses(
     )
     scores, levels = scores[..., 0], [part[0].numel() for part in told[0]]
     proposals = find_proposals(rpn, scores, said, anchors, levels=levels, limits=limits, side=max(shape))
-    matches = match_objects(rpn.proposal_matcher, objects, anchors[None])
-    samples = sample_regions(matches, rpn.fg_bg_sampler)
-    places, total = samples.places, samples.exists.sum()
-    wanted = gather_rows(objects.boxes, gather_rows(matches, places).clamp(min=0))
+    samples, matched = _pick(rpn, objects, anchors[None])
+    places, total, wanted = samples.places, samples.exists.sum(), gather_rows(objects.boxes, matched)
     difference = _compare_boxes(rpn.box_coder, gather_rows(said, places), wanted, anchors[places], samples)
     found = functional.binary_cross_entropy_with_logits(
         scores.gather(1, places), samples.positive.float(), samples.exists.float(), reduction="sum"
@@ -330,21 +294,17 @@ def find_proposals(
     Returns:
         float32 [B, P, 4] in pixels, the best first, and bool [B, P]: whether the place holds a proposal.
     """
-    picked, level_of, first, images = [], [], 0, len(scores)
-    for number, part in enumerate(scores.split(list(levels), 1)):
-        index = part.topk(min(rpn.pre_nms_top_n(), part.shape[1]), 1).indices + first
-        picked.append(index)
-        level_of.append(index.new_full((index.shape[1],), number))
-        first += part.shape[1]
-    index = torch.cat(picked, 1)
+    counts, starts = [min(rpn.pre_nms_top_n(), count) for count in levels], accumulate([0, *levels])
+    parts = zip(scores.split(list(levels), 1), counts, starts, strict=False)
+    index = torch.cat([part.topk(count, 1).indices + start for part, count, start in parts], 1)
     boxes = decode_boxes(rpn.box_coder, gather_rows(said, index), anchors[index])
     boxes = boxes.clamp_(min=0).minimum(limits.unsqueeze(1))
     score = scores.gather(1, index).sigmoid()
     start, end = boxes.split(2, -1)
     large = (end - start >= rpn.min_size).all(2) & (score >= rpn.score_thresh)
     # boxes of different levels and images are moved apart, so that none suppresses another
-    across = torch.cat(level_of).expand(images, -1)
-    down = torch.arange(images, device=index.device)[:, None].expand_as(across)
+    across = send(np.repeat(np.arange(len(levels)), counts), index.device).expand_as(index)
+    down = torch.arange(len(index), device=index.device)[:, None].expand_as(index)
     apart = boxes + (torch.stack([across, down], 2) * (side + 1)).repeat(1, 1, 2)
     alive, count = torch.zeros_like(score, dtype=torch.bool), max(1, _NMS_BOXES[boxes.device.type] // index.shape[1])
     flat = (part.flatten(0, 1).split(count * index.shape[1]) for part in (apart, score, alive))
@@ -372,23 +332,20 @@ def match_objects(matcher: Matcher, objects: Objects, boxes: Tensor) -> Tensor:
         [[0, -2, -1]]
     """
     chunks = boxes.split(max(1, _PAIRS[boxes.device.type] // objects.exists.numel()), 1)
-    best, values, overlaps = [], [], boxes[:0]
-    highest = objects.boxes.new_full(objects.exists.shape, -1.0)
-    for chunk in chunks:
-        overlaps = _compute_overlaps(objects, chunk)
-        value, index = overlaps.max(1)
-        best.append(index)
-        values.append(value)
-        highest = torch.maximum(highest, overlaps.amax(2))
-    every, value = torch.cat(best, 1), torch.cat(values, 1)
+    only = [_compute_overlaps(objects, boxes)] if len(chunks) == 1 else []
+
+    def compare() -> Iterable[Tensor]:
+        return only or (_compute_overlaps(objects, chunk) for chunk in chunks)
+
+    best, index, highest = zip(*((*part.max(1), part.amax(2)) for part in compare()), strict=True)
+    value, every = torch.cat(best, 1), torch.cat(index, 1)
     matches = every.masked_fill(value < matcher.high_threshold, matcher.BETWEEN_THRESHOLDS)
     matches = matches.masked_fill(value < matcher.low_threshold, matcher.BELOW_LOW_THRESHOLD)
     if not matcher.allow_low_quality_matches:
         return matches
     # an object keeps the boxes that overlap it most, even if the overlap is small
-    highest = highest.masked_fill(~objects.exists, 2.0)
-    parts = [overlaps] if len(chunks) == 1 else (_compute_overlaps(objects, chunk) for chunk in chunks)
-    closest = torch.cat([(part == highest[..., None]).any(1) for part in parts], 1)
+    most = torch.stack(highest).amax(0).masked_fill_(~objects.exists, 2.0)
+    closest = torch.cat([(part == most[..., None]).any(1) for part in compare()], 1)
     return torch.where(closest, every, matches)
 
 
@@ -432,19 +389,13 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(1, index if values.ndim == 2 else index[..., None].expand(-1, -1, values.shape[2]))
 
 
-def _pick_regions(
-    heads: RoIHeads, proposals: tuple[Tensor, Tensor], objects: Objects
-) -> tuple[Tensor, Tensor, Samples]:
-    """The regions that the heads are trained on: [B, S, 4], the object that each is compared with, and which count.
-
-    The objects themselves are proposals, too.
-    """
-    boxes = torch.cat([proposals[0], objects.boxes], 1)
-    exists = torch.cat([proposals[1], objects.exists], 1)
-    matches = match_objects(heads.proposal_matcher, objects, boxes)
-    matches = matches.masked_fill(~exists, Matcher.BETWEEN_THRESHOLDS)  # neither positive nor negative
-    samples = sample_regions(matches, heads.fg_bg_sampler)
-    return gather_rows(boxes, samples.places), gather_rows(matches, samples.places).clamp(min=0), samples
+def _pick(part: Any, objects: Objects, boxes: Tensor, exists: Tensor | None = None) -> tuple[Samples, Tensor]:
+    """Which boxes a ``part`` of the model is trained on, and the object that each is compared with, int64 [B, S]."""
+    matches = match_objects(part.proposal_matcher, objects, boxes)
+    if exists is not None:
+        matches = matches.masked_fill(~exists, Matcher.BETWEEN_THRESHOLDS)  # neither positive nor negative
+    samples = sample_regions(matches, part.fg_bg_sampler)
+    return samples, gather_rows(matches, samples.places).clamp(min=0)
 
 
 def _compare_boxes(coder: BoxCoder, said: Tensor, objects: Tensor, boxes: Tensor, samples: Samples) -> Tensor:
@@ -491,15 +442,13 @@ def join_levels(features: Sequence[Tensor], shape: tuple[int, int]) -> Canvas:
     """
     scales = [2.0 ** round(log2(part.shape[2] / shape[0])) for part in features]
     first, *others = [functional.pad(part.float(), (0, 1, 0, 1), mode="replicate") for part in features]
-    places, y = [(0, 0)], 0
-    for part in others:
-        places.append((first.shape[3], y))
-        y += part.shape[2]
-    height, width = max(first.shape[2], y), max((part.shape[3] for part in others), default=0)
+    tops = [0, *accumulate(part.shape[2] for part in others)]
+    height, width = max(first.shape[2], tops[-1]), max((part.shape[3] for part in others), default=0)
     columns = [functional.pad(first, (0, 0, 0, height - first.shape[2]))]
     if others:
-        column = torch.cat([functional.pad(part, (0, width - part.shape[3], 0, 0)) for part in others], 2)
-        columns.append(functional.pad(column, (0, 0, 0, height - y)))
+        column = torch.cat([functional.pad(part, (0, width - part.shape[3])) for part in others], 2)
+        columns.append(functional.pad(column, (0, 0, 0, height - tops[-1])))
+    places = [(0, 0), *((first.shape[3], top) for top in tops[:-1])]
     table = np.array([(scale, *place, *place) for scale, place in zip(scales, places, strict=True)], np.float32)
     return Canvas(torch.cat(columns, 3), send(table, first.device), -log2(scales[0]))
 
@@ -534,12 +483,9 @@ def _compute_mask_loss(
     # the device is read once for all images: each reading waits for it
     table = torch.cat([boxes.float(), labels[..., None], matched[..., None]], 2).flatten(0, 1).cpu().numpy()
     positive = np.flatnonzero(table[:, 4] > 0)
-    image_of = positive // labels.shape[1]
-    count = len(positive)
-    # cuDNN meets few shapes
-    filled = np.zeros(count if boxes.device.type == "cpu" else -(-count // _REGIONS) * _REGIONS, np.int64)
-    filled[:count] = positive
-    rows = send(filled, boxes.device)
+    count, image_of = len(positive), positive // labels.shape[1]
+    spare = 0 if boxes.device.type == "cpu" else -count % _REGIONS  # cuDNN meets few shapes
+    rows = send(np.pad(positive, (0, spare)), boxes.device)
     pooled = pool_regions(heads.mask_roi_pool, canvas, boxes.flatten(0, 1)[rows], rows // labels.shape[1])
     logits = heads.mask_predictor(heads.mask_head(pooled))[:count]
     if not len(logits):

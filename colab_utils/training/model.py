@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 from torchvision.models import get_weight, mobilenet_v3_large
-from torchvision.models.detection import MaskRCNN, maskrcnn_resnet50_fpn_v2
+from torchvision.models.detection import FasterRCNN, MaskRCNN, maskrcnn_resnet50_fpn, maskrcnn_resnet50_fpn_v2
 from torchvision.models.detection.anchor_utils import AnchorGenerator
-from torchvision.models.detection.backbone_utils import BackboneWithFPN, resnet_fpn_backbone
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
-from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
@@ -97,23 +97,23 @@ def build_mask_rcnn(
     if num_classes < 2:
         raise ColabUtilsError(f"expected num_classes of at least 2, with the background, found {num_classes}: add one")
     sizes: dict[str, Any] = {"min_size": min_size, "max_size": max_size, "norms": norms}
-    known: Mapping[int, str] = _COCO_NAMES
     state = _fetch_pretrained(name) if weights == "coco" and name in _WEIGHTS else None
-    if weights is not None and weights != "coco":
+    known: Mapping[int, str] = {}
+    if weights not in (None, "coco"):
         model, known = _load_run(name, weights)
         model.transform.min_size, model.transform.max_size = (min_size,), max_size
-    elif state is None or name == LIGHT_MODEL:
-        starts_from = "random" if state is None else "imagenet"
-        model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from=starts_from, **sizes)
-        if state is not None:  # weights of the backbone alone
-            body = model.backbone.body
-            body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
-        return model
+    elif state is None:
+        model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from="random", **sizes)
+    elif name == LIGHT_MODEL:
+        model = assemble_mask_rcnn(name, num_classes=num_classes, starts_from="imagenet", **sizes)
+        body = model.backbone.body
+        body.load_state_dict({key: state[f"features.{key}"] for key in body.state_dict()})
     else:
+        known = _COCO_NAMES
         model = assemble_mask_rcnn(name, num_classes=len(known), starts_from="coco", **sizes)
         model.load_state_dict(state)
-    if num_classes != model.roi_heads.box_predictor.cls_score.out_features or class_names:
-        _replace_heads(model, num_classes, _match_names(class_names or {}, known))
+    if known and (num_classes != model.roi_heads.box_predictor.cls_score.out_features or class_names):
+        _replace_heads(model, num_classes, class_names or {}, known)
     return model
 
 
@@ -133,9 +133,7 @@ def assemble_mask_rcnn(
         'imagenet'
     """
     if name not in BUILDERS:
-        raise ColabUtilsError(
-            f"expected one of the models {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these."
-        )
+        raise ColabUtilsError(f"expected a model of {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these.")
     model = BUILDERS[name](num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size)
     if starts_from != "random" and norms == "frozen":
         _freeze_norms(model)
@@ -192,20 +190,16 @@ def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     return model
 
 
-def _assemble_resnet_v2(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
-    model = maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
+def _assemble_resnet(build: Callable[..., MaskRCNN], num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
+    model = build(weights=None, weights_backbone=None, num_classes=num_classes, **sizes)
     if pretrained:  # torchvision trains the last three of five stages then
         for key, parameter in model.backbone.body.named_parameters():
             parameter.requires_grad_(key.startswith(("layer2", "layer3", "layer4")))
+        if build is maskrcnn_resnet50_fpn:  # its weights were trained so, see overwrite_eps in its source
+            for norm in model.modules():
+                if isinstance(norm, nn.BatchNorm2d):
+                    norm.eps = 0.0
     return model
-
-
-def _assemble_resnet(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
-    # COCO_V1 was trained with an epsilon of 0, see overwrite_eps in torchvision's mask_rcnn.py.
-    norm = partial(nn.BatchNorm2d, eps=0.0) if pretrained else nn.BatchNorm2d
-    stages = 3 if pretrained else 5
-    backbone = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=norm, trainable_layers=stages)
-    return MaskRCNN(backbone, num_classes, **sizes)
 
 
 def _assemble_light(num_classes: int, *, pretrained: bool, **sizes: int) -> MaskRCNN:
@@ -250,8 +244,8 @@ def _put_heads(
 
 
 BUILDERS: dict[str, Callable[..., MaskRCNN]] = {
-    GPU_MODEL: _assemble_resnet_v2,
-    "maskrcnn_resnet50_fpn": _assemble_resnet,
+    GPU_MODEL: partial(_assemble_resnet, maskrcnn_resnet50_fpn_v2),
+    "maskrcnn_resnet50_fpn": partial(_assemble_resnet, maskrcnn_resnet50_fpn),
     LIGHT_MODEL: _assemble_light,
     TINY_MODEL: _assemble_tiny,
 }
@@ -265,9 +259,8 @@ def _fetch_pretrained(name: str) -> Mapping[str, Any] | None:
     try:
         return _WEIGHTS[name].get_state_dict(progress=is_watched(), check_hash=True)
     except Exception as error:  # of the network, or of a file that is cut short or another one
-        reason = f"its pretrained weights could not be downloaded ({getattr(error, 'reason', error)})"
-        text = f"{name} starts from random weights because {reason}. It will learn, but needs many more steps."
-        warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+        why = f"its weights could not be downloaded ({getattr(error, 'reason', error)}). It needs many more steps."
+        warnings.warn(f"{name} starts from random weights because {why}", ColabUtilsWarning, stacklevel=3)
         return None
     finally:
         socket.setdefaulttimeout(timeout)
@@ -278,33 +271,27 @@ def _load_run(name: str, run: str | Path) -> tuple[MaskRCNN, Mapping[int, str]]:
     state = CheckpointFolder(run).read("best") or CheckpointFolder(run).read("newest")
     if state is None:
         raise ColabUtilsError(f"expected weights 'coco', None or the folder of a run, found {str(run)!r}. Pass one.")
-    with explain_state(state):
-        found = state["plan"]["model"]
+    model, found = _read_model(state), state["plan"]["model"]
     if found != name:
         raise ColabUtilsError(f"expected a run of the model {name}, found one of {found} in {run}. Pass that name.")
-    return _read_model(state), state["class_names"]
-
-
-def _match_names(names: Mapping[int, str], known: Mapping[int, str]) -> dict[int, int]:
-    """Label to the label of the class of the same name in the weights; empty where no name is the same."""
-    labels = {name.lower(): label for label, name in known.items() if name not in ("__background__", "N/A")}
-    found = {label: labels[name.lower()] for label, name in names.items() if name.lower() in labels}
-    return {0: 0, **found} if found else {}
+    return model, state["class_names"]
 
 
 @torch.no_grad()
-def _replace_heads(model: MaskRCNN, num_classes: int, matches: Mapping[int, int]) -> None:
-    """Last layers for other classes: those of the classes in ``matches`` are copied, the rest is random."""
-    heads = model.roi_heads
+def _replace_heads(model: MaskRCNN, num_classes: int, names: Mapping[int, str], known: Mapping[int, str]) -> None:
+    """Last layers for other classes: those of classes whose name was ``known`` are copied, the rest is random."""
+    labels = {name.lower(): label for label, name in known.items() if name not in ("__background__", "N/A")}
+    matches = {label: labels[name.lower()] for label, name in names.items() if name.lower() in labels}
+    if matches:
+        matches[0] = 0  # the background
+    heads, classes = model.roi_heads, model.roi_heads.box_predictor.cls_score.out_features
     boxes, masks, convolution = heads.box_predictor, heads.mask_predictor, heads.mask_predictor.conv5_mask
     heads.box_predictor = FastRCNNPredictor(boxes.cls_score.in_features, num_classes)
     heads.mask_predictor = MaskRCNNPredictor(convolution.in_channels, convolution.out_channels, num_classes)
-    heads.mask_predictor.conv5_mask.load_state_dict(convolution.state_dict())
+    heads.mask_predictor.conv5_mask = convolution
     for old, new in ((boxes, heads.box_predictor), (masks.mask_fcn_logits, heads.mask_predictor.mask_fcn_logits)):
         for source, target in zip(old.parameters(), new.parameters(), strict=True):
-            rows = len(target) // num_classes  # of each class
-            for label, known in matches.items():
-                target[label * rows : (label + 1) * rows] = source[known * rows : (known + 1) * rows]
+            target.unflatten(0, (num_classes, -1))[[*matches]] = source.unflatten(0, (classes, -1))[[*matches.values()]]
 
 
 def fold_norms(model: nn.Module) -> int:
@@ -387,19 +374,17 @@ def keep_boxes_exact(model: nn.Module) -> list[RemovableHandle]:
         >>> keep_boxes_exact(nn.Linear(1, 1))
         []
     """
-    rpn: Any = getattr(model, "rpn", None)
-    if not isinstance(rpn, RegionProposalNetwork):
+    if not isinstance(model, FasterRCNN):
         return []
-    predictor: Any = model.roi_heads.box_predictor  # type: ignore[union-attr]
     return [
-        rpn.head.register_forward_hook(lambda head, inputs, outputs: _to_float(outputs)),
-        rpn.anchor_generator.register_forward_pre_hook(_give_float_features),
-        predictor.register_forward_hook(lambda head, inputs, outputs: _to_float(outputs)),
+        model.rpn.head.register_forward_hook(_to_float),
+        model.rpn.anchor_generator.register_forward_pre_hook(_give_float_features),
+        model.roi_heads.box_predictor.register_forward_hook(_to_float),
     ]
 
 
-def _to_float(outputs: Any) -> Any:
-    return outputs.float() if isinstance(outputs, Tensor) else type(outputs)(map(_to_float, outputs))
+def _to_float(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tree_map(Tensor.float, outputs)
 
 
 def _give_float_features(generator: nn.Module, inputs: tuple[Any, list[Tensor]]) -> Any:

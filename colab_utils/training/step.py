@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +30,7 @@ from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import format_bytes
 from colab_utils.training.checkpoint import load_weights
-from colab_utils.training.losses import compute_losses, resize_all
+from colab_utils.training.losses import choose_sizes, compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
 __all__ = [
@@ -49,10 +50,10 @@ _BATCH_SIZES = (16, 8, 4, 2, 1)
 _MAX_GRADIENT_NORM = 10.0  # far above the usual norm: it only limits the first steps from random weights
 _WARMUP_STEPS = 500
 _PATIENCE = timedelta(minutes=30)  # of the other processes for the first one, while it evaluates
-_OUT_OF_MEMORY = (  # of torch, cuBLAS and cuDNN
-    "out of memory", "_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUDNN_STATUS_NOT_SUPPORTED",
-    "valid cuDNN algorithm", "unable to find an engine",
-)  # fmt: skip
+_OUT_OF_MEMORY = re.compile(  # of torch, cuBLAS and cuDNN
+    "out of memory|_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_SUPPORTED|valid cuDNN algorithm|"
+    "unable to find an engine"
+)
 
 
 class TrainingStep:
@@ -91,10 +92,8 @@ class TrainingStep:
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            raise ColabUtilsError(
-                "expected room for the model on the GPU, found that something else holds its memory. Restart the "
-                "session (Runtime > Restart session), or end the other process that nvidia-smi lists."
-            ) from error
+            cure = "Restart the session (Runtime > Restart session), or end the other process that nvidia-smi lists."
+            raise ColabUtilsError(f"expected room for the model on the GPU, found its memory taken. {cure}") from error
         self.optimizer = optimizer or make_optimizer(model, learning_rate=0.001)
         self.precision = choose_precision(self.device)
         if self.precision != torch.float32:
@@ -125,12 +124,11 @@ class TrainingStep:
                 size = -(-count // self.parts)
                 raise ColabUtilsError(
                     f"expected {size} of the {count} images of a batch to fit into the GPU's memory, found that they "
-                    f"do not ({self._memory_error}). Train with a smaller min_size or a lighter model; several "
-                    "processes: smaller batches."
+                    f"do not ({self._memory_error}). Train smaller batches, a smaller min_size or a lighter model."
                 )
             self.parts *= 2
-            text = f"a batch of {count} images does not fit into the GPU's memory: from now on each is trained in "
-            text += f"{self.parts} parts whose gradients are added up. The effective batch size stays the same."
+            how = f"each is trained in {self.parts} parts from now on. The effective batch size stays the same."
+            text = f"a batch of {count} images does not fit into the GPU's memory: {how}"
             warnings.warn(text, ColabUtilsWarning, stacklevel=2)
         if self.ranks.count > 1:
             distributed.all_reduce(loss)
@@ -207,10 +205,7 @@ class TrainingStep:
             if averages.keys() != names:
                 raise ValueError("averages of another optimizer")
             for name, value in averages.items():
-                if value is not None and name != "step":
-                    averages[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-                elif name == "step":
-                    averages[name] = value.reshape(())  # one number
+                averages[name] = value.reshape(()) if name == "step" else torch.empty_like(parameter).copy_(value)
         if state["scaler"]:  # empty where it was not needed
             self.scaler.load_state_dict({name: value + 0 for name, value in state["scaler"].items()})  # numbers
 
@@ -225,16 +220,14 @@ class _SummedLosses(nn.Module):
     def forward(self, images: Any, targets: Targets, flips: Sequence[bool] | None) -> Tensor:
         if images is None:  # this process has no image of the batch, and the others wait for its gradients
             return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum() * 0
-        if isinstance(images, PackedBatch):
-            losses = compute_losses(self.model, images, flips=flips)
-        else:
-            losses = self.model(images, targets)
+        is_packed = isinstance(images, PackedBatch)
+        losses = compute_losses(self.model, images, flips=flips) if is_packed else self.model(images, targets)
         return torch.stack([loss.float() for loss in losses.values()]).sum()
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Whether a GPU's memory ran out, for which each of its libraries has its own message."""
-    return any(text in str(error) for text in _OUT_OF_MEMORY)
+    return bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 @dataclass(frozen=True)
@@ -278,7 +271,7 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
     model, counts = cast("Any", step.model), dataset.describe(rows)["counts"]
-    heaviest = _find_heaviest(resize_all(dataset.sizes[rows], model.transform), counts)
+    heaviest = _find_heaviest(np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts)
     if batch_size is None:
         tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
     else:
@@ -287,7 +280,6 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
     reserve = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     limit = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
     buffers = [buffer.clone() for buffer in model.buffers()]
-    shorter_sides, model.transform.min_size = model.transform.min_size, (max(model.transform.min_size),)
     try:
         for images, parts, checkpointing in [*tries, (*tries[-1][:2], True)]:
             step.parts = parts
@@ -301,16 +293,12 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
             if fits and peak < (1 if checkpointing else _MARGIN) * limit:
                 return MemoryPlan(images, parts, checkpointing, peak, limit)
     finally:
-        model.transform.min_size = shorter_sides
-        with torch.no_grad():  # statistics of norms
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
+        torch._foreach_copy_([*model.buffers()], buffers)  # statistics of norms
     raise ColabUtilsError(
-        f"expected images that fit into the GPU's memory one by one, found that an image with {int(counts.max()):,} "
-        f"objects does not ({format_bytes(limit)} are free), with activation checkpointing, too. Free memory: min_size "
-        f"at 0.8 of its size takes about two thirds of the activations; model={LIGHT_MODEL!r} a tenth; frozen stages "
-        "of the backbone (requires_grad_(False)) 7 to 20 % less; half of the proposals up to 20 % less, where images "
-        "hold hundreds of objects; or end the other process that nvidia-smi lists."
+        f"expected images that fit into the GPU's memory one by one, found that one with {int(counts.max()):,} objects "
+        f"does not ({format_bytes(limit)} are free). Free memory: min_size at 0.8 of its size takes two thirds of the "
+        f"activations; model={LIGHT_MODEL!r} a tenth; frozen stages of the backbone (requires_grad_(False)) 7 to 20 % "
+        "less; half of the proposals up to 20 % less; or end the other process that nvidia-smi lists."
     )
 
 

@@ -22,7 +22,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.training import model as models
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state
-from colab_utils.training.losses import Augment, list_scales
+from colab_utils.training.losses import Augment
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer, plan_memory
 from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
 
@@ -90,8 +90,8 @@ def train(
         learning_rate: The highest, after the warm-up. Default: ``choose_rate``, which follows the batch size.
         min_size: Shorter side in pixels. Default: 800; 192 for the light model on a CPU; 128 for the tiny one.
         max_size: Limit of the longer side in pixels, at most 10,000. Default: five thirds of ``min_size``.
-        augment: ``"flip"``, the default, mirrors half of the images; ``"multiscale"`` also takes 0.6 to 1 of
-            ``min_size``; ``"none"``; or your own ``torchvision.transforms.v2`` of (image, target), on the device.
+        augment: ``"flip"``, the default, mirrors half of the images; ``"none"``; or your own
+            ``torchvision.transforms.v2`` of (image, target), on the device.
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms; ``"trained"`` trains them. See
             ``build_mask_rcnn``.
         ema: Average the weights with this decay, say 0.999, and evaluate the average. Default: no average.
@@ -116,10 +116,8 @@ def train(
         "augment": "own" if transforms else augment, "ema": ema,
         "batch_size": None if batch_size == "auto" else batch_size,
     }  # fmt: skip
-    _check_values(
-        **asked, shards=shards, val_shards=val_shards, steps=steps, epochs=epochs, resume=resume, seed=seed,
-        checkpoint_steps=checkpoint_steps,
-    )  # fmt: skip
+    more = {"steps": steps, "epochs": epochs, "resume": resume, "seed": seed, "checkpoint_steps": checkpoint_steps}
+    _check_values(**asked, **more, shards=shards, val_shards=val_shards)
     with ExitStack() as stack:
         torch_device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(torch_device))
@@ -127,8 +125,8 @@ def train(
         folder = CheckpointFolder(run)
         state = ranks.send(folder.read(repair=True) if resume == "auto" and ranks.is_first else None)
         with explain_state(state):
-            plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks, seed=seed)
-        step = _build_step(plan, dataset.class_names, weights=weights, state=state, device=torch_device, ranks=ranks)
+            plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks.count, seed=seed)
+            step = _build_step(plan, dataset.class_names, weights, state, ranks)
         plan = _plan_batches(plan, step, dataset, rows)
         loader = stack.enter_context(closing(make_loader(
             Subset(dataset, rows), batch_size=plan.batch_size, device=torch_device, seed=seed,
@@ -137,23 +135,23 @@ def train(
         )))  # fmt: skip
         with explain_state(state):
             plan = _plan_steps(plan, loader, state, steps=steps, epochs=epochs or 1)
+            trainer = Trainer(plan, step, loader, folder, dataset, validation, checkpoint_steps=checkpoint_steps)
+            if state:
+                trainer.load_state(state)
         if ranks.is_first:
             folder.prepare(anew=resume == "never")
-        trainer = Trainer(plan, step, loader, folder, dataset, validation, checkpoint_steps=checkpoint_steps)
-        if state:
-            trainer.load_state(state)
         return trainer.run(log if ranks.is_first else None)
 
 
 def _check_values(**values: Any) -> None:
     """Refuse a value that ``train`` does not know; None where nothing is asked for."""
-    at_least_one = "steps", "checkpoint_steps", "batch_size"
-    augments, is_folder = get_args(Augment), (lambda value: isinstance(value, str | PathLike))
-    side = (lambda value: 1 <= value <= models.LARGEST_SIDE), f"of 1 to {models.LARGEST_SIDE:,}"
+    augments, largest = get_args(Augment), models.LARGEST_SIDE
+    count = (lambda value: 1 <= value < 1 << 31), "of at least 1"
+    side = (lambda value: 1 <= value <= largest), f"of 1 to {largest:,}"
+    folder = (lambda value: isinstance(value, str | PathLike)), "as the path of a folder, such as dataset.folder"
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
-        **dict.fromkeys(at_least_one, (lambda value: 1 <= value < 1 << 31, "of at least 1")),
-        **dict.fromkeys(("shards", "val_shards"), (is_folder, "as the path of a folder, such as dataset.folder")),
-        **dict.fromkeys(("min_size", "max_size"), side),
+        "shards": folder, "val_shards": folder, "min_size": side, "max_size": side,
+        "steps": count, "checkpoint_steps": count, "batch_size": count,
         "epochs": (lambda value: value >= 1 and values["steps"] is None, "of at least 1, and no steps beside them"),
         "resume": (("auto", "never").__contains__, "as 'auto' or 'never'"),
         "seed": (lambda value: value >= 0, "of 0 or more"),
@@ -162,7 +160,7 @@ def _check_values(**values: Any) -> None:
         "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
         "norms": (get_args(models.Norms).__contains__, "as 'frozen' or 'trained'"),
         "model": (models.BUILDERS.__contains__, f"as one of {', '.join(models.MODEL_NAMES)}"),
-    }
+    }  # fmt: skip
     for name, value in values.items():
         if value is not None and not rules[name][0](value):
             found = repr(value).splitlines()[0]
@@ -190,26 +188,20 @@ def _open_images(
     if local is None:
         dataset = ShardDataset(shards, contiguous_labels=True)
     elif ranks.count > 1:
-        raise ColabUtilsError(
-            f"expected one process to train while its shards are copied, found {ranks.count}. Copy them first, on "
-            "every machine, and train without `local`."
-        )
+        cure = "Copy them first, on every machine, and train without `local`."
+        raise ColabUtilsError(f"expected one process to train while its shards are copied, found {ranks.count}. {cure}")
     else:
         dataset = ArrivingShards(shards, local, limit_gb=limit_gb, contiguous_labels=True, seed=seed)
         stack.callback(dataset.stop)
     validation = ShardDataset(val_shards, contiguous_labels=True) if val_shards else None
     if validation and validation.category_ids != dataset.category_ids:
-        raise ColabUtilsError(
-            f"expected the same category ids in {val_shards} as in {shards}, found others "
-            f"({len(validation.category_ids)} and {len(dataset.category_ids)} categories). "
-            "Make both from annotations with the same categories."
-        )
+        found = f"found others ({len(validation.category_ids)} and {len(dataset.category_ids)} categories)"
+        cure = "Make both from annotations with the same categories."
+        raise ColabUtilsError(f"expected the same category ids in {val_shards} as in {shards}, {found}. {cure}")
     rows = np.flatnonzero(dataset.has_objects).tolist()
     if not rows:
-        raise ColabUtilsError(
-            f"expected images with objects in {shards}, found none in {len(dataset)} images. "
-            "Check the annotations that the shards were made from."
-        )
+        found = f"found none in {len(dataset)} images. Check the annotations that the shards were made from."
+        raise ColabUtilsError(f"expected images with objects in {shards}, {found}")
     return dataset, rows, validation
 
 
@@ -238,7 +230,7 @@ def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gp
 
 
 def _make_plan(
-    asked: dict[str, Any], dataset: ShardDataset, images: int, state: _State, *, device: torch.device, ranks: Ranks,
+    asked: dict[str, Any], dataset: ShardDataset, images: int, state: _State, *, device: torch.device, ranks: int,
     seed: int,
 ) -> TrainingPlan:  # fmt: skip
     """All that is known before the model is built; steps, batch size and learning rate may be 0."""
@@ -246,11 +238,10 @@ def _make_plan(
     settings = choose_settings(asked, known, on_gpu=device.type == "cuda")
     _check_values(**{name: value or None for name, value in settings.items()})  # the checkpoint's
     plan = TrainingPlan(
-        **settings, dataset=dataset.fingerprint, device=str(device),
-        starts_from=known.get("starts_from", ""), precision=str(models.choose_precision(device)).removeprefix("torch."),
-        num_classes=dataset.num_classes, images=images, skipped_images=len(dataset) - images, objects=dataset.objects,
-        skipped_objects=dataset.left_out, steps=0, seed=seed, first_step=state["step"] if state else 0,
-        ranks=ranks.count,
+        **settings, dataset=dataset.fingerprint, device=str(device), starts_from=known.get("starts_from", ""),
+        precision=str(models.choose_precision(device)).removeprefix("torch."), num_classes=dataset.num_classes,
+        images=images, skipped_images=len(dataset) - images, objects=dataset.objects, skipped_objects=dataset.left_out,
+        steps=0, seed=seed, first_step=state["step"] if state else 0, ranks=ranks,
     )  # fmt: skip
     if state:
         _check_checkpoint(plan, state, is_own=asked["augment"] == "own")
@@ -258,29 +249,25 @@ def _make_plan(
 
 
 def _check_checkpoint(plan: TrainingPlan, state: dict[str, Any], *, is_own: bool) -> None:
-    """Refuse a checkpoint of another dataset, model, size or seed, or with weights that are not numbers."""
-    before, path = state["plan"], state["path"]
+    """Refuse a checkpoint of other images, or of another model, size or seed."""
+    before, path, elsewhere = state["plan"], state["path"], "another run folder (RUN_NAME), or pass resume='never'"
     if plan.augment == "own" and not is_own:
-        raise ColabUtilsError(
-            f"expected the transforms that the run of {path} was begun with, found none. Pass them again as augment."
-        )
-    for key in ("dataset", "model", "num_classes", "min_size", "max_size", "norms", "seed"):
+        found = "found none. Pass them again as augment."
+        raise ColabUtilsError(f"expected the transforms that the run of {path} was begun with, {found}")
+    for key in ("dataset", "images", "model", "num_classes", "min_size", "max_size", "norms", "seed"):
         if before[key] != getattr(plan, key):
-            raise ColabUtilsError(
-                f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}, found {before[key]} in "
-                f"{path}. Train into another run folder (RUN_NAME), or pass resume='never': older checkpoints are then "
-                "moved to a folder of their own."
-            )
+            expected = f"expected a checkpoint with {key.replace('_', ' ')} {getattr(plan, key)}"
+            cure = f"Train into {elsewhere}: older checkpoints are then moved to a folder of their own."
+            raise ColabUtilsError(f"{expected}, found {before[key]} in {path}. {cure}")
     if before["device"] == "cpu" and plan.device.startswith("cuda"):
         text = f"{path} was begun on a CPU: on this GPU it continues with {plan.model} at {plan.min_size} pixels. For "
-        text += f"GPU defaults ({models.GPU_MODEL}, 800 px) pass another run folder (RUN_NAME), or resume='never'."
+        text += f"GPU defaults ({models.GPU_MODEL}, 800 px) train into {elsewhere}"
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
 
 
 def _build_step(
-    plan: TrainingPlan, class_names: dict[int, str], *, weights: str | Path | None, state: _State, device: torch.device,
-    ranks: Ranks,
-) -> TrainingStep:  # fmt: skip
+    plan: TrainingPlan, class_names: dict[int, str], weights: str | Path | None, state: _State, ranks: Ranks
+) -> TrainingStep:
     """The model on its device, the same in every process, with its optimiser; as in a checkpoint's ``state``."""
     torch.manual_seed(plan.seed)
     sizes = {name: getattr(plan, name) for name in ("num_classes", "min_size", "max_size", "norms")}
@@ -291,20 +278,16 @@ def _build_step(
         network = ranks.send(models.build_mask_rcnn(plan.model, weights=weights, class_names=class_names, **sizes))
     models.fold_norms(network)
     network.to(memory_format=torch.channels_last)
-    if plan.augment == "multiscale":
-        network.transform.min_size = list_scales(plan.min_size)
-    step = TrainingStep(network, device, ranks=ranks)
+    step = TrainingStep(network, plan.device, ranks=ranks)
     step.optimizer = make_optimizer(network, name=plan.model, learning_rate=0.0)  # the schedule sets it
     if state:
-        with explain_state(state):
-            step.load_state(state)
+        step.load_state(state)
     return step
 
 
 def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset, rows: list[int]) -> TrainingPlan:
     """Batch size and learning rate; on a GPU what makes every batch fit."""
-    ranks, number = step.ranks, plan.batch_size
-    memory = None
+    ranks, number, memory = step.ranks, plan.batch_size, None
     if step.device.type == "cuda" and plan.augment != "own":
         memory = plan_memory(step, dataset, rows, batch_size=-(-number // ranks.count) or None)
         number = number or min(ranks.gather(memory.batch_size)) * ranks.count
@@ -316,21 +299,14 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset,
 
 
 def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int | None, epochs: int) -> TrainingPlan:
-    """Steps of the run, with the loader where a checkpoint's was, and what is not as it was then, in words."""
-    changed = ""
+    """Steps of the run, with the loader where a checkpoint's was."""
     if state:
-        position = state["loader"]
-        try:
-            loader.load_state_dict(position)
-        except ColabUtilsError:  # of other images: rather leave some out than see them twice
-            epoch = max(0, int(position["epoch"]) + (position["batch"] > 0))
-            loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "batch": 0})
-            changed = f"in a new epoch, of {plan.images} images, before {state['plan']['images']}"
+        loader.load_state_dict(state["loader"])
     if steps is None:
         later = max(0, epochs - loader.epoch - 1) * -(-plan.images // plan.batch_size)
         steps = plan.first_step + (loader.left + later if loader.epoch < epochs else 0)
     if state and state["step"] >= steps:
-        text = f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. Pass "
-        text += "more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew."
+        cure = "Pass more steps or epochs (STEPS), another run folder (RUN_NAME), or resume='never' to start anew."
+        text = f"the run of {state['path']} is finished: all of its {steps} steps are done, and none is trained. {cure}"
         warnings.warn(text, ColabUtilsWarning, stacklevel=3)
-    return replace(plan, steps=steps, changed=changed)
+    return replace(plan, steps=steps)

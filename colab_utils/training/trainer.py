@@ -43,10 +43,11 @@ class Trainer:
         validation: ShardDataset | None, *, checkpoint_steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.step, self.loader, self.folder = plan, step, loader, folder
-        self.dataset, self.validation = dataset, validation
-        self.ranks, self.writer = step.ranks, CheckpointWriter(folder, checkpoint_steps)
+        self.validation, self.ranks, self.writer = validation, step.ranks, CheckpointWriter(folder, checkpoint_steps)
+        names, ids = dict(dataset.class_names), dict(dataset.category_ids)
+        self._facts = {"plan": asdict(plan), "class_names": names, "category_ids": ids}  # of each checkpoint
         self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
-        self.clock, self._logged = LoopClock(), (0, 0.0, 0.0)
+        self.clock, self._measured = LoopClock(), (0, 0.0, 0.0)
         self.done = self._saved_step = self._logged_step = self._ap_step = 0
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
@@ -83,11 +84,9 @@ class Trainer:
             self.save(is_last=True)
             self._stop_if_asked()
             self._evaluate()
-        images, wait_s, wall_s = self._read_clock()
+        self._measured = 0, 0.0, 0.0
         losses = tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1))
-        return TrainReport(
-            self.done, losses, images / wall_s, wait_s / wall_s, str(self.folder.newest), self.ap, self.plan, self.best
-        )
+        return TrainReport(self.done, losses, *self._measure(), str(self.folder.newest), self.ap, self.plan, self.best)
 
     def _load_batches(self) -> Iterator[Any]:
         """Batches of one epoch after the other, until the plan's last step."""
@@ -101,26 +100,21 @@ class Trainer:
 
     def _train(self, batch: Any) -> None:
         """One step with a packed batch, with images and targets, or with None where this process has none of them."""
-        rate = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         for group in self.step.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = compute_rate(self.done, steps=self.plan.steps, highest=self.plan.learning_rate)
         self._seed(2)
-        images, targets, flips, total = batch, None, None, self.loader.total
-        if isinstance(batch, tuple):
-            images, targets = batch
-            ids = [int(target["image_id"]) for target in targets]
-        else:
+        total, flips = self.loader.total, None
+        images, targets = batch if isinstance(batch, tuple) else (batch, None)
+        if self.plan.augment == "flip":
             chances = np.random.default_rng([self.plan.seed, self.done]).random(total)  # of all processes
-            if self.plan.augment != "none":
-                flips = (chances < 0.5)[self.ranks.rank :: self.ranks.count].tolist()
-            ids = [] if batch is None else batch.image_ids.tolist()
+            flips = (chances < 0.5)[self.ranks.rank :: self.ranks.count].tolist()
+        ids: list[int] = [] if images is None or targets else images.image_ids.tolist()
+        ids += [int(target["image_id"]) for target in targets or ()]
         try:
             loss = self.step(images, targets=targets, flips=flips, total=total)
         except AssertionError as error:  # torchvision's, of boxes without an area
-            raise ColabUtilsError(
-                f"expected images and boxes that torchvision trains on from your transforms, found: {error} "
-                "End them with v2.SanitizeBoundingBoxes()."
-            ) from error
+            found = f"found: {error} End them with v2.SanitizeBoundingBoxes()."
+            raise ColabUtilsError(f"expected boxes that can be trained on from your transforms, {found}") from error
         self.clock.end_step()
         self._pending.append((loss, ids))
         if self.ema:
@@ -133,30 +127,26 @@ class Trainer:
         entropy = [self.plan.seed, self.done, self.ranks.rank, use]
         torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
 
-    def _read_clock(self) -> tuple[int, float, float]:
-        """Images so far, seconds of waits, and seconds of the wall clock, everything between the steps included."""
-        return self.clock.images, self.clock.read(), self.clock.seconds
+    def _measure(self) -> tuple[float, float]:
+        """Images per second of the wall clock since the last call, and the share of it that batches were waited for."""
+        now = self.clock.images, self.clock.read(), self.clock.seconds
+        images, wait_s, wall_s = (a - b for a, b in zip(now, self._measured, strict=True))
+        self._measured = now
+        return images / wall_s, wait_s / wall_s
 
     def _log(self, log: Callable[[LogLine], object] | None) -> None:
         self._fetch_losses()
-        now = self._read_clock()
-        images, wait_s, wall_s = (a - b for a, b in zip(now, self._logged, strict=True))
-        on_gpu, is_new = self.step.device.type == "cuda", self._ap_step >= self._logged_step
-        line = LogLine(
-            self.done, self.plan.steps, fmean(self.losses[self._logged_step :]),
-            self.step.optimizer.param_groups[0]["lr"], images / wall_s, wait_s / wall_s,
-            torch.cuda.max_memory_allocated(self.step.device) if on_gpu else None,
-            self.ap if is_new else None, self._ap_step,
-        )  # fmt: skip
-        self._logged, self._logged_step = now, self.done
+        loss, rate = fmean(self.losses[self._logged_step :]), self.step.optimizer.param_groups[0]["lr"]
+        gpu_bytes = torch.cuda.max_memory_allocated(self.step.device) if self.step.device.type == "cuda" else None
+        ap = self.ap if self._ap_step >= self._logged_step else None
+        line = LogLine(self.done, self.plan.steps, loss, rate, *self._measure(), gpu_bytes, ap, self._ap_step)
+        self._logged_step = self.done
         if log is not None:
             log(line)
 
     def _evaluate(self) -> None:
         """Measure the average precision, on the first process, and keep the weights if they are the best so far."""
-        if self.validation is None:
-            return
-        if self.ranks.is_first:
+        if self.validation and self.ranks.is_first:
             model = self.ema.model if self.ema else self.step.model
             self._is_evaluating = True
             try:
@@ -167,7 +157,7 @@ class Trainer:
             self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 facts = {"bbox": self.ap.bbox, "segm": self.ap.segm, "validation": self.validation.fingerprint}
-                state = {**self._describe_model(), "model": copy_to_cpu(dict(model.state_dict())), **facts}
+                state = {**self._facts, "model": copy_to_cpu(model.state_dict()), **facts}
                 path = self.folder.save(state, step=self.done, which="best")
                 self.best = BestCheckpoint(self.done, self.ap.bbox, self.ap.segm, str(path))
         self.ap, self.best = self.ranks.send((self.ap, self.best))
@@ -182,7 +172,7 @@ class Trainer:
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
             if self.ranks.is_first:
                 state = {
-                    **self._describe_model(),
+                    **self._facts,
                     "model": self.step.model.state_dict(),
                     "ema": self.ema.model.state_dict() if self.ema else None,
                     "optimizer": self.step.optimizer.state_dict(),
@@ -197,26 +187,20 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
-        with explain_state(state):
-            if self.ema:
-                load_weights(self.ema.model, state["ema"] or state["model"], state["path"])
-            losses, self.done = state["losses"], state["step"]
-            is_plain = losses.dtype == torch.float64 and losses.is_contiguous()  # not one number repeated
-            if not (is_plain and losses.shape == (self.done,) and losses.isfinite().all()):
-                raise ValueError("losses of other steps")
-            self.losses, self._saved_step, self._logged_step = losses.tolist(), self.done, self.done
+        if self.ema:
+            load_weights(self.ema.model, state["ema"] or state["model"], state["path"])
+        losses, self.done = state["losses"], state["step"]
+        is_plain = losses.dtype == torch.float64 and losses.is_contiguous()  # not one number repeated
+        if not (is_plain and losses.shape == (self.done,) and losses.isfinite().all()):
+            raise ValueError("losses of other steps")
+        self.losses, self._saved_step, self._logged_step = losses.tolist(), self.done, self.done
         self._position = self.loader.state_dict()
         best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
         with explain_state(best):
             if best and self.validation and best["validation"] == self.validation.fingerprint:
-                bbox, segm = best["bbox"] + 0.0, best["segm"] + 0.0  # numbers
-                if not math.isfinite(bbox + segm):
+                if not math.isfinite(best["bbox"] + best["segm"]):
                     raise ValueError("no average precision")
-                self.best = BestCheckpoint(best["step"], bbox, segm, best["path"])
-
-    def _describe_model(self) -> dict[str, Any]:
-        names, ids = self.dataset.class_names, self.dataset.category_ids
-        return {"plan": asdict(self.plan), "class_names": dict(names), "category_ids": dict(ids)}
+                self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
 
     def _fetch_losses(self) -> None:
         """Read the losses of the latest steps from the device, and stop where one is not a number."""
@@ -227,11 +211,10 @@ class Trainer:
             if not math.isfinite(loss):
                 self._saved_step = self.done  # weights that are not numbers are not saved
                 self.writer.finish()
-                raise ColabUtilsError(
-                    f"expected a finite loss, found {loss} at step {len(self.losses)}, of the images with the ids "
-                    f"{', '.join(map(str, ids))}. Look at these, and start again from "
-                    f"{self.folder.newest or 'the start'} with a learning_rate lower than {self.plan.learning_rate:g}."
-                )
+                named, start = ", ".join(map(str, ids)), self.folder.newest or "the start"
+                found = f"found {loss} at step {len(self.losses)}, of the images with the ids {named}"
+                cure = f"Look at these, and go on from {start} with a learning_rate below {self.plan.learning_rate:g}."
+                raise ColabUtilsError(f"expected a finite loss, {found}. {cure}")
 
     @contextmanager
     def _save_what_was_done(self) -> Iterator[None]:
@@ -337,8 +320,6 @@ class TrainingPlan:
     """Of the order of the images, the augmentation and random weights."""
     first_step: int = 0
     """Steps that earlier sessions did."""
-    changed: str = ""
-    """What is not as it was in those sessions."""
     augment: str = "flip"
     """By name; "own" for transforms of your own."""
     norms: str = "frozen"
@@ -356,16 +337,13 @@ class TrainingPlan:
         if self.skipped_objects:
             every = self.objects + self.skipped_objects
             skipped += f", {self.skipped_objects:,} of {every:,} objects left out (crowds, or boxes without area)"
-        trained = ", norms trained" if self.norms == "trained" else ""
-        averaged = f", weights averaged ({self.ema:g})" if self.ema else ""
         resumed = f", resumed after step {self.first_step}" if self.first_step else ""
-        changed = f" ({self.changed})" if self.changed else ""
+        memory = f"\nmemory: {self.memory}" if self.memory else ""
         return (
             f"{self.model} from {self.starts_from} weights on {self.device} in {self.precision}{together}: "
             f"{self.num_classes - 1} classes, {self.images} images{skipped}, batches of {self.batch_size}, "
-            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}"
-            f"{trained}{averaged}, {self.steps} steps{resumed}{changed}"
-            + (f"\nmemory: {self.memory}" if self.memory else "")
+            f"shorter side {self.min_size} px, augmentation {self.augment}, learning rate {self.learning_rate:g}, "
+            f"{self.steps} steps{resumed}{memory}"
         )
 
 

@@ -19,7 +19,7 @@ def work(tiny_dataset, tmp_path):
 
 def test_models_are_trained_evaluated_and_timed(work, monkeypatch, one_thread):
     monkeypatch.setattr(models, "TIMED", 1)
-    measured = AveragePrecision(0.3, 0.2, 0.6, 0.5, 12, ())
+    measured = AveragePrecision(0.3, 0.2, 0.6, 0.5, 12)
     monkeypatch.setattr(models, "evaluate", lambda model, dataset, device: measured)
     pruned = []
     real = models.prune_weights

@@ -159,7 +159,7 @@ def run_out_of_memory():
 
 def test_memory_that_runs_out_in_one_of_several_processes_is_a_clear_error(tmp_path):
     for message in run_ranks(run_out_of_memory, 2, tmp_path):
-        assert "several processes: smaller batches" in message
+        assert "Train smaller batches" in message
 
 
 def tell_starts():

@@ -87,13 +87,6 @@ def test_a_named_batch_is_trained_in_parts_then_with_checkpointing_then_refused(
     assert seen[1] == (4, True)
 
 
-def test_the_heaviest_batch_has_the_largest_of_several_sizes(dataset, monkeypatch):
-    several, step = plan(dataset, monkeypatch, batch_size=1, min_size=(64, 128))
-    alone, _ = plan(dataset, monkeypatch, batch_size=1)
-    assert step.model.transform.min_size == (64, 128)
-    assert several.peak_bytes == pytest.approx(alone.peak_bytes, rel=0.1)
-
-
 def test_an_image_that_does_not_fit_alone_is_said(dataset, monkeypatch):
     with pytest.raises(ColabUtilsError, match=r"fit into the GPU's memory one by one, .* Free memory: min") as caught:
         plan(dataset, monkeypatch, limit=6_000_000, batch_size=1)

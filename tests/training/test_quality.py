@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -46,7 +45,7 @@ def script_precision(monkeypatch, values):
     left = iter(values)
 
     def score(model, dataset, **more):
-        return AveragePrecision(0.0, next(left), 0.0, 0.0, 6, ())
+        return AveragePrecision(0.0, next(left), 0.0, 0.0, 6)
 
     monkeypatch.setattr(trainer, "evaluate", score)
 
@@ -67,7 +66,6 @@ def test_the_best_weights_are_kept(shards, tmp_path):
     assert weights["class_names"] == ShardDataset(shards, contiguous_labels=True).class_names
     model = load_trained_model(tmp_path, which="best")
     assert evaluate(model, ShardDataset(shards, contiguous_labels=True)).segm == pytest.approx(report.best.segm)
-    assert json.dumps(report.ap.per_class[0].name)
 
 
 def test_a_longer_run_does_not_lose_its_best(shards, tmp_path, monkeypatch):
@@ -184,7 +182,7 @@ def test_a_run_with_averaged_weights_resumes_bit_for_bit(shards, tmp_path):
     assert all(torch.equal(trained[name], value) for name, value in content["ema"].items())
 
 
-@pytest.mark.parametrize("augment", ["none", "flip", "multiscale"])
+@pytest.mark.parametrize("augment", ["none", "flip"])
 def test_every_augmentation_trains_and_resumes(shards, tmp_path, augment):
     whole = train(shards, tmp_path / "whole", steps=3, augment=augment, **TINY)
     train(shards, tmp_path / "parts", steps=2, augment=augment, **TINY)
@@ -195,8 +193,8 @@ def test_every_augmentation_trains_and_resumes(shards, tmp_path, augment):
 
 def test_augmentations_differ(shards, tmp_path):
     losses = [train(shards, tmp_path / name, steps=2, augment=name, **TINY).losses[1].loss
-              for name in ("none", "flip", "multiscale")]  # fmt: skip
-    assert len(set(losses)) == 3
+              for name in ("none", "flip")]  # fmt: skip
+    assert len(set(losses)) == 2
 
 
 def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
@@ -220,7 +218,7 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"augment": "mosaic"}, "augment as one of none, flip, multiscale or transforms of your own, found 'mosaic'"),
+        ({"augment": "mosaic"}, "augment as one of none, flip or transforms of your own, found 'mosaic'"),
         ({"ema": 1.5}, "ema between 0 and 1"),
         ({"learning_rate": -0.1}, "learning_rate above 0"),
         ({"min_size": 0}, "min_size of 1 to 10,000"),
@@ -233,7 +231,7 @@ def test_settings_that_are_not_known(options, message, tmp_path):
 
 
 def test_a_setting_that_is_not_named_stays_as_it_was():
-    known = {"model": "maskrcnn_resnet50_fpn", "min_size": 480, "max_size": 640, "augment": "multiscale", "ema": 0.99,
+    known = {"model": "maskrcnn_resnet50_fpn", "min_size": 480, "max_size": 640, "augment": "none", "ema": 0.99,
              "norms": "trained", "batch_size": 6, "learning_rate": 0.3}  # fmt: skip
     nothing = dict.fromkeys(known)
     assert choose_settings(nothing, known, on_gpu=False) == known
@@ -272,7 +270,7 @@ def test_a_weight_that_is_no_number_is_named(shards, tmp_path):
 
 
 def test_a_log_line_with_everything():
-    line = LogLine(40, 200, 1.9123, 0.005, 5.31, 0.024, 9_100_000_000, AveragePrecision(0.3, 0.2, 0.5, 0.4, 9, ()), 30)
+    line = LogLine(40, 200, 1.9123, 0.005, 5.31, 0.024, 9_100_000_000, AveragePrecision(0.3, 0.2, 0.5, 0.4, 9), 30)
     assert str(line) == (
         "step 40/200  loss 1.912  lr 0.00500  5.3 images/s  wait 2%  GPU 9.1 GB  after step 30: AP of boxes 0.300 "
         "(0.500 at IoU 0.5), of masks 0.200 (0.400 at IoU 0.5), 9 images"

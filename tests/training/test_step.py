@@ -132,7 +132,7 @@ def test_out_of_memory_is_said_in_words():
     step = TrainingStep(Greedy(0), "cpu")
     with (
         pytest.warns(ColabUtilsWarning),
-        pytest.raises(ColabUtilsError, match=r"1 of the 2 images of a batch to fit .* smaller min_size"),
+        pytest.raises(ColabUtilsError, match=r"1 of the 2 images of a batch to fit .* a smaller min_size"),
     ):
         step([torch.zeros(3, 4, 4)] * 2, [{"labels": torch.ones(1)}, {"labels": torch.ones(2)}])
 
