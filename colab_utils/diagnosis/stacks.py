@@ -38,7 +38,7 @@ _BITS = 48  # of the longest time, 39 hours
 _SIGNAL = 60  # a real-time signal that nothing known uses
 _METHODS = ("__getitem__", "read_packed", "read_into")
 _JOBS = {"stacks.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
-_ENDS = {"workers.py _do_job", "process.py run", "threading.py run", "watchdog.py _fetch"}  # of what a stack shows
+_ENDS = {"workers.py _do_job", "process.py run", "threading.py run", "watchdog.py _wait"}  # of what a stack shows
 _IDLE = {"queues.py get", "connection.py recv"}  # a worker that waits for work
 _NUMBERS = (
     "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 futex 202 getdents64 217 "
