@@ -174,7 +174,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
             found = f"expected a step that takes batch {number}, found {describe_error(error)}"
             raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
 
-    watched = WatchedLoader(loader, _TIMEOUT_S, "raise", pss_s=2)
+    watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
     on_batch = partial(_keep_batch, kept)
     now = time_batches(
         watched, count_and_step, batches=500, warmup=WARMUP, warmup_s=WARMUP_SHARE * seconds, max_s=0.5 * seconds,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 
-from colab_utils.runtime import find_free_memory, format_bytes, list_children, list_processes
+from colab_utils.runtime import find_free_memory, format_bytes, list_children
 
 __all__ = ["Reading", "ResourceLog", "Resources", "summarise_readings"]
 
 _PAUSE_S = 0.25  # between two looks
-_LEAST_READINGS, _MOST_READINGS = 5, 1000
+_LEAST_READINGS = 5
 _PAUSES = 12  # in the time so far, at most
 _NEARLY_FULL = 0.8
 _LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
@@ -33,14 +31,12 @@ class Reading(NamedTuple):
     shm_bytes: int
     own_bytes: Mapping[int, int]
     """Of each process: what it does not share by way of a file or /dev/shm."""
-    pss_bytes: Mapping[int, int]
-    """At the last closer look; none before the first."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a loader used. Memory is PSS (proportional set size), which counts pages that processes share once; in the
-    first 100 seconds of `watch`, each process counts whole what it shares with the one that forked it.
+    """What a loader used. Memory is what is not in a file or in /dev/shm; what a worker shares with the process that
+    forked it counts in both.
     """
 
     main_mb: float
@@ -60,7 +56,7 @@ class Resources:
 
     def __str__(self) -> str:
         workers = f", workers {' + '.join(f'{mb:,.0f}' for mb in self.worker_mb)} MB" if self.worker_mb else ""
-        used = f"memory (PSS): this process {self.main_mb:,.0f} MB{workers}; {format_bytes(self.free_mb * 1e6)} free"
+        used = f"memory: this process {self.main_mb:,.0f} MB{workers}; {format_bytes(self.free_mb * 1e6)} free"
         shm = f"/dev/shm: {self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB"
         return "\n".join([used, shm, *self.dangers])
 
@@ -80,38 +76,31 @@ class Resources:
 
 
 class ResourceLog:
-    """Readings of the resources that this process and its children use.
-
-    One is taken each quarter of a second, later after each twelfth of the time so far. PSS is measured every ``pss_s``
-    seconds: it takes the kernel 20 ms a process, which more often would slow down the loader.
+    """Readings of what this process and its children use: each quarter of a second, later after each twelfth of the
+    time so far.
 
     Example:
-        >>> log = ResourceLog(pss_s=2)
+        >>> log = ResourceLog()
         >>> log.look(batches=0)
         >>> summarise_readings(log.readings).main_mb > 1
         True
     """
 
-    def __init__(self, *, pss_s: float) -> None:
-        self.readings = deque[Reading](maxlen=_MOST_READINGS)
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
         self._began_s = self._due_s = perf_counter()
-        self._pss_s, self._pss_due_s, self._pss = pss_s, self._began_s + pss_s, dict[int, int]()
 
     def look(self, batches: int) -> None:
         """Take a reading if one is due; there were so many batches."""
-        if (now_s := perf_counter()) < self._due_s:
-            return
-        self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) / _PAUSES)
-        if now_s >= self._pss_due_s:
-            self._pss, self._pss_due_s = _measure_pss(), now_s + self._pss_s
-        self.readings.append(Reading(batches, shutil.disk_usage("/dev/shm").used, _measure_own(), self._pss))
+        if (now_s := perf_counter()) >= self._due_s:
+            self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) / _PAUSES)
+            self.readings.append(Reading(batches, shutil.disk_usage("/dev/shm").used, _measure_own()))
 
 
 def summarise_readings(readings: Sequence[Reading]) -> Resources:
     """The last state, the most that was used, and the slope of memory over batches where it is sure."""
-    # workers may have ended since
-    last = max(readings, key=lambda reading: (len(reading.pss_bytes), len(reading.own_bytes), reading.batches))
-    used = {pid: used / 1e6 for pid, used in sorted((last.pss_bytes or last.own_bytes).items())}
+    last = max(readings, key=lambda reading: (len(reading.own_bytes), reading.batches))  # workers may have ended since
+    used = {pid: used / 1e6 for pid, used in sorted(last.own_bytes.items())}
     growth, free = _find_growth(readings), find_free_memory()
     total = sum(growth.values())
     names = {pid: "this process" if pid == os.getpid() else f"pid {pid}" for pid in growth}
@@ -155,13 +144,4 @@ def _measure_own() -> dict[int, int]:
             with open(f"/proc/{pid}/statm", "rb") as file:
                 _, resident, shared, *_ = file.read().split()
             used[pid] = (int(resident) - int(shared)) * mmap.PAGESIZE
-    return used
-
-
-def _measure_pss() -> dict[int, int]:
-    """Of this process, and of each one below it that can be read."""
-    used = dict[int, int]()
-    for process in list_processes():
-        with suppress(psutil.Error):  # it has ended, or is another user's
-            used[process.pid] = process.memory_full_info().pss
     return used

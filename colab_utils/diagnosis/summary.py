@@ -156,7 +156,6 @@ class LoopRecord:
 
     Args:
         loader: that is watched.
-        pss_s: how often to measure memory closely, as `ResourceLog` takes it.
 
     Attributes:
         workers: worker processes of the loader.
@@ -169,10 +168,9 @@ class LoopRecord:
         stalls: every `Stall`.
     """
 
-    def __init__(self, loader: Any, pss_s: float) -> None:
+    def __init__(self, loader: Any) -> None:
         self.clock, self.monitor = LoopClock(), WorkerMonitor(getattr(loader, "dataset", None))
-        self.resources = ResourceLog(pss_s=pss_s)
-        self.workers = count_workers(loader)
+        self.resources, self.workers = ResourceLog(), count_workers(loader)
         self.starts_anew = self.workers > 0 and not getattr(loader, "persistent_workers", True)
         self.passes_s = self.cpu_s = 0.0
         self.times = SampleTimes()

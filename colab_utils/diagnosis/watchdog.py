@@ -138,11 +138,9 @@ class WatchedLoader:
         skipped: the indices of every batch that was left out.
     """
 
-    def __init__(
-        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 100
-    ) -> None:
+    def __init__(self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
-        self._record = LoopRecord(loader, pss_s)
+        self._record = LoopRecord(loader)
         self.stalls: list[Stall] = self._record.stalls
         self.skipped: list[tuple[Any, ...]] = []
 
