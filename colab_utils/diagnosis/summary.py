@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from colab_utils.diagnosis.resources import ResourceLog, Resources, summarise_readings
-from colab_utils.diagnosis.stacks import SampleTimes, WorkerMonitor
+from colab_utils.diagnosis.processes import ResourceLog, Resources, SampleTimes, WorkerMonitor, summarise_readings
 from colab_utils.diagnosis.timing import Stage, count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
 from colab_utils.runtime import count_cores, format_bytes, format_seconds, is_notebook, write_file

@@ -15,7 +15,7 @@ from math import inf
 from time import perf_counter, sleep
 from typing import Any, Literal, get_args
 
-from colab_utils.diagnosis.stacks import Activity, passes, read_ending
+from colab_utils.diagnosis.processes import Activity, passes, read_ending
 from colab_utils.diagnosis.summary import LoopRecord, Summary
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning

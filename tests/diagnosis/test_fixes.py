@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
-from colab_utils.diagnosis import fixes
-from colab_utils.diagnosis.diagnose import diagnose
-from colab_utils.diagnosis.fixes import Situation, _plan_files, find_fixes, open_like
-from colab_utils.diagnosis.stages import time_stages
-from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, time_batches
+from colab_utils.diagnosis import diagnose as fixes
+from colab_utils.diagnosis.diagnose import Situation, _plan_files, diagnose, find_fixes, open_like
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, time_batches, time_stages
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import CocoFolder, ShardDataset, make_loader

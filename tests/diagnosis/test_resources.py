@@ -8,7 +8,7 @@ import time
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.resources import Reading, ResourceLog, summarise_readings
+from colab_utils.diagnosis.processes import Reading, ResourceLog, summarise_readings
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

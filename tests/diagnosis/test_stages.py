@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from colab_utils.diagnosis import stages as module
-from colab_utils.diagnosis.stages import (
+from colab_utils.diagnosis import timing as module
+from colab_utils.diagnosis.timing import (
     LoadingStages,
     time_batch_stages,
     time_dataset_stages,

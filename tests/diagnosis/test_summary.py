@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from colab_utils.diagnosis import summary as module
-from colab_utils.diagnosis.resources import Resources
-from colab_utils.diagnosis.stacks import SampleTimes
+from colab_utils.diagnosis.processes import Resources, SampleTimes
 from colab_utils.diagnosis.summary import LoopRecord, find_causes, refine_causes
 from colab_utils.diagnosis.watchdog import watch
 from colab_utils.errors import ColabUtilsError

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
-from colab_utils.diagnosis import stacks, watchdog
+from colab_utils.diagnosis import processes, watchdog
 from colab_utils.diagnosis.watchdog import WatchedLoader, watch
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -141,7 +141,7 @@ def _leaves_nothing():
     def list_all():
         gc.collect()
         status = Path("/proc/self/status").read_text()
-        caught = int(status.partition("SigCgt:")[2].split()[0], 16) >> (stacks._SIGNAL - 1) & 1
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16) >> (processes._SIGNAL - 1) & 1
         threads = {thread.name for thread in threading.enumerate() if "QueueFeeder" not in thread.name}
         return multiprocessing.active_children(), threads, caught
 
@@ -266,7 +266,7 @@ def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
 
 def test_nothing_of_torch_is_used():
     """So nothing that torch renames can break it."""
-    for module in (watchdog, stacks):
+    for module in (watchdog, processes):
         assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", inspect.getsource(module))
 
 
@@ -289,7 +289,7 @@ def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path, kind):
     for _ in range(2):
         next(batches)
     assert watched.skipped
-    assert all(not stacks.read_ending(pid) for pid in watched._record.monitor.list_samples())
+    assert all(not processes.read_ending(pid) for pid in watched._record.monitor.list_samples())
     batches.close()
 
 
@@ -464,17 +464,17 @@ def test_a_worker_whose_stack_is_asked_for_keeps_its_errno(tmp_path):
                 wrong += error.errno != errno.ENOENT
         os._exit(min(wrong, 100))
 
-    with _fork_worker(stacks.WorkerMonitor(_Photos(tmp_path)), work) as pid:
+    with _fork_worker(processes.WorkerMonitor(_Photos(tmp_path)), work) as pid:
         for _ in range(1000):
-            if stacks._takes_signal(pid):
-                os.kill(pid, stacks._SIGNAL)
+            if processes._takes_signal(pid):
+                os.kill(pid, processes._SIGNAL)
             time.sleep(0.001)
         assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_worker_that_takes_no_signal_is_asked_for_its_stack_once(tmp_path):
     """A read that the kernel does not interrupt holds signals back: five at once overflowed the worker's stack."""
-    monitor = stacks.WorkerMonitor(_Photos(tmp_path))
+    monitor = processes.WorkerMonitor(_Photos(tmp_path))
     with _fork_worker(monitor, partial(time.sleep, 60)) as pid:
         os.kill(pid, signal.SIGSTOP)
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""What a process is doing right now: its Python stack, its system call and the file behind it, how far it has come.
+"""What the processes of a loader do and use: Python stack, system call and its file, samples, memory.
 
 Read from outside, from Linux's /proc, so that a process that hangs need not help. Forked workers also note the sample
 they are at and write their Python stacks when they are asked; elsewhere than on Linux most of it stays unknown.
@@ -12,15 +12,17 @@ import operator
 import os
 import platform
 import re
+import shutil
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from time import monotonic, monotonic_ns, process_time_ns, sleep, thread_time_ns
+from time import monotonic, monotonic_ns, perf_counter, process_time_ns, sleep, thread_time_ns
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,15 +31,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.loading.workers import describe_exit
+from colab_utils.runtime import find_free_memory, format_bytes, list_children
 
-__all__ = ["Activity", "SampleTimes", "WorkerMonitor", "passes", "read_ending"]
+__all__ = [
+    "Activity",
+    "Reading",
+    "ResourceLog",
+    "Resources",
+    "SampleTimes",
+    "WorkerMonitor",
+    "passes",
+    "read_ending",
+    "summarise_readings",
+]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
 _SLOWEST = 8  # samples of each worker whose times are kept
 _BITS = 48  # of the longest time, 39 hours
 _SIGNAL = 60  # a real-time signal that nothing known uses
 _METHODS = ("__getitem__", "read_packed", "read_into")
-_JOBS = {"stacks.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
+_JOBS = {"processes.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
 _ENDS = {"workers.py _do_job", "process.py run", "threading.py run", "watchdog.py _wait"}  # of what a stack shows
 _IDLE = {"queues.py get", "connection.py recv"}  # a worker that waits for work
 _NUMBERS = (
@@ -53,6 +66,11 @@ _ROW = np.dtype([  # what a worker notes
     ("spread", np.int64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their time
     ("cpu", np.int64, 2),  # of whole processes in ns: of those before with this row, and of this one so far
 ])  # fmt: skip
+_PAUSE_S = 0.25  # between two looks
+_LEAST_READINGS = 5
+_PAUSES = 12  # in the time so far, at most
+_NEARLY_FULL = 0.8
+_LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
 
 
 class Activity(NamedTuple):
@@ -279,7 +297,7 @@ def _read_call(pid: int, task: int) -> tuple[str, str]:
 def _cut(stack: list[str]) -> tuple[str, ...]:
     """The lines inside of what started the job, the worker, or the watch."""
     end = next((i for i, line in enumerate(stack) if _name(line) in _ENDS), len(stack))
-    return tuple(line for line in stack[:end] if _name(line) != "stacks.py noted")
+    return tuple(line for line in stack[:end] if _name(line) != "processes.py noted")
 
 
 def _name(line: str) -> str:
@@ -300,6 +318,129 @@ def _read_index(index: Any) -> int:
         return operator.index(index)
     except TypeError:
         return -1
+
+
+class Reading(NamedTuple):
+    """What was used at one moment, in bytes; ``batches`` had been delivered. Processes are told by their pid."""
+
+    batches: int
+    shm_bytes: int
+    own_bytes: Mapping[int, int]
+    """Of each process: what it does not share by way of a file or /dev/shm."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a loader used. Memory is what is not in a file or in /dev/shm; what a worker shares with the process that
+    forked it counts in both.
+    """
+
+    main_mb: float
+    """Of this process."""
+    worker_mb: tuple[float, ...]
+    """Of each worker."""
+    growth_mb_per_batch: float | None
+    """By how much the memory of these processes grows; None where it is not sure."""
+    full_at_batch: int | None
+    """When memory is full if it goes on to grow."""
+    free_mb: float
+    shm_used_mb: float
+    """At most."""
+    shm_total_mb: float
+    growing: tuple[str, ...] = ()
+    """Each process that grows, and by how much."""
+
+    def __str__(self) -> str:
+        workers = f", workers {' + '.join(f'{mb:,.0f}' for mb in self.worker_mb)} MB" if self.worker_mb else ""
+        used = f"memory: this process {self.main_mb:,.0f} MB{workers}; {format_bytes(self.free_mb * 1e6)} free"
+        shm = f"/dev/shm: {self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB"
+        return "\n".join([used, shm, *self.dangers])
+
+    @property
+    def dangers(self) -> tuple[str, ...]:
+        """What will end the training if it goes on: one sentence each."""
+        found = []
+        if self.growth_mb_per_batch is not None:
+            grows = f"Memory grows by {self.growth_mb_per_batch:.2f} MB a batch ({', '.join(self.growing)})"
+            cure = "Keep no lists of Python objects in the dataset, and no losses with their graphs."
+            found.append(f"{grows}: at step {self.full_at_batch:,} it is full. {cure}")
+        if self.shm_used_mb > _NEARLY_FULL * self.shm_total_mb > 0:
+            used = f"{self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB"
+            cure = "Use fewer workers, a smaller prefetch_factor, or make_loader, which does not need it."
+            found.append(f"/dev/shm is nearly full: {used}. {cure}")
+        return tuple(found)
+
+
+class ResourceLog:
+    """Readings of what this process and its children use: each quarter of a second, later after each twelfth of the
+    time so far.
+
+    Example:
+        >>> log = ResourceLog()
+        >>> log.look(batches=0)
+        >>> summarise_readings(log.readings).main_mb > 1
+        True
+    """
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+        self._began_s = self._due_s = perf_counter()
+
+    def look(self, batches: int) -> None:
+        """Take a reading if one is due; there were so many batches."""
+        if (now_s := perf_counter()) >= self._due_s:
+            self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) / _PAUSES)
+            self.readings.append(Reading(batches, shutil.disk_usage("/dev/shm").used, _measure_own()))
+
+
+def summarise_readings(readings: Sequence[Reading]) -> Resources:
+    """The last state, the most that was used, and the slope of memory over batches where it is sure."""
+    last = max(readings, key=lambda reading: (len(reading.own_bytes), reading.batches))  # workers may have ended since
+    used = {pid: used / 1e6 for pid, used in sorted(last.own_bytes.items())}
+    growth, free = _find_growth(readings), find_free_memory()
+    total = sum(growth.values())
+    names = {pid: "this process" if pid == os.getpid() else f"pid {pid}" for pid in growth}
+    return Resources(
+        main_mb=used.pop(os.getpid(), 0.0),
+        worker_mb=tuple(used.values()),
+        growth_mb_per_batch=total / 1e6 if growth else None,
+        full_at_batch=readings[-1].batches + int(free / total) if growth else None,
+        free_mb=free / 1e6,
+        shm_used_mb=max(reading.shm_bytes for reading in readings) / 1e6,
+        shm_total_mb=shutil.disk_usage("/dev/shm").total / 1e6,
+        growing=tuple(f"{names[pid]}: {growth[pid] / 1e6:.2f}" for pid in sorted(growth)),
+    )
+
+
+def _find_growth(readings: Sequence[Reading]) -> dict[int, float]:
+    """Bytes a batch, by the pid of each process that grows; none where all of it is little.
+
+    The second half of a process's readings counts, when caches and pools are full. Growth is not sure where noise could
+    be the reason, or where it slows down.
+    """
+    growth, grown, used = dict[int, float](), 0.0, 0
+    running = [reading for reading in readings if reading.batches < readings[-1].batches]  # later, workers end
+    for pid in {pid for reading in running for pid in reading.own_bytes}:
+        seen = [(reading.batches, reading.own_bytes[pid]) for reading in running if pid in reading.own_bytes]
+        batches, own = np.array(seen[len(seen) // 2 :], np.float64).T
+        used, late = used + seen[-1][1], len(batches) // 2
+        if len(batches) < _LEAST_READINGS or not np.ptp(batches[late:]):
+            continue
+        (slope, _), covariance = np.polyfit(batches, own, 1, cov=True)
+        if slope > 3 * covariance[0, 0] ** 0.5 and np.polyfit(batches[late:], own[late:], 1)[0] > slope / 2:
+            growth[pid], grown = float(slope), grown + float(slope * np.ptp(batches))
+    return growth if grown > _LEAST_GROWTH * used else {}
+
+
+def _measure_own() -> dict[int, int]:
+    """Of this process and each one below it: what is in memory, less what it shares; in few lines, as it is often."""
+    used = dict[int, int]()
+    with suppress(OSError):  # a process may have ended
+        for pid in (os.getpid(), *list_children(os.getpid())):
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                _, resident, shared, *_ = file.read().split()
+            used[pid] = (int(resident) - int(shared)) * mmap.PAGESIZE
+    return used
 
 
 def _enter_child() -> None:
