@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
-_SLOWEST = 8  # samples of each worker whose times are kept
 _BITS = 48  # of the longest time, 39 hours
 _SIGNAL = 60  # a real-time signal that nothing known uses
 _METHODS = ("__getitem__", "read_packed", "read_into")
@@ -62,8 +61,8 @@ _ROW = np.dtype([  # what a worker notes
     ("pid", np.int64),
     ("at", np.int64, (_THREADS, 2)),  # of each thread: the sample, or -1, and since when it is at it
     ("sums", np.int64, 5),  # samples so far, their wall, CPU and queueing time in ns, and the bytes that they read
-    ("slowest", np.int64, (_SLOWEST, 2)),  # their time in ns, and their index
     ("spread", np.int64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their time
+    ("slowest", np.int64, 2),  # sample: its time in ns, and its index
     ("cpu", np.int64, 2),  # of whole processes in ns: of those before with this row, and of this one so far
 ])  # fmt: skip
 _PAUSE_S = 0.25  # between two looks
@@ -100,8 +99,8 @@ class SampleTimes(NamedTuple):
     """Of it, CPU time."""
     queued_s: float = 0.0
     """Of it, waiting for a free core."""
-    slowest: tuple[tuple[float, int], ...] = ()
-    """Seconds and index of the slowest ones, the slowest first."""
+    slowest: tuple[float, int] = (0.0, -1)
+    """Seconds and index of the slowest one."""
     bytes_read: int = 0
     """By all of them, in sum; 0 where Linux does not say."""
     worker_cpu_s: float = 0.0
@@ -171,9 +170,8 @@ class WorkerMonitor:
                 if before[0] < 0:  # one method may call another
                     sums[:] += 1, wall_ns, thread_time_ns() - began_cpu_ns, *(counts.read() - began)
                     cpu[1] = process_time_ns()
-                    fastest = slowest[:, 0].argmin()
-                    if wall_ns > slowest[fastest, 0]:
-                        slowest[fastest] = wall_ns, sample
+                    if wall_ns > slowest[0]:
+                        slowest[:] = wall_ns, sample
                     spread[min(wall_ns.bit_length(), _BITS - 1)] += 1, wall_ns
 
         return noted
@@ -186,11 +184,12 @@ class WorkerMonitor:
     def read_times(self) -> SampleTimes:
         """How long samples took so far."""
         count, wall, cpu, queued, read = self._notes["sums"].sum(axis=0).tolist()
-        times = self._notes["slowest"].reshape(-1, 2).tolist()
-        slowest = sorted(((ns / 1e9, sample) for ns, sample in times if ns), reverse=True)[:_SLOWEST]
+        slowest_ns, slowest = max(self._notes["slowest"].tolist())
         whole_s = float(self._notes["cpu"].sum()) / 1e9
         spread = tuple((number, ns / 1e9) for number, ns in self._notes["spread"].sum(axis=0).tolist())
-        return SampleTimes(count, wall / 1e9, cpu / 1e9, queued / 1e9, tuple(slowest), read, whole_s, spread)
+        return SampleTimes(
+            count, wall / 1e9, cpu / 1e9, queued / 1e9, (slowest_ns / 1e9, slowest), read, whole_s, spread
+        )
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""

@@ -418,9 +418,8 @@ def _explain_slow_sample(waits: _Seconds, share: float, record: LoopRecord) -> C
     rare = [number for number in _find_rare(waits).tolist() if record.seen.get(number)]
     if fits.any():
         found = fits.argmax()
-        (seconds, index), *others = [slow for slow in times.slowest if slow[0] >= least_s[found]]
-        who = "it holds" if all(other == index for _, other in others) else f"{count[found]:,.0f} such samples hold"
-        told = f"{who} {slow_s[found] / times.wall_s:.0%} of the time of all samples"
+        seconds, index = times.slowest
+        told = f"the {count[found]:,.0f} slowest hold {slow_s[found] / times.wall_s:.0%} of the time of all samples"
     elif rare and not times.samples:  # loaded in this process
         worst = max(rare, key=lambda number: waits[number])
         seconds, index = waits[worst], record.seen[worst][0]
