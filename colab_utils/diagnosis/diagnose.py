@@ -423,22 +423,23 @@ def open_like(
         ColabUtilsError: your dataset deals its work to the workers itself.
     """
     loader, same = now.loader, dataset is None
-    if same and isinstance(loader.dataset, IterableDataset):
-        raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
     data = loader.dataset if same else dataset
-    workers = count_workers(loader) if workers is None else workers
+    if same and isinstance(data, IterableDataset):
+        raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
+    workers, prefetch = count_workers(loader) if workers is None else workers, prefetch or now.prefetch
     if packs or isinstance(loader, Loader):
         # the masks of other people's loaders are expanded on the GPU, too, where there is one
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
         rebuilt: Any = make_loader(
-            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch or now.prefetch,
+            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch,
             device=getattr(loader, "device", device), deliver=getattr(loader, "deliver", "dense"),
         )  # fmt: skip
     else:
         names = ("collate_fn", "pin_memory", "worker_init_fn", "multiprocessing_context")
-        settings = {name: getattr(loader, name) for name in names} | {"persistent_workers": workers > 0}
-        settings |= {"prefetch_factor": prefetch or now.prefetch} if workers else {}
+        settings = {name: getattr(loader, name) for name in names}
+        if workers:
+            settings |= {"prefetch_factor": prefetch, "persistent_workers": True}
         if same and loader.batch_sampler is not None:
             settings["batch_sampler"] = loader.batch_sampler
         else:
@@ -455,11 +456,12 @@ def open_like(
 
 
 class _Plan(NamedTuple):
-    """How to try one fix: ``options`` are those of `open_like`."""
+    """How to try one fix: ``prepare`` gives the options of `open_like`."""
 
+    id: str
+    name: str
     sentence: str
-    options: dict[str, Any]
-    name: str = ""
+    prepare: Callable[[], dict[str, Any]]
 
 
 def find_fixes(now: Situation) -> list[Fix]:
@@ -475,11 +477,12 @@ def find_fixes(now: Situation) -> list[Fix]:
     count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         plans = _plan_data(now, Path(folder))
-        plans["workers"] = partial(_Plan, f"Use workers={count}, not {workers}", {"workers": count})
+        sentence = f"Use workers={count}, not {workers}"
+        plans.append(_Plan("workers", FIXES["workers"][0], sentence, lambda: {"workers": count}))
         if workers:
-            name = f"Keep {2 * now.prefetch} batches ahead for each worker, not {now.prefetch}"
-            plans["prefetch"] = partial(_Plan, name, {"prefetch": 2 * now.prefetch})
-        return rank_fixes([_try_out(now, id, plans[id]) for id in reversed(FIXES) if id in plans])
+            sentence = f"Keep {2 * now.prefetch} batches ahead for each worker, not {now.prefetch}"
+            plans.append(_Plan("prefetch", FIXES["prefetch"][0], sentence, lambda: {"prefetch": 2 * now.prefetch}))
+        return rank_fixes([_try_out(now, plan) for plan in plans])
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
@@ -493,51 +496,56 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     return ranked
 
 
-def _try_out(now: Situation, id: str, make_plan: Callable[[], _Plan]) -> Fix:
+def _try_out(now: Situation, plan: _Plan) -> Fix:
     """Forecast a fix by a short trial beside a placeholder for the step; measure it for longer, if that is wanted."""
-    name, advice = FIXES[id]
     why = "there is no time left, raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
             with read_at_full_speed():  # what was timed lies in Drive's cache
-                plan = make_plan()
-            rate = _time(now, plan, now.make_placeholder(), _TRIAL_SHARE)
-            measured = _time(now, plan, now.step, _VERIFY_SHARE) if now.verify else None
+                options = plan.prepare()
+            rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
+            measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
             gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.loop.images_per_second else "wins nothing"
-            return Fix(id, plan.name or name, rate, measured, f"{plan.sentence}: {gain}.")
+            return Fix(plan.id, plan.name, rate, measured, f"{plan.sentence}: {gain}.")
         except Exception as error:  # what was found out so far is worth more
-            why = describe_error(error)
-    return Fix(id, name, None, None, f"{advice}. Not tried: {why.removesuffix('.')}.")
+            why = describe_error(error).removesuffix(".")
+    return Fix(plan.id, plan.name, None, None, f"{plan.sentence}. Not tried: {why}.")
 
 
-def _time(now: Situation, plan: _Plan, step: Callable[..., Any] | None, share: float) -> float:
+def _time(now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float) -> float:
     """Images a second; each time from the same batch on, because images of a slow Drive differ in their times."""
-    with open_like(now, **plan.options) as loader:
+    with open_like(now, **options) as loader:
         return time_batches(
             WatchedLoader(loader, _TIMEOUT_S, "raise"), step, batches=500, warmup=WARMUP, least=_LEAST_BATCHES,
             warmup_s=WARMUP_SHARE * now.seconds, max_s=share * now.seconds,
         ).images_per_second  # fmt: skip
 
 
-def _plan_data(now: Situation, folder: Path) -> dict[str, Callable[[], _Plan]]:
-    """Other forms and places of the data."""
-    dataset, plans = now.loader.dataset, dict[str, Callable[[], _Plan]]()
+def _plan_data(now: Situation, folder: Path) -> list[_Plan]:
+    """Other forms and places of the data; what costs you most is tried first."""
+    dataset, plans = now.loader.dataset, list[_Plan]()
     if not isinstance(dataset, CocoFolder | ShardDataset):
         return plans
-    if isinstance(dataset, CocoFolder) or _is_slow(dataset):
-        plans["shards"] = partial(_plan_shards, now, folder, "shards")
-    if not isinstance(now.loader, Loader):
-        plans["packed_masks"] = partial(_plan_shards, now, folder, "packed_masks")
     if isinstance(dataset, CocoFolder):
-        had = [*map(tuple, dataset.coco.sizes[[*now.indices]].tolist())]
-        planned = [plan_size(*size, **_SIDES) for size in had]
-        share = sum(h * w for h, w in planned) / max(sum(h * w for h, w in had), 1)
+        had = dataset.coco.sizes[[*now.indices]]
+        planned = [plan_size(*size, **_SIDES) for size in had.tolist()]
+        share = np.prod(planned, axis=-1).sum() / max(had.prod(axis=-1).sum(), 1)
         if share <= _SMALLER:
-            plans["resize"] = partial(_plan_shards, now, folder, "resize", f" to {share:.0%} of the pixels")
-        if _is_slow(dataset):
-            plans["local_files"] = partial(_plan_files, now, folder / "files")
-    if best := [id for id in ("shards", "packed_masks", "resize") if id in plans][-1:]:
-        plans["data_and_workers"] = partial(_plan_both, now, plans[best[0]], FIXES[best[0]][0])
+            name, sentence = FIXES["resize"]
+            prepare = partial(_prepare_shards, now, folder, "resize")
+            plans.append(_Plan("resize", name, f"{sentence} to {share:.0%} of the pixels", prepare))
+    ids = [] if isinstance(now.loader, Loader) else ["packed_masks"]
+    if isinstance(dataset, CocoFolder) or _is_slow(dataset):
+        ids.append("shards")
+    plans += [_Plan(id, *FIXES[id], partial(_prepare_shards, now, folder, id)) for id in ids]
+    if plans:
+        cpu_ms = sum(stage.cpu_ms for stage in now.stages.values() if stage.name in ("read", "decode", "masks"))
+        workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
+        prepare = partial(_prepare_shards, now, folder, plans[0].id, workers=workers)
+        name = f"{plans[0].name}, and workers={workers}"
+        plans.insert(0, _Plan("data_and_workers", name, plans[0].sentence, prepare))
+    if isinstance(dataset, CocoFolder) and _is_slow(dataset):
+        plans.append(_Plan("local_files", *FIXES["local_files"], partial(_copy_files, now, folder / "files")))
     return plans
 
 
@@ -545,7 +553,7 @@ def _is_slow(dataset: CocoFolder | ShardDataset) -> bool:
     return dataset.profile is not None or is_on_drive(dataset.folder)
 
 
-def _plan_shards(now: Situation, folder: Path, id: str, note: str = "") -> _Plan:
+def _prepare_shards(now: Situation, folder: Path, id: str, **options: Any) -> dict[str, Any]:
     """Shards of the images that were timed, on the local disk, with images as they are or resized."""
     dataset, shards = now.loader.dataset, folder / ("resized" if id == "resize" else "shards")
     if isinstance(dataset, CocoFolder):
@@ -557,17 +565,10 @@ def _plan_shards(now: Situation, folder: Path, id: str, note: str = "") -> _Plan
         first = dataset.index.shards[0]
         copy_shards(dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9))
     sample = ShardDataset(shards if shards.exists() else dataset.folder)
-    return _Plan(FIXES[id][1] + note, {"dataset": sample, "packs": id == "packed_masks"})
+    return {"dataset": sample, "packs": id == "packed_masks", **options}
 
 
-def _plan_both(now: Situation, make_plan: Callable[[], _Plan], name: str) -> _Plan:
-    of_sample = [stage for stage in now.stages.values() if stage.name in ("read", "decode", "masks")]
-    plan, cpu_ms = make_plan(), sum(stage.cpu_ms for stage in of_sample)
-    workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
-    return plan._replace(name=f"{name}, and workers={workers}", options={**plan.options, "workers": workers})
-
-
-def _plan_files(now: Situation, folder: Path) -> _Plan:
+def _copy_files(now: Situation, folder: Path) -> dict[str, Any]:
     """The image files as they are, on the local disk."""
     dataset: CocoFolder = now.loader.dataset
     for index in now.indices:
@@ -576,4 +577,4 @@ def _plan_files(now: Situation, folder: Path) -> _Plan:
         path.write_bytes(read_file(dataset.find_path(index)))
     local = CocoFolder(folder, write_subset(dataset.coco, now.indices, folder / "annotations.json"))
     os.sync()  # what was copied is written now, and not during the trial
-    return _Plan(FIXES["local_files"][1], {"dataset": local})
+    return {"dataset": local}

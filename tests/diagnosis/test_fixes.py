@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from colab_utils.diagnosis import diagnose as fixes
-from colab_utils.diagnosis.diagnose import Situation, _plan_files, diagnose, find_fixes, open_like
+from colab_utils.diagnosis.diagnose import Situation, _copy_files, diagnose, find_fixes, open_like
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, time_batches, time_stages
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -211,8 +211,8 @@ def test_files_of_names_that_lead_out_are_copied_into_the_folder(tiny_dataset, t
         dataset = CocoFolder(tiny_dataset.images, annotations)
     loader = DataLoader(dataset)
     with pytest.warns(ColabUtilsWarning, match="found below"):
-        plan = _plan_files(Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files")
+        options = _copy_files(Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files")
     assert not outside.exists()
-    copied = plan.options["dataset"]
+    copied = options["dataset"]
     assert [copied.find_path(i).parent for i in range(2)] == [tmp_path / "files"] * 2
     assert np.array_equal(copied[1][0], dataset[3][0])
