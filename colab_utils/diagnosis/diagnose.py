@@ -26,7 +26,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
-from colab_utils.diagnosis.processes import Resources
 from colab_utils.diagnosis.summary import Cause, refine_causes
 from colab_utils.diagnosis.timing import (
     BatchTimes,
@@ -156,8 +155,6 @@ class Diagnosis:
     """How many were timed."""
     step: str
     """real, none, or emulated ..."""
-    resources: Resources | None = None
-    """What the loader used while it ran."""
     error: float = 0.0
     """Standard error of the mean time of a batch, as a share of it."""
     change: Change | None = None
@@ -168,9 +165,8 @@ class Diagnosis:
     def __str__(self) -> str:
         best = self.fixes[:_SHOWN_FIXES]
         more = [f"({len(self.fixes) - len(best)} more)"] if len(self.fixes) > len(best) else []
-        used = str(self.resources).splitlines() if self.resources else []
         changed = [str(self.change)] if self.change else []
-        lines = (*map(str, self.stages), *map(str, best), *more, *used, *changed)
+        lines = (*map(str, self.stages), *map(str, best), *more, *changed)
         return "\n".join([self.verdict, *map(str, self.causes), *(f"  {line}" for line in lines)])
 
 
@@ -277,11 +273,11 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
     verdict = [describe_verdict(now, ceiling, slower, stages, fixes, name)]
-    verdict += summary.resources.dangers if summary.resources else ()
+    verdict += [f"{cause.why} {cause.next}" for cause in causes if cause.id == "memory"]
     verdict += [f"The stages of a sample could not be timed: {found.unseen}"] if found.unseen else []
     return Diagnosis(
         " ".join(verdict), ceiling / rate, rate, now.wait_share, tuple(stages), tuple(fixes), _describe_confidence(now),
-        len(now.wait_s), name, summary.resources, now.error, causes=tuple(causes),
+        len(now.wait_s), name, now.error, causes=tuple(causes),
     )  # fmt: skip
 
 

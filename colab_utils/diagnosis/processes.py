@@ -12,7 +12,6 @@ import operator
 import os
 import platform
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -31,18 +30,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.loading.workers import describe_exit
-from colab_utils.runtime import find_free_memory, format_bytes, list_children
+from colab_utils.runtime import find_free_memory, list_children
 
 __all__ = [
     "Activity",
+    "Growth",
+    "MemoryLog",
     "Reading",
-    "ResourceLog",
-    "Resources",
     "SampleTimes",
     "WorkerMonitor",
+    "find_growth",
     "passes",
     "read_ending",
-    "summarise_readings",
 ]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
@@ -68,7 +67,6 @@ _ROW = np.dtype([  # what a worker notes
 _PAUSE_S = 0.25  # between two looks
 _LEAST_READINGS = 5
 _PAUSES = 12  # in the time so far, at most
-_NEARLY_FULL = 0.8
 _LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
 
 
@@ -320,64 +318,37 @@ def _read_index(index: Any) -> int:
 
 
 class Reading(NamedTuple):
-    """What was used at one moment, in bytes; ``batches`` had been delivered. Processes are told by their pid."""
+    """What was used at one moment; ``batches`` had been delivered."""
 
     batches: int
-    shm_bytes: int
     own_bytes: Mapping[int, int]
-    """Of each process: what it does not share by way of a file or /dev/shm."""
+    """Of each process, by its pid: what it does not share by way of a file or /dev/shm."""
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What a loader used. Memory is what is not in a file or in /dev/shm; what a worker shares with the process that
-    forked it counts in both.
-    """
+class Growth:
+    """Memory that grows while a loader runs."""
 
-    main_mb: float
-    """Of this process."""
-    worker_mb: tuple[float, ...]
-    """Of each worker."""
-    growth_mb_per_batch: float | None
-    """By how much the memory of these processes grows; None where it is not sure."""
-    full_at_batch: int | None
+    mb_per_batch: float
+    """Of all processes."""
+    full_at_batch: int
     """When memory is full if it goes on to grow."""
-    free_mb: float
-    shm_used_mb: float
-    """At most."""
-    shm_total_mb: float
-    growing: tuple[str, ...] = ()
-    """Each process that grows, and by how much."""
+    by_process: Mapping[str, float]
+    """MB a batch of each process that grows."""
 
     def __str__(self) -> str:
-        workers = f", workers {' + '.join(f'{mb:,.0f}' for mb in self.worker_mb)} MB" if self.worker_mb else ""
-        used = f"memory: this process {self.main_mb:,.0f} MB{workers}; {format_bytes(self.free_mb * 1e6)} free"
-        shm = f"/dev/shm: {self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB"
-        return "\n".join([used, shm, *self.dangers])
-
-    @property
-    def dangers(self) -> tuple[str, ...]:
-        """What will end the training if it goes on: one sentence each."""
-        found = []
-        if self.growth_mb_per_batch is not None:
-            grows = f"Memory grows by {self.growth_mb_per_batch:.2f} MB a batch ({', '.join(self.growing)})"
-            cure = "Keep no lists of Python objects in the dataset, and no losses with their graphs."
-            found.append(f"{grows}: at step {self.full_at_batch:,} it is full. {cure}")
-        if self.shm_used_mb > _NEARLY_FULL * self.shm_total_mb > 0:
-            used = f"{self.shm_used_mb:,.0f} of {self.shm_total_mb:,.0f} MB"
-            cure = "Use fewer workers, a smaller prefetch_factor, or make_loader, which does not need it."
-            found.append(f"/dev/shm is nearly full: {used}. {cure}")
-        return tuple(found)
+        who = ", ".join(f"{name}: {mb:.2f}" for name, mb in self.by_process.items())
+        return f"Memory grows by {self.mb_per_batch:.2f} MB a batch ({who}): at step {self.full_at_batch:,} it is full."
 
 
-class ResourceLog:
-    """Readings of what this process and its children use: each quarter of a second, later after each twelfth of the
-    time so far.
+class MemoryLog:
+    """Readings of the memory of this process and its children: each quarter of a second, later after each twelfth of
+    the time so far.
 
     Example:
-        >>> log = ResourceLog()
+        >>> log = MemoryLog()
         >>> log.look(batches=0)
-        >>> summarise_readings(log.readings).main_mb > 1
+        >>> os.getpid() in log.readings[0].own_bytes
         True
     """
 
@@ -389,37 +360,19 @@ class ResourceLog:
         """Take a reading if one is due; there were so many batches."""
         if (now_s := perf_counter()) >= self._due_s:
             self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) / _PAUSES)
-            self.readings.append(Reading(batches, shutil.disk_usage("/dev/shm").used, _measure_own()))
+            self.readings.append(Reading(batches, _measure_own()))
 
 
-def summarise_readings(readings: Sequence[Reading]) -> Resources:
-    """The last state, the most that was used, and the slope of memory over batches where it is sure."""
-    last = max(readings, key=lambda reading: (len(reading.own_bytes), reading.batches))  # workers may have ended since
-    used = {pid: used / 1e6 for pid, used in sorted(last.own_bytes.items())}
-    growth, free = _find_growth(readings), find_free_memory()
-    total = sum(growth.values())
-    names = {pid: "this process" if pid == os.getpid() else f"pid {pid}" for pid in growth}
-    return Resources(
-        main_mb=used.pop(os.getpid(), 0.0),
-        worker_mb=tuple(used.values()),
-        growth_mb_per_batch=total / 1e6 if growth else None,
-        full_at_batch=readings[-1].batches + int(free / total) if growth else None,
-        free_mb=free / 1e6,
-        shm_used_mb=max(reading.shm_bytes for reading in readings) / 1e6,
-        shm_total_mb=shutil.disk_usage("/dev/shm").total / 1e6,
-        growing=tuple(f"{names[pid]}: {growth[pid] / 1e6:.2f}" for pid in sorted(growth)),
-    )
-
-
-def _find_growth(readings: Sequence[Reading]) -> dict[int, float]:
-    """Bytes a batch, by the pid of each process that grows; none where all of it is little.
+def find_growth(readings: Sequence[Reading]) -> Growth | None:
+    """By how much memory grows; None where it does not, or little.
 
     The second half of a process's readings counts, when caches and pools are full. Growth is not sure where noise could
     be the reason, or where it slows down.
     """
-    growth, grown, used = dict[int, float](), 0.0, 0
-    running = [reading for reading in readings if reading.batches < readings[-1].batches]  # later, workers end
-    for pid in {pid for reading in running for pid in reading.own_bytes}:
+    last = max((reading.batches for reading in readings), default=0)
+    running = [reading for reading in readings if reading.batches < last]  # later, workers end
+    growth, grown, used = dict[str, float](), 0.0, 0
+    for pid in sorted({pid for reading in running for pid in reading.own_bytes}):
         seen = [(reading.batches, reading.own_bytes[pid]) for reading in running if pid in reading.own_bytes]
         batches, own = np.array(seen[len(seen) // 2 :], np.float64).T
         used, late = used + seen[-1][1], len(batches) // 2
@@ -427,8 +380,12 @@ def _find_growth(readings: Sequence[Reading]) -> dict[int, float]:
             continue
         (slope, _), covariance = np.polyfit(batches, own, 1, cov=True)
         if slope > 3 * covariance[0, 0] ** 0.5 and np.polyfit(batches[late:], own[late:], 1)[0] > slope / 2:
-            growth[pid], grown = float(slope), grown + float(slope * np.ptp(batches))
-    return growth if grown > _LEAST_GROWTH * used else {}
+            growth["this process" if pid == os.getpid() else f"pid {pid}"] = float(slope) / 1e6
+            grown += float(slope * np.ptp(batches))
+    if grown <= _LEAST_GROWTH * used:
+        return None
+    total = sum(growth.values())
+    return Growth(total, last + int(find_free_memory() / 1e6 / total), growth)
 
 
 def _measure_own() -> dict[int, int]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from colab_utils.diagnosis.processes import ResourceLog, Resources, SampleTimes, WorkerMonitor, summarise_readings
+from colab_utils.diagnosis.processes import Growth, MemoryLog, SampleTimes, WorkerMonitor, find_growth
 from colab_utils.diagnosis.timing import Stage, count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
 from colab_utils.runtime import count_cores, format_bytes, format_seconds, is_notebook, write_file
@@ -116,7 +116,8 @@ class Summary:
     """The ten batches that took longest, the longest first."""
     worker_cpu: float
     """Cores that all workers kept busy, in the mean; 0 where their samples are not seen."""
-    resources: Resources | None
+    growth: Growth | None
+    """Of memory."""
     stalls: tuple[str, ...]
     unseen: tuple[str, ...]
     rank: int | None
@@ -163,17 +164,18 @@ class LoopRecord:
         cpu_s: CPU time of this process and its children in them.
         times: of samples in workers.
         seen: batch to the samples that were loaded while it was waited for.
-        used: memory.
+        memory: of this process and its children.
+        growth: of it.
         stalls: every `Stall`.
     """
 
     def __init__(self, loader: Any) -> None:
         self.clock, self.monitor = LoopClock(), WorkerMonitor(getattr(loader, "dataset", None))
-        self.resources, self.workers = ResourceLog(), count_workers(loader)
+        self.memory, self.workers = MemoryLog(), count_workers(loader)
         self.starts_anew = self.workers > 0 and not getattr(loader, "persistent_workers", True)
         self.passes_s = self.cpu_s = 0.0
         self.times = SampleTimes()
-        self.used: Resources | None = None
+        self.growth: Growth | None = None
         self.seen, self.stalls = dict[int, tuple[int, ...]](), list[Any]()
         self._printed: Summary | None = None
 
@@ -208,10 +210,7 @@ class LoopRecord:
 
     def summarise(self) -> Summary | None:
         """The summary so far; None before the first batch is over."""
-        self.times = self.monitor.read_times()
-        if self.resources.readings:
-            self.used = summarise_readings(self.resources.readings)
-        clock = self.clock
+        self.times, self.growth, clock = self.monitor.read_times(), find_growth(self.memory.readings), self.clock
         clock.read()
         waits, steps, between = clock.parts_s.T
         if not len(waits):
@@ -237,8 +236,8 @@ class LoopRecord:
         return Summary(
             _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
             len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
-            self.times.worker_cpu_s / max(self.passes_s, 1e-9), self.used, tuple(map(str, self.stalls)), tuple(unseen),
-            _find_rank(),
+            self.times.worker_cpu_s / max(self.passes_s, 1e-9), self.growth, tuple(map(str, self.stalls)),
+            tuple(unseen), _find_rank(),
         )  # fmt: skip
 
     def print_summary(self, *, only_news: bool) -> None:
@@ -287,9 +286,9 @@ def find_causes(waits: _Seconds, between: _Seconds, is_first: _Flags, loop_s: fl
     worth = [cause for cause in found if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
     causes = sorted(worth, key=lambda cause: -cause.share)
     causes += [Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure) for stall in record.stalls]
-    for danger in record.used.dangers if record.used else ():
-        why, _, cure = danger.partition(". ")
-        causes.append(Cause("memory", 0.0, f"{why}.", cure))
+    if record.growth:
+        cure = "Keep no lists of Python objects in the dataset, and no losses with their graphs."
+        causes.append(Cause("memory", 0.0, str(record.growth), cure))
     return causes
 
 

@@ -264,7 +264,7 @@ class _Pass:
             if self.asked_s != asked_s:
                 asked_s, due_s, told = self.asked_s, self._watched.timeout_s, set()
             with suppress(Exception):  # what is looked at may go away meanwhile: look again
-                self._record.resources.look(self._record.clock.count)
+                self._record.memory.look(self._record.clock.count)
                 if asked_s is not None and perf_counter() - asked_s > _LATE_S:
                     self._record.note_samples(self._list_samples())
             if asked_s is not None and perf_counter() - asked_s > due_s - min(_LOOK_S, due_s / 2):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from colab_utils.diagnosis import summary as module
-from colab_utils.diagnosis.processes import Resources, SampleTimes
+from colab_utils.diagnosis.processes import Growth, SampleTimes
 from colab_utils.diagnosis.summary import LoopRecord, find_causes, refine_causes
 from colab_utils.diagnosis.watchdog import watch
 from colab_utils.errors import ColabUtilsError
@@ -121,8 +121,7 @@ def test_contention_has_its_share_of_the_loop_not_of_the_step():
 
 
 def test_memory_that_grows_is_named_beside_a_fine_loop():
-    grows = Resources(100.0, (50.0,), 2.5, 4000, 9000.0, 0.0, 64.0)
-    (cause,) = find(used=grows)
+    (cause,) = find(growth=Growth(2.5, 4000, {"this process": 2.5}))
     assert cause.id == "memory"
     assert "at step 4,000" in cause.why
 
