@@ -1,18 +1,16 @@
-"""What the processes of a loader do and use: Python stack, system call and its file, samples, memory.
+"""What the processes of a loader do and use: samples, system call and its file, memory.
 
 Read from outside, from Linux's /proc, so that a process that hangs need not help. Forked workers also note the sample
-they are at and write their Python stacks when they are asked; elsewhere than on Linux most of it stays unknown.
+they are at; elsewhere than on Linux most of it stays unknown.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
 import operator
 import os
 import platform
 import re
-import signal
 import sys
 import threading
 import weakref
@@ -20,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
+from itertools import takewhile
 from pathlib import Path
-from time import monotonic, monotonic_ns, perf_counter, process_time_ns, sleep, thread_time_ns
+from time import monotonic_ns, perf_counter, process_time_ns, thread_time_ns
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
@@ -46,11 +45,8 @@ __all__ = [
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
 _BITS = 48  # of the longest time, 39 hours
-_SIGNAL = 60  # a real-time signal that nothing known uses
+_HERE = os.path.dirname(__file__)
 _METHODS = ("__getitem__", "read_packed", "read_into")
-_JOBS = {"processes.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
-_ENDS = {"workers.py _do_job", "process.py run", "threading.py run", "watchdog.py _wait"}  # of what a stack shows
-_IDLE = {"queues.py get", "connection.py recv"}  # a worker that waits for work
 _NUMBERS = (
     "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 futex 202 getdents64 217 "
     "clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 preadv 295 preadv2 327 statx 332"
@@ -58,7 +54,7 @@ _NUMBERS = (
 _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
 _ROW = np.dtype([  # what a worker notes
     ("pid", np.int64),
-    ("at", np.int64, (_THREADS, 2)),  # of each thread: the sample, or -1, and since when it is at it
+    ("at", np.int64, (_THREADS, 3)),  # of each thread: the sample, or -1, since when it is at it, and its id
     ("sums", np.int64, 5),  # samples so far, their wall, CPU and queueing time in ns, and the bytes that they read
     ("spread", np.int64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their time
     ("slowest", np.int64, 2),  # sample: its time in ns, and its index
@@ -74,7 +70,7 @@ class Activity(NamedTuple):
     """What a process does."""
 
     stack: tuple[str, ...] = ()
-    """Python lines, innermost first; none where they cannot be seen."""
+    """Python lines, innermost first; none of other processes."""
     call: str = ""
     """The system call that it is in."""
     path: str = ""
@@ -126,7 +122,7 @@ passes = weakref.WeakSet[Any]()  # over watched loaders: what their `thread` for
 
 
 class WorkerMonitor:
-    """What forked workers note where this process can see it, and the way to ask for their stacks.
+    """What forked workers note where this process can see it.
 
     In a worker, and only there, the methods of the dataset's class that give a sample are wrapped.
     """
@@ -136,15 +132,11 @@ class WorkerMonitor:
             dataset = dataset.dataset
         self.dataset = dataset
         self._notes = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
-        self._file = os.memfd_create("colab_utils")  # stacks of workers
-        weakref.finalize(self, os.close, self._file)
 
     def enter(self) -> None:
         """In a worker: be seen from now on."""
         row, kind = self._notes[os.getpid() % _ROWS], type(self.dataset)
         row["at"], row["cpu"] = -1, (row["cpu"].sum(), 0)
-        signal.signal(_SIGNAL, signal.SIG_IGN)  # chained, which keeps errno: else a call at that moment fails with 0
-        faulthandler.register(_SIGNAL, file=self._file, chain=True)
         row["pid"] = os.getpid()
         for name in _METHODS:
             if hasattr(kind, name):
@@ -158,9 +150,9 @@ class WorkerMonitor:
         def noted(me: Any, index: Any, *rest: Any) -> Any:
             if me is not self.dataset:
                 return method(me, index, *rest)
-            note = threads[threading.get_native_id() % _THREADS]
+            note = threads[(task := threading.get_native_id()) % _THREADS]
             began_ns, began_cpu_ns, began = monotonic_ns(), thread_time_ns(), counts.read()
-            before, note[:] = note.tolist(), (_read_index(index), began_ns)
+            before, note[:] = note.tolist(), (_read_index(index), began_ns, task)
             try:
                 return method(me, index, *rest)
             finally:
@@ -174,10 +166,10 @@ class WorkerMonitor:
 
         return noted
 
-    def list_samples(self) -> dict[int, list[tuple[int, int]]]:
-        """By the pid of each worker: since when (ns) it is at which samples, the first begun in front."""
+    def list_samples(self) -> dict[int, list[tuple[int, int, int]]]:
+        """By the pid of each worker: since when (ns) it is at which samples, in which thread, the first in front."""
         rows = sorted((row["pid"].item(), row["at"].tolist()) for row in self._notes if row["pid"])
-        return {pid: sorted((since, sample) for sample, since in at if sample >= 0) for pid, at in rows}
+        return {pid: sorted((since, sample, task) for sample, since, task in at if sample >= 0) for pid, at in rows}
 
     def read_times(self) -> SampleTimes:
         """How long samples took so far."""
@@ -195,20 +187,14 @@ class WorkerMonitor:
             if row["pid"] and read_ending(int(row["pid"])):
                 row["pid"] = 0
 
-    def find_sample(self, pid: int) -> int | None:
-        """The sample that a worker is at; where its threads are at several, the one begun first."""
-        return next((sample for _, sample in self.list_samples().get(pid, ())), None)
-
     def inspect_worker(self, pid: int) -> Activity:
-        """What a worker process does, in the thread that is at a batch."""
-        stacks = self._read_stacks(pid)
-        busy = [stack for stack in stacks if any(_name(line) in _JOBS for line in stack)]
-        calls = [_read_call(pid, task) for task in sorted(map(int, os.listdir(f"/proc/{pid}/task")))]
-        if busy and busy[-1] is not stacks[-1]:  # not the main thread, which comes last: look for a file
-            calls.sort(key=lambda call: (not call[1].startswith("/"), call[0] in ("futex", "poll", "read")))
-        stack = (busy or stacks or [[]])[-1]
-        idle = not busy and (any(_name(line) in _IDLE for line in stack) if stacks else calls[0][0] == "poll")
-        return Activity(_cut(stack), *calls[0], self.find_sample(pid), idle, *_read_progress(f"/proc/{pid}"))
+        """What a worker process does, in the thread that has been longest at a sample; else in its main thread."""
+        at_work = self.list_samples().get(pid)
+        _, sample, task = at_work[0] if at_work else (0, None, pid)
+        call, path = _read_call(pid, task)
+        has_worked = self._notes["sums"][pid % _ROWS, 0] > 0  # on samples: those of a stream are not seen
+        idle = not at_work and has_worked and call in ("poll", "read") and not path.startswith("/")
+        return Activity((), call, path, sample, idle, *_read_progress(f"/proc/{pid}"))
 
     def inspect_thread(self, ident: int) -> Activity:
         """What another thread of this process does, or a third one that is at a sample while that one is not."""
@@ -218,9 +204,10 @@ class WorkerMonitor:
         if samples[ident] is None:
             ident = next((other for other, sample in samples.items() if sample is not None), ident)
         task = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
-        stack = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frames[ident])]
+        lines = (f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frames[ident]))
+        stack = tuple(takewhile(lambda line: not line.startswith(_HERE), lines))
         progress = _read_progress(f"/proc/self/task/{task}")
-        return Activity(_cut(stack), *_read_call(os.getpid(), task), samples[ident], False, *progress)
+        return Activity(stack, *_read_call(os.getpid(), task), samples[ident], False, *progress)
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """The index in the outermost call of the dataset's methods."""
@@ -231,27 +218,6 @@ class WorkerMonitor:
                 me, index = (outer.f_locals.get(name, ()) for name in code.co_varnames[:2])
                 found = number if me is self.dataset and (number := _read_index(index)) >= 0 else found
         return found
-
-    def _read_stacks(self, pid: int) -> list[list[str]]:
-        """The lines of each thread, innermost first, main thread last; none of a process not forked under watch."""
-        if pid not in self.list_samples() or not _takes_signal(pid):
-            return []
-        os.ftruncate(self._file, 0)
-        os.lseek(self._file, 0, os.SEEK_SET)  # the workers share the position
-        os.kill(pid, _SIGNAL)
-        text, before, until_s = b"", b"", monotonic() + 0.5
-        while monotonic() < until_s and not (text and text == before):
-            sleep(0.03)
-            before, text = text, os.pread(self._file, 1 << 20, 0)
-        threads = re.split(r"^(?:Current thread|Thread) ", text.decode(errors="replace"), flags=re.M)[1:]
-        lines = (re.findall(r'File "(.*)", line (\d+) in (.*)', thread) for thread in threads)
-        return [[f"{file}:{line} {name}" for file, line, name in found] for found in lines]
-
-
-def _takes_signal(pid: int) -> bool:
-    """Whether a process handles the signal, which would end it else, and none waits: five overflow its stack."""
-    masks = re.findall(r"(?:ShdPnd|SigCgt):\s*(\w+)", _read(f"/proc/{pid}/status"))
-    return [int(mask, 16) >> (_SIGNAL - 1) & 1 for mask in masks] == [0, 1]
 
 
 def _read_progress(base: str) -> tuple[int, int]:
@@ -289,17 +255,6 @@ def _read_call(pid: int, task: int) -> tuple[str, str]:
         if "read" in name or name in ("fstat", "getdents64"):
             return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
     return name, ""
-
-
-def _cut(stack: list[str]) -> tuple[str, ...]:
-    """The lines inside of what started the job, the worker, or the watch."""
-    end = next((i for i, line in enumerate(stack) if _name(line) in _ENDS), len(stack))
-    return tuple(line for line in stack[:end] if _name(line) != "processes.py noted")
-
-
-def _name(line: str) -> str:
-    """File and function without the folder and the number: "fetch.py fetch"."""
-    return re.sub(r":\d+ ", " ", line.rpartition("/")[2])
 
 
 def _read(path: str) -> str:

@@ -71,7 +71,7 @@ class Stall:
     call: str
     """The system call; of the dead, how they ended."""
     stack: tuple[str, ...]
-    """Python lines, innermost first."""
+    """Python lines of this process, innermost first."""
     cure: str
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
 
     The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
     which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
-    verdict changes. Samples and Python stacks are seen of workers that are forked while this watches. The file of a
+    verdict changes. Samples are seen of workers that are forked while this watches. The file of a
     sample is named where the dataset has ``find_path(index)``, as ours have.
 
     Args:
@@ -294,7 +294,8 @@ class _Pass:
         verdict: Verdict = "dead"
         if ending:
             death, _, cure = explain_death(ending).partition("). ")
-            seen = Activity(call=death.rpartition("(")[2], sample=self.monitor.find_sample(blamed.pid))
+            at_work = self.monitor.list_samples().get(blamed.pid)
+            seen = Activity(call=death.rpartition("(")[2], sample=at_work[0][1] if at_work else None)
         else:
             verdict, seen = self._observe(asked_s, blamed.pid)
             cure = _FINDINGS[verdict][1]
@@ -328,7 +329,7 @@ class _Pass:
         if self._ours and (jobs := self._loader.list_jobs()):
             return [*jobs[0].indices]
         if samples := self.monitor.list_samples():
-            return [sample for _, sample in sorted(at for of_worker in samples.values() for at in of_worker)]
+            return [sample for _, sample, _ in sorted(at for of_worker in samples.values() for at in of_worker)]
         sample = self.monitor.inspect_thread(self.thread).sample
         return [] if sample is None else [sample]
 
