@@ -277,7 +277,7 @@ class _Row:
         times = np.stack([np.append(0.0, ends[:-1]), ends - cold.step_s, ends], 1)
         return replace(
             timing, **figures, ssd_bytes=files.ssd_bytes,
-            first_batch_s=cold.first_batch_s + self.opened_s,
+            first_batch_s=cold.wait_s[0] + self.opened_s,
             once_ms_per_image=1000 * files.once_s / count,
             session_ms_per_image=1000 * files.session_s / count,
             cold_ms_per_image=1000 * cold_s,

@@ -313,7 +313,6 @@ def describe_verdict(
 
 def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) -> Stage:
     """What is left of a worker's time for one image: collate, the way between processes, and waiting for a core."""
-    stages = [stage for stage in stages if stage.name != "transfer"]
     wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages)
     cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages)
     return make_stage("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))

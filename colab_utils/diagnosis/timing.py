@@ -42,6 +42,8 @@ __all__ = [
     "time_batches",
     "time_calls",
     "time_dataset_stages",
+    "time_handoff",
+    "time_samples",
     "time_stages",
 ]
 
@@ -49,7 +51,6 @@ _ROUNDS = 3  # of a batch from each worker
 _IMAGES = 64  # that are timed at most
 _HANDED_BATCHES = 40
 _TIMEOUT_S = 60.0  # for all stages of a sample, and three times what they should take
-_END = object()
 _TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of torchvision's datasets
 
 
@@ -63,8 +64,6 @@ class BatchTimes:
     """Seconds of its step."""
     images: int
     """In all batches."""
-    first_batch_s: float
-    """The wait for the very first batch, workers' start included."""
     cpu_s: float
     """CPU seconds of this process and its children."""
     step_cpu_s: float
@@ -144,8 +143,7 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    waits, steps = list[float](), list[float]()
-    images, first_batch_s, step_cpu_s = 0, 0.0, 0.0
+    waits, steps, images, step_cpu_s = list[float](), list[float](), 0, 0.0
     lanes = max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
     cpu_began_s = measure_tree_cpu()
@@ -154,7 +152,6 @@ def time_batches(
         for seen, batch in enumerate(source, start=1):
             _synchronize()  # what the loader queued on the device belongs to the wait
             got_s, got_cpu_s = perf_counter(), process_time()
-            first_batch_s = first_batch_s or got_s - asked_s
             if step is not None:
                 step(*batch) if _is_pair(batch) else step(batch)
                 _synchronize()
@@ -183,7 +180,7 @@ def time_batches(
             f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: pass a loader that "
             "can be iterated again, such as a DataLoader, or warmup=0"
         )
-    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), first_batch_s, cpu_s, step_cpu_s)
+    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), cpu_s, step_cpu_s)
 
 
 def _synchronize() -> None:
@@ -226,7 +223,10 @@ def time_calls(
     began_s, cpu_began_s = perf_counter(), thread_time()
     for argument in arguments:
         call_began_s = perf_counter()
-        call(argument)
+        try:
+            call(argument)
+        except StopIteration:  # of a stream that is over
+            break
         ended_s = perf_counter()
         wall_ms.append((ended_s - call_began_s) * 1000 / images)
         if ended_s - began_s > max_s:
@@ -358,9 +358,8 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
     if streams or (has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)):
         indices = [] if streams else np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
         dense, collate = not isinstance(loader, Loader), getattr(loader, "collate_fn", None)
-        in_worker = partial(_time_in_worker, indices, images=images, dense=dense, collate=collate, seconds=seconds)
-        if streams:  # where the loader makes no batches, each item is one
-            in_worker = partial(_time_stream, images=images if loader.batch_size is None else 1, seconds=seconds / 2)
+        count = 1 if streams and loader.batch_size is not None else images  # an item of a stream may be a batch
+        in_worker = partial(_time_in_worker, indices, images=count, dense=dense, collate=collate, seconds=seconds)
         names = ("worker_init_fn", "multiprocessing_context")
         settings: dict[str, Any] = {name: getattr(loader, name, None) for name in names}
         settings |= {"batch_sampler": None if streams else [indices[-1:]], "timeout": _TIMEOUT_S + 3 * seconds}
@@ -370,8 +369,10 @@ def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> Load
                 stages = next(batches)
         except ColabUtilsError as error:  # whatever somebody's own dataset does
             indices, unseen = [], str(error).partition("found ")[2]
-    of_batch = time_batch_stages(loader, batch, images=images, seconds=0.4 * seconds)
-    return LoadingStages(stages | {stage.name: stage for stage in of_batch}, indices, unseen)
+    tensors = find_tensors(batch)
+    if isinstance(loader, DataLoader) and loader.num_workers and {one.device.type for one in tensors} == {"cpu"}:
+        stages["hand-off"] = time_handoff(batch, images=images, seconds=0.2 * seconds)
+    return LoadingStages(stages, indices, unseen)
 
 
 def _time_in_worker(
@@ -379,6 +380,8 @@ def _time_in_worker(
 ) -> dict[str, Stage]:
     """A ``collate_fn`` that times the stages of the dataset as the worker has it that calls this."""
     dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    if isinstance(dataset, IterableDataset):
+        return {"sample": time_calls("sample", next, repeat(iter(dataset)), max_s=seconds / 2, images=images)}
     if isinstance(dataset, CocoFolder | ShardDataset):
         stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
     else:
@@ -387,16 +390,6 @@ def _time_in_worker(
         samples = [dataset[index] for index in indices[:images]]
         stages["collate"] = time_calls("collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images)
     return stages
-
-
-def _time_stream(_: Any, *, images: int, seconds: float) -> dict[str, Stage]:
-    """A ``collate_fn`` that times what anybody's iterable dataset gives next, of so many ``images``, in its worker."""
-    stream, wall_ms, cpu_began_s = iter(get_worker_info().dataset), list[float](), thread_time()  # type: ignore[union-attr]
-    until_s = perf_counter() + seconds
-    while (began_s := perf_counter()) < until_s and next(stream, _END) is not _END:
-        wall_ms.append(1000 * (perf_counter() - began_s) / images)
-    cpu_ms = 1000 * (thread_time() - cpu_began_s) / images / max(len(wall_ms), 1)
-    return {"sample": make_stage("sample", wall_ms, cpu_ms)} if wall_ms else {}
 
 
 def time_dataset_stages(dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float) -> dict[str, Stage]:
@@ -438,44 +431,14 @@ def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dic
     return {"sample": without, "transform": make_stage("transform", [wall_ms], cpu_ms)}
 
 
-def time_batch_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> list[Stage]:
-    """Time what happens to a whole batch: ``hand-off`` where a ``DataLoader`` has workers, and, with a GPU,
-    ``transfer`` of a ``batch`` that lies on the CPU.
+def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
+    """A batch that lies ready, through one worker and torch's own queue.
+
+    It is copied each time, as shared memory that was handed over once is not handed over anew; the copy is taken off.
     """
-    plain, stages, max_s = isinstance(loader, DataLoader), list[Stage](), seconds / 2
-    tensors = find_tensors(batch)
-    if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
-        return stages
-    if plain and loader.num_workers:
-        stages.append(_time_handoff(batch, images=images, seconds=max_s))
-    if torch.cuda.is_available():
-        if plain and loader.pin_memory:
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        stages.append(time_calls("transfer", _transfer, repeat(tensors, 50), max_s=max_s, images=images))
-    return stages
-
-
-def _transfer(tensors: list[Tensor]) -> None:
-    torch.cuda.synchronize()
-    _ = [tensor.to("cuda", non_blocking=True) for tensor in tensors]
-    torch.cuda.synchronize()  # a copy is only queued when the call returns
-
-
-class _Same(IterableDataset[Any]):
-    """One batch for ever, copied each time: shared memory that was handed over once is not handed over anew."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield copy.deepcopy(self.batch)
-
-
-def _time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
-    """A batch that lies ready, through one worker and torch's own queue; the copy that it needs is taken off."""
     copying = time_calls("copy", copy.deepcopy, repeat(batch, 8), max_s=seconds / 4, images=images)
-    through = DataLoader(_Same(batch), batch_size=None, num_workers=1)
+    batches: Any = [batch] * 1000
+    through = DataLoader(batches, batch_size=None, num_workers=1, collate_fn=copy.deepcopy)
     times = time_batches(through, batches=_HANDED_BATCHES, max_s=seconds)
     wall_ms = np.array(times.wait_s) * 1000 / images - copying.mean_ms
     cpu_ms = times.cpu_s * 1000 / len(wall_ms) / images - copying.cpu_ms

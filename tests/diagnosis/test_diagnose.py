@@ -56,7 +56,7 @@ def _sleep_step(seconds):
 
 
 def _make_times(wait_s, step_s, batches=20):
-    return BatchTimes((wait_s,) * batches, (step_s,) * batches, 4 * batches, 0.1, 1.0, 0.5)
+    return BatchTimes((wait_s,) * batches, (step_s,) * batches, 4 * batches, 1.0, 0.5)
 
 
 # Whole diagnoses

@@ -63,7 +63,7 @@ def _look_at(loader, step=None, *, seconds=0.6, verify=False):
     step = step or EmulatedStep(5)
     now = time_batches(loader, step, batches=20, max_s=0.2)
     images = round(now.images / len(now.wait_s))
-    cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.01, 0.05, 0.05)
+    cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.05, 0.05)
     stages, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
     return Situation(loader, step, now, cached, stages, indices[:8], seconds, verify, perf_counter())
 
@@ -193,7 +193,7 @@ def test_a_trial_keeps_what_the_loader_was_given():
 )
 def test_workers_are_chosen_for_the_limit(monkeypatch, load_ms, cpu_ms, step_ms, cores, now, tried):
     monkeypatch.setattr(fixes, "count_cores", lambda: cores)
-    cached = BatchTimes((0.0,), (step_ms / 1000,), 1, 0.01, 0.05, 0.05)
+    cached = BatchTimes((0.0,), (step_ms / 1000,), 1, 0.05, 0.05)
     loader = SimpleNamespace(workers=now)
     situation = Situation(loader, EmulatedStep(step_ms), cached, cached, {}, (), 1, False, 0.0)
     assert situation.choose_workers(load_ms, cpu_ms) == tried
