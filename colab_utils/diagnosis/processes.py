@@ -197,17 +197,13 @@ class WorkerMonitor:
         return Activity((), call, path, sample, idle, *_read_progress(f"/proc/{pid}"))
 
     def inspect_thread(self, ident: int) -> Activity:
-        """What another thread of this process does, or a third one that is at a sample while that one is not."""
-        frames = sys._current_frames()
-        del frames[threading.get_ident()]  # this call's own: in a circle, it would keep the arrays of all of them
-        samples = {other: self._find_sample(frame) for other, frame in frames.items()}
-        if samples[ident] is None:
-            ident = next((other for other, sample in samples.items() if sample is not None), ident)
+        """What another thread of this process does."""
+        frame = sys._current_frames()[ident]
         task = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
-        lines = (f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frames[ident]))
+        lines = (f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frame))
         stack = tuple(takewhile(lambda line: not line.startswith(_HERE), lines))
-        progress = _read_progress(f"/proc/self/task/{task}")
-        return Activity(stack, *_read_call(os.getpid(), task), samples[ident], False, *progress)
+        call, progress = _read_call(os.getpid(), task), _read_progress(f"/proc/self/task/{task}")
+        return Activity(stack, *call, self._find_sample(frame), False, *progress)
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """The index in the outermost call of the dataset's methods."""

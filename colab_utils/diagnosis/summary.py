@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -233,11 +232,12 @@ class LoopRecord:
             unseen.append("Samples in the workers were not seen: they are no items of a forked worker's dataset.")
         came_s = np.cumsum(waits + steps + between) - steps - between
         spans_s = [(s, s + step) for s, step in zip(came_s.tolist(), steps.tolist(), strict=True) if s < _SHOWN_S]
+        rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
         return Summary(
             _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
             len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
             self.times.worker_cpu_s / max(self.passes_s, 1e-9), self.growth, tuple(map(str, self.stalls)),
-            tuple(unseen), _find_rank(),
+            tuple(unseen), rank,
         )  # fmt: skip
 
     def print_summary(self, *, only_news: bool) -> None:
@@ -248,12 +248,6 @@ class LoopRecord:
         if not only_news or not last or [cause.id for cause in summary.causes] != [cause.id for cause in last.causes]:
             self._printed = summary
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")  # at once: other processes write, too
-
-
-def _find_rank() -> int | None:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
 
 
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> str:

@@ -168,10 +168,9 @@ def time_batches(
                 images += count_images(batch)
                 if on_batch is not None:
                     on_batch(len(waits) - 1, batch)
-                rounds, rest = divmod(len(waits), lanes)
-                enough = rounds >= _ROUNDS and len(waits) >= least and ended_s - began_s > max_s
+                enough = len(waits) >= max(least, _ROUNDS * lanes) and ended_s - began_s > max_s
                 late = ended_s - timed_s > _ROUNDS * max_s
-                if len(waits) >= batches or (not rest and (enough or late)):
+                if len(waits) >= batches or (len(waits) % lanes == 0 and (enough or late)):
                     break
             asked_s = perf_counter()
         cpu_s = measure_tree_cpu() - cpu_began_s  # before the workers end

@@ -31,7 +31,6 @@ Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
 _PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s
 _TICK_S, _LOOK_S = 0.1, 0.5  # how long a worker is observed, in ticks
 _LATE_S = 0.1  # of a wait: then its samples are noted
-_PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
 _MAX_TRIES = 3  # to start the workers again, without a batch in between
 _INTERRUPT = 59  # a real-time signal that nothing known uses
 _END = object()
@@ -103,8 +102,8 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         timeout_s: seconds to wait for a batch before it is explained.
         on_stall: "report" waits on, however long; a worker that ended is an error. "raise" ends the waiting with the
             explanation as an error. "skip" and "restart" are for the worker processes of `make_loader` alone: they
-            start them again without the batch (``skipped`` lists it), or with it; leave workers that are only slow
-            ten times as long; and give up after three times without a batch in between.
+            start them again without the batch (``skipped`` lists it), or with it; leave workers that are only slow at
+            their work; and give up after three times without a batch in between.
 
     Raises:
         ColabUtilsError: an argument that cannot be; and, while you iterate, what ``on_stall`` tells.
@@ -121,10 +120,9 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
-    restarts = isinstance(loader, Loader) and loader.workers > 0
-    if on_stall in ("skip", "restart") and not restarts:
-        found = f"found {type(loader).__name__} without: use on_stall='report' or 'raise'"
-        raise ColabUtilsError(f"expected worker processes of make_loader for on_stall={on_stall!r}, {found}")
+    if on_stall in ("skip", "restart") and not (isinstance(loader, Loader) and loader.workers):
+        found = f"expected worker processes of make_loader for on_stall={on_stall!r}, found none"
+        raise ColabUtilsError(f"{found}: use on_stall='report' or 'raise'")
     watched = WatchedLoader(loader, timeout_s, on_stall, prints=True)
     weakref.finalize(watched, watched._record.print_summary, only_news=False)
     return watched
@@ -280,8 +278,7 @@ class _Pass:
             return stall.waited_s
         gives_up = self._watched.on_stall == "raise"
         if self._watched.on_stall in ("skip", "restart"):
-            is_slow = stall.verdict == "slow" and stall.waited_s < _PATIENCE * self._watched.timeout_s
-            gives_up = stall.worker is not None and not is_slow
+            gives_up = stall.worker is not None and stall.verdict != "slow"
         if stall.verdict not in told and not self._given_up:
             told.add(stall.verdict)
             self._report(stall, gives_up=gives_up)
