@@ -245,10 +245,9 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
             raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
 
     watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
-    on_batch = partial(_keep_batch, kept)
     now = time_batches(
         watched, count_and_step, batches=500, warmup=WARMUP, warmup_s=WARMUP_SHARE * seconds, max_s=0.5 * seconds,
-        on_batch=on_batch,
+        on_batch=partial(_keep_batch, kept),
     )  # fmt: skip
     rate, size = now.images_per_second, round(now.images / len(now.wait_s))
     cached, slower, ceiling = now, 1.0, rate

@@ -24,8 +24,7 @@ from colab_utils.runtime import count_cores, format_bytes, format_seconds, is_no
 
 __all__ = ["Cause", "LoopRecord", "Summary", "find_causes", "refine_causes"]
 
-_Seconds = NDArray[np.float64]
-_Flags = NDArray[np.bool_]
+_Array = NDArray[Any]
 _WORST = 10  # batches
 _SHOWN_S = 10.0  # of the steps
 _KEPT = 1000  # batches whose samples are kept
@@ -117,7 +116,6 @@ class Summary:
     """Cores that all workers kept busy, in the mean; 0 where their samples are not seen."""
     growth: Growth | None
     """Of memory."""
-    stalls: tuple[str, ...]
     unseen: tuple[str, ...]
     rank: int | None
     """Of this process, where several train together."""
@@ -236,8 +234,7 @@ class LoopRecord:
         return Summary(
             _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
             len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
-            self.times.worker_cpu_s / max(self.passes_s, 1e-9), self.growth, tuple(map(str, self.stalls)),
-            tuple(unseen), rank,
+            self.times.worker_cpu_s / max(self.passes_s, 1e-9), self.growth, tuple(unseen), rank,
         )  # fmt: skip
 
     def print_summary(self, *, only_news: bool) -> None:
@@ -260,7 +257,7 @@ def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> s
     return f"{causes[0].why} ({told})"
 
 
-def find_causes(waits: _Seconds, between: _Seconds, is_first: _Flags, loop_s: float, record: LoopRecord) -> list[Cause]:
+def find_causes(waits: _Array, between: _Array, is_first: _Array, loop_s: float, record: LoopRecord) -> list[Cause]:
     """What costs a tenth of the loop or more, the most first; and growing memory, whatever it costs.
 
     Args:
@@ -320,14 +317,14 @@ def refine_causes(
     return sorted(found, key=lambda cause: (works and cause.id == "contention", -cause.share))
 
 
-def _find_rare(seconds: _Seconds) -> NDArray[np.int64]:
+def _find_rare(seconds: _Array) -> NDArray[np.int64]:
     """The few batches that hold most of it; none where many share it."""
     large = np.flatnonzero(seconds > max(5 * float(np.median(seconds)), _LEAST_SLOW_S))
     holds = seconds[large].sum() >= _HOLDS * seconds.sum()
     return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
 
 
-def _explain_between(between: _Seconds, loop_s: float) -> Cause:
+def _explain_between(between: _Array, loop_s: float) -> Cause:
     share, rare = float(between.sum()) / loop_s, _find_rare(between)
     if len(rare) > 1:
         every, each_s = len(between) / len(rare), float(between[rare].mean())
@@ -339,7 +336,7 @@ def _explain_between(between: _Seconds, loop_s: float) -> Cause:
     return Cause("between", share, why, cure)
 
 
-def _explain_starts(starts: _Seconds, loop_s: float, record: LoopRecord) -> Cause:
+def _explain_starts(starts: _Array, loop_s: float, record: LoopRecord) -> Cause:
     """The first batch of each pass came so late."""
     why = f"Each of the {len(starts)} passes waits {starts.mean():.2g} s for its first batch."
     cure = "Make passes longer: a sampler that repeats the data, or more images."
@@ -348,7 +345,7 @@ def _explain_starts(starts: _Seconds, loop_s: float, record: LoopRecord) -> Caus
     return Cause("restarts", float(starts.sum()) / loop_s, why, cure)
 
 
-def _explain_crowd(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause | None:
+def _explain_crowd(waits: _Array, loop_s: float, record: LoopRecord) -> Cause | None:
     """More workers than cores, which wait for one another, at the start of a pass most of all."""
     cores = count_cores()
     if record.workers <= cores or (record.busy < _ALL_CORES * cores and record.times.queued_s < record.times.cpu_s):
@@ -358,7 +355,7 @@ def _explain_crowd(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause 
     return Cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cure)
 
 
-def _explain_waits(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause:
+def _explain_waits(waits: _Array, loop_s: float, record: LoopRecord) -> Cause:
     """Why batches come late: a slow sample, no workers, what happens to whole batches, reads, or work."""
     share, times, cores = float(waits.sum()) / loop_s, record.times, count_cores()
     if slow := _explain_slow_sample(waits, share, record):
@@ -400,7 +397,7 @@ def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause
     return Cause("read", share, f"{why}.", cure)
 
 
-def _explain_slow_sample(waits: _Seconds, share: float, record: LoopRecord) -> Cause | None:
+def _explain_slow_sample(waits: _Array, share: float, record: LoopRecord) -> Cause | None:
     """The slowest sample, where a few samples hold much of the time of all, and of the waits."""
     times = record.times
     count, slow_s = np.cumsum(np.array(times.spread).reshape(-1, 2)[::-1], axis=0)[::-1].T  # of these and slower ones

@@ -175,10 +175,8 @@ def time_batches(
             asked_s = perf_counter()
         cpu_s = measure_tree_cpu() - cpu_began_s  # before the workers end
     if not waits:
-        raise ColabUtilsError(
-            f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: pass a loader that "
-            "can be iterated again, such as a DataLoader, or warmup=0"
-        )
+        found = f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch"
+        raise ColabUtilsError(f"{found}: pass a loader that can be iterated again, or warmup=0")
     return BatchTimes(tuple(waits), tuple(steps), max(images, 1), cpu_s, step_cpu_s)
 
 

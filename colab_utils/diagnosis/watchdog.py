@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter, sleep
 from typing import Any, Literal, get_args
@@ -23,10 +23,9 @@ from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
 from colab_utils.runtime import quiet_fork, require_linux
 
-__all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "find_file", "watch"]
+__all__ = ["OnStall", "Stall", "WatchedLoader", "find_file", "watch"]
 
 OnStall = Literal["report", "skip", "restart", "raise"]
-Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
 
 _PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s
 _TICK_S, _LOOK_S = 0.1, 0.5  # how long a worker is observed, in ticks
@@ -54,33 +53,27 @@ class _StallInterrupt(BaseException):
 class Stall:
     """A batch that did not come in time, and why, as far as that can be told."""
 
-    verdict: Verdict
+    verdict: str
     """"dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came), "waiting" in another
     system call, or only "slow"."""
     waited_s: float
-    worker: int | None
-    """Counted from 0; None for this process."""
-    pid: int
-    sample: int | None
-    """Its index in the dataset (in the one below a ``Subset``)."""
-    batch: tuple[Any, ...]
-    """The indices that were asked for together; our own loader knows them."""
+    job: WorkerJob
+    """Whose batch it is; our own loader knows which one."""
+    seen: Activity
+    """What the worker, or this process, is at; the call of the dead is how they ended."""
     file: str
     """What the sample is read from."""
-    call: str
-    """The system call; of the dead, how they ended."""
-    stack: tuple[str, ...]
-    """Python lines of this process, innermost first."""
     cure: str
 
     def __str__(self) -> str:
-        who = "this process" if self.worker is None else f"worker {self.worker} (pid {self.pid})"
-        what = _FINDINGS[self.verdict][0].format(call=self.call or "a call", file=self.file)
-        where = f", at one of samples {', '.join(map(str, self.batch[:16]))}" if self.batch else ""
-        if self.sample is not None:
-            where = f", at sample {self.sample}" + (f" ({self.file})" if self.file and self.verdict != "read" else "")
-        if self.stack:
-            where += f", in {' < '.join(line.rpartition('/')[2] for line in self.stack[:4])}"
+        who = "this process" if self.job.worker is None else f"worker {self.job.worker} (pid {self.job.pid})"
+        what = _FINDINGS[self.verdict][0].format(call=self.seen.call or "a call", file=self.file)
+        where = f", at one of samples {', '.join(map(str, self.job.indices[:16]))}" if self.job.indices else ""
+        if self.seen.sample is not None:
+            file = f" ({self.file})" if self.file and self.verdict != "read" else ""
+            where = f", at sample {self.seen.sample}{file}"
+        if self.seen.stack:
+            where += f", in {' < '.join(line.rpartition('/')[2] for line in self.seen.stack[:4])}"
         return f"expected a batch, found none for {self.waited_s:.3g} s: {who} {what}{where}. {self.cure}"
 
 
@@ -188,7 +181,7 @@ class _Pass:
         self.thread = 0  # which waits for the batches
         self.asked_s: float | None = None  # since when it waits
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._given_up: tuple[WorkerJob, Stall] | None = None
+        self._given_up: Stall | None = None
         self._can_interrupt = self._interrupted = False
         passes.add(self)
 
@@ -237,7 +230,8 @@ class _Pass:
             while self._interrupted:  # the signal is on its way
                 sleep(_TICK_S)
         if self._given_up:  # the batch came after all, at the last moment: only its worker is lost
-            self._given_up = self._given_up[0]._replace(number=None, indices=()), self._given_up[1]
+            job = self._given_up.job._replace(number=None, indices=())
+            self._given_up = replace(self._given_up, job=job)
         return batch
 
     def _recover(self, error: BaseException, asked_s: float, *, last: bool) -> None:
@@ -245,15 +239,15 @@ class _Pass:
         if not self._given_up:
             if not (dead := self._find_dead(error)):
                 raise error
-            self._given_up = dead[0], self._explain(asked_s, *dead)
-            self._report(self._given_up[1], gives_up=True)
-        (blamed, stall), self._given_up, self._batches = self._given_up, None, None
+            self._given_up = self._explain(asked_s, *dead)
+            self._report(self._given_up, gives_up=True)
+        stall, self._given_up, self._batches = self._given_up, None, None
         if last or self._watched.on_stall in ("report", "raise"):
             raise ColabUtilsError(str(stall)) from (error if isinstance(error, Exception) else None)
         skips = self._watched.on_stall == "skip"
-        if skips and blamed.indices:
-            self._watched.skipped.append(blamed.indices)
-        self._loader.restart(skip=blamed.number if skips else None)
+        if skips and stall.job.indices:
+            self._watched.skipped.append(stall.job.indices)
+        self._loader.restart(skip=stall.job.number if skips else None)
         self.monitor.forget_ended()  # else they are blamed while the new ones start
 
     def _watch(self) -> None:
@@ -278,31 +272,26 @@ class _Pass:
             return stall.waited_s
         gives_up = self._watched.on_stall == "raise"
         if self._watched.on_stall in ("skip", "restart"):
-            gives_up = stall.worker is not None and stall.verdict != "slow"
+            gives_up = stall.job.worker is not None and stall.verdict != "slow"
         if stall.verdict not in told and not self._given_up:
             told.add(stall.verdict)
             self._report(stall, gives_up=gives_up)
         if gives_up:
-            self._give_up(asked_s, blamed, stall)
+            self._give_up(asked_s, stall)
         return stall.waited_s
 
     def _explain(self, asked_s: float, blamed: WorkerJob, ending: str) -> Stall:
         """Why no batch comes from there: the process ended, or is observed for half a second."""
-        verdict: Verdict = "dead"
         if ending:
             death, _, cure = explain_death(ending).partition("). ")
-            at_work = self.monitor.list_samples().get(blamed.pid)
-            seen = Activity(call=death.rpartition("(")[2], sample=at_work[0][1] if at_work else None)
+            verdict, seen = "dead", self.monitor.inspect_worker(blamed.pid)._replace(call=death.rpartition("(")[2])
         else:
             verdict, seen = self._observe(asked_s, blamed.pid)
             cure = _FINDINGS[verdict][1]
         file = seen.path if verdict == "read" else find_file(self.monitor.dataset, seen.sample)
-        return Stall(
-            verdict, perf_counter() - asked_s, blamed.worker, blamed.pid, seen.sample, blamed.indices, file, seen.call,
-            seen.stack, cure,
-        )  # fmt: skip
+        return Stall(verdict, perf_counter() - asked_s, blamed, seen, file, cure)
 
-    def _observe(self, asked_s: float, pid: int) -> tuple[Verdict, Activity]:
+    def _observe(self, asked_s: float, pid: int) -> tuple[str, Activity]:
         here = pid == os.getpid()
 
         def inspect() -> Activity:
@@ -353,16 +342,16 @@ class _Pass:
                 return WorkerJob(place, pid), ending if "signal" in ending else text
         return None
 
-    def _give_up(self, asked_s: float, blamed: WorkerJob, stall: Stall) -> None:
+    def _give_up(self, asked_s: float, stall: Stall) -> None:
         """End the worker, which the loader notices; or, where that is not to be or did not help, the waiting."""
         with self._lock:
             if self.asked_s != asked_s:
                 return
-            known = blamed.number is not None or blamed.pid in self.monitor.list_samples()
-            first, self._given_up = self._given_up is None, self._given_up or (blamed, stall)
-            if known and first and blamed.pid != os.getpid():
+            known = stall.job.number is not None or stall.job.pid in self.monitor.list_samples()
+            first, self._given_up = self._given_up is None, self._given_up or stall
+            if known and first and stall.job.pid != os.getpid():
                 with suppress(ProcessLookupError):
-                    os.kill(blamed.pid, signal.SIGKILL)
+                    os.kill(stall.job.pid, signal.SIGKILL)
             elif self._can_interrupt:
                 self._interrupted = True
                 signal.pthread_kill(self.thread, _INTERRUPT)

@@ -163,11 +163,11 @@ def test_a_read_that_hangs(tmp_path, kind):
     release.join()
     (stall,) = watched.stalls
     assert stall.verdict == "read"
-    assert (stall.sample, stall.file, stall.call) == (BAD, str(fifo), "openat")
-    assert stall.batch == (() if "torch" in kind else (2, 3))
+    assert (stall.seen.sample, stall.file, stall.seen.call) == (BAD, str(fifo), "openat")
+    assert stall.job.indices == (() if "torch" in kind else (2, 3))
     here = kind.endswith("alone")
-    assert here == any(line.endswith(" __getitem__") and "test_watchdog.py:" in line for line in stall.stack)
-    assert (stall.worker is None) == (stall.pid == os.getpid()) == here
+    assert here == any(line.endswith(" __getitem__") and "test_watchdog.py:" in line for line in stall.seen.stack)
+    assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == here
     assert TIMEOUT_S <= stall.waited_s < TIMEOUT_S + 5  # within 1 s, but for a busy machine
     assert "\n" not in str(stall)
 
@@ -297,7 +297,7 @@ def test_a_killed_worker(tmp_path, kind, on_stall):
     left_out = {2, 3} if on_stall == "skip" else set()
     assert _list_ids(watched) == [index for index in range(14) if index not in left_out]
     (stall,) = watched.stalls
-    assert (stall.verdict, stall.sample, stall.batch) == ("dead", BAD, (2, 3))
+    assert (stall.verdict, stall.seen.sample, stall.job.indices) == ("dead", BAD, (2, 3))
     assert stall.file == str(dataset.paths[BAD])
     assert watched.skipped == ([(2, 3)] if on_stall == "skip" else [])
 
@@ -319,7 +319,7 @@ def test_restart_asks_for_the_batch_again(tmp_path, kind):
     dataset = _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", partial(time.sleep, 1000)))
     watched = watch(_KINDS[kind](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="restart")
     assert _list_ids(watched) == list(range(14))
-    assert [(stall.verdict, stall.sample) for stall in watched.stalls] == [("waiting", BAD)]
+    assert [(stall.verdict, stall.seen.sample) for stall in watched.stalls] == [("waiting", BAD)]
     assert "waits in clock_nanosleep" in str(watched.stalls[0])
 
 
@@ -360,7 +360,7 @@ def test_a_lock_held_across_fork(tmp_path):
     assert _list_ids(watched) == list(range(8))
     release.join()
     (stall,) = watched.stalls
-    assert (stall.verdict, stall.sample) == ("lock", BAD)
+    assert (stall.verdict, stall.seen.sample) == ("lock", BAD)
     assert "start threads after the workers" in str(stall)
 
 
@@ -379,8 +379,8 @@ def test_only_slow_is_told_from_stuck_and_a_new_verdict_is_said(tmp_path, kind):
     for thread in threads:
         thread.join()
     assert [stall.verdict for stall in watched.stalls] == ["slow", "read"]
-    assert all(stall.sample == BAD for stall in watched.stalls)
-    assert (kind == "alone") == any(line.endswith(" _burn_until") for line in watched.stalls[0].stack)
+    assert all(stall.seen.sample == BAD for stall in watched.stalls)
+    assert (kind == "alone") == any(line.endswith(" _burn_until") for line in watched.stalls[0].seen.stack)
 
 
 @pytest.mark.clock
@@ -457,8 +457,8 @@ def test_a_generator_that_waits():
     watched = watch((time.sleep(number) for number in (0, 1.2)), timeout_s=TIMEOUT_S)
     assert list(watched) == [None, None]
     (stall,) = watched.stalls
-    assert (stall.verdict, stall.worker, stall.pid) == ("waiting", None, os.getpid())
-    assert "<genexpr>" in stall.stack[0]
+    assert (stall.verdict, stall.job.worker, stall.job.pid) == ("waiting", None, os.getpid())
+    assert "<genexpr>" in stall.seen.stack[0]
 
 
 class _Broken(Dataset):
