@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import wraps
 from itertools import takewhile
 from pathlib import Path
-from time import monotonic_ns, perf_counter, process_time_ns, thread_time_ns
+from time import monotonic_ns, perf_counter, process_time, thread_time
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
@@ -55,10 +55,10 @@ _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
 _ROW = np.dtype([  # what a worker notes
     ("pid", np.int64),
     ("at", np.int64, (_THREADS, 3)),  # of each thread: the sample, or -1, since when it is at it, and its id
-    ("sums", np.int64, 5),  # samples so far, their wall, CPU and queueing time in ns, and the bytes that they read
-    ("spread", np.int64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their time
-    ("slowest", np.int64, 2),  # sample: its time in ns, and its index
-    ("cpu", np.int64, 2),  # of whole processes in ns: of those before with this row, and of this one so far
+    ("sums", np.float64, 5),  # samples so far, their wall, CPU and queueing seconds, and the bytes that they read
+    ("spread", np.float64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their seconds
+    ("slowest", np.float64, 2),  # sample: its seconds, and its index
+    ("cpu", np.float64, 2),  # seconds of whole processes: of those before with this row, and of this one so far
 ])  # fmt: skip
 _PAUSE_S = 0.25  # between two looks
 _LEAST_READINGS = 5
@@ -86,7 +86,7 @@ class Activity(NamedTuple):
 class SampleTimes(NamedTuple):
     """How long samples took in workers that were forked under watch."""
 
-    samples: int = 0
+    samples: float = 0
     wall_s: float = 0.0
     """Of all of them, in sum."""
     cpu_s: float = 0.0
@@ -95,11 +95,11 @@ class SampleTimes(NamedTuple):
     """Of it, waiting for a free core."""
     slowest: tuple[float, int] = (0.0, -1)
     """Seconds and index of the slowest one."""
-    bytes_read: int = 0
+    bytes_read: float = 0
     """By all of them, in sum; 0 where Linux does not say."""
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
-    spread: tuple[tuple[int, float], ...] = ()
+    spread: Sequence[tuple[float, float]] = ()
     """How many samples took 2**(n - 1) to 2**n ns, and their seconds in sum, by n."""
 
 
@@ -112,10 +112,11 @@ class _ThreadCounts(threading.local):
             with suppress(OSError):
                 self._files[name] = os.open(f"/proc/thread-self/{name}", os.O_RDONLY)
 
-    def read(self) -> NDArray[np.int64]:
-        """Nanoseconds in which it waited for a free core, and bytes that it read, so far."""
-        counts = [int(os.pread(file, 64, 0).split()[1]) if file >= 0 else 0 for file in self._files.values()]
-        return np.array(counts, np.int64)
+    def read(self) -> NDArray[np.float64]:
+        """Seconds of CPU time and of waiting for a free core, and bytes that it read, so far."""
+        files = self._files.values()
+        queued_ns, read = (int(os.pread(file, 64, 0).split()[1]) if file >= 0 else 0 for file in files)
+        return np.array([thread_time(), queued_ns / 1e9, read])
 
 
 passes = weakref.WeakSet[Any]()  # over watched loaders: what their `thread` forks while `asked_s` is set are workers
@@ -151,18 +152,18 @@ class WorkerMonitor:
             if me is not self.dataset:
                 return method(me, index, *rest)
             note = threads[(task := threading.get_native_id()) % _THREADS]
-            began_ns, began_cpu_ns, began = monotonic_ns(), thread_time_ns(), counts.read()
+            began_ns, began = monotonic_ns(), counts.read()
             before, note[:] = note.tolist(), (_read_index(index), began_ns, task)
             try:
                 return method(me, index, *rest)
             finally:
                 wall_ns, sample, note[:] = monotonic_ns() - began_ns, note[0], before
                 if before[0] < 0:  # one method may call another
-                    sums[:] += 1, wall_ns, thread_time_ns() - began_cpu_ns, *(counts.read() - began)
-                    cpu[1] = process_time_ns()
-                    if wall_ns > slowest[0]:
-                        slowest[:] = wall_ns, sample
-                    spread[min(wall_ns.bit_length(), _BITS - 1)] += 1, wall_ns
+                    sums[:] += 1, wall_ns / 1e9, *(counts.read() - began)
+                    cpu[1] = process_time()
+                    if wall_ns > 1e9 * slowest[0]:
+                        slowest[:] = wall_ns / 1e9, sample
+                    spread[min(wall_ns.bit_length(), _BITS - 1)] += 1, wall_ns / 1e9
 
         return noted
 
@@ -173,13 +174,11 @@ class WorkerMonitor:
 
     def read_times(self) -> SampleTimes:
         """How long samples took so far."""
-        count, wall, cpu, queued, read = self._notes["sums"].sum(axis=0).tolist()
-        slowest_ns, slowest = max(self._notes["slowest"].tolist())
-        whole_s = float(self._notes["cpu"].sum()) / 1e9
-        spread = tuple((number, ns / 1e9) for number, ns in self._notes["spread"].sum(axis=0).tolist())
-        return SampleTimes(
-            count, wall / 1e9, cpu / 1e9, queued / 1e9, (slowest_ns / 1e9, slowest), read, whole_s, spread
-        )
+        samples, wall_s, cpu_s, queued_s, bytes_read = self._notes["sums"].sum(axis=0).tolist()
+        slowest_s, slowest = max(self._notes["slowest"].tolist())
+        worker_cpu_s, spread = float(self._notes["cpu"].sum()), self._notes["spread"].sum(axis=0).tolist()
+        sample = slowest_s, int(slowest)
+        return SampleTimes(samples, wall_s, cpu_s, queued_s, sample, bytes_read, worker_cpu_s, spread)
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""

@@ -313,17 +313,15 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     for part in restore:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it out")
-    parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
-    owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
-    orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
+    owners = [owner for owner in (getattr(loader, "sampler", None), loader) if hasattr(owner, "generator")]
+    own = [owner.generator for owner in owners if isinstance(owner.generator, torch.Generator)]
     states: list[tuple[Callable[[Any], Any], Any]] = [
         (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
-        (torch.random.set_rng_state, torch.random.get_rng_state()),
-        *((order.set_state, order.get_state()) for order in orders),
-        *((part.load_state_dict, copy.deepcopy(part.state_dict())) for part in parts),
     ]  # fmt: skip
-    if torch.cuda.is_initialized():
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    for generator in (torch.default_generator, *torch.cuda.default_generators, *own):
+        states.append((generator.set_state, generator.get_state()))
+    for part in (*restore, loader) if isinstance(loader, Loader) else restore:
+        states.append((part.load_state_dict, copy.deepcopy(part.state_dict())))
     try:
         yield
     finally:
@@ -416,16 +414,14 @@ def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dic
     The second is the difference to a shallow copy of the dataset without transforms.
     """
     whole = time_calls("sample", dataset.__getitem__, indices, max_s=seconds / 2)
-    bare, has = copy.copy(dataset), [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]
-    if not has:
-        return {"sample": whole}
-    try:
-        vars(bare).update(dict.fromkeys(has))
-        without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
-    except Exception:  # it cannot do without its transforms
-        return {"sample": whole}
-    wall_ms, cpu_ms = max(whole.mean_ms - without.mean_ms, 0.0), max(whole.cpu_ms - without.cpu_ms, 0.0)
-    return {"sample": without, "transform": make_stage("transform", [wall_ms], cpu_ms)}
+    if has := [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]:
+        with suppress(Exception):  # it may not do without its transforms
+            bare = copy.copy(dataset)
+            vars(bare).update(dict.fromkeys(has))
+            without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
+            wall_ms, cpu_ms = max(whole.mean_ms - without.mean_ms, 0.0), max(whole.cpu_ms - without.cpu_ms, 0.0)
+            return {"sample": without, "transform": make_stage("transform", [wall_ms], cpu_ms)}
+    return {"sample": whole}
 
 
 def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
