@@ -82,7 +82,7 @@ _LEAST_BUSY = 0.01  # of a core, of a step that does next to nothing
 _LATE = 6.0  # times the seconds of a diagnosis: nothing more is tried
 _LEAST_BATCHES = 20  # batches, or as many as three times its share of the seconds allow
 _TRIAL_SHARE, _VERIFY_SHARE = 0.3, 0.5  # of the seconds of a diagnosis, for each fix
-WARMUP, WARMUP_SHARE = 150, 0.15  # batches, or of the seconds: until the memory of each process has grown
+_WARMUP, _WARMUP_SHARE = 150, 0.15  # batches, or of the seconds: until the memory of each process has grown
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
 _SAMPLED, _VERIFIED = 16, 64  # images that the fixes for the data are forecast on, and measured on
@@ -245,10 +245,7 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
             raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
 
     watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
-    now = time_batches(
-        watched, count_and_step, batches=500, warmup=WARMUP, warmup_s=WARMUP_SHARE * seconds, max_s=0.5 * seconds,
-        on_batch=partial(_keep_batch, kept),
-    )  # fmt: skip
+    now = _time_loop(watched, count_and_step, seconds, 0.5, on_batch=partial(_keep_batch, kept))
     rate, size = now.images_per_second, round(now.images / len(now.wait_s))
     cached, slower, ceiling = now, 1.0, rate
     if step is not None:
@@ -509,10 +506,15 @@ def _try_out(now: Situation, plan: _Plan) -> Fix:
 def _time(now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float) -> float:
     """Images a second; each time from the same batch on, because images of a slow Drive differ in their times."""
     with open_like(now, **options) as loader:
-        return time_batches(
-            WatchedLoader(loader, _TIMEOUT_S, "raise"), step, batches=500, warmup=WARMUP, least=_LEAST_BATCHES,
-            warmup_s=WARMUP_SHARE * now.seconds, max_s=share * now.seconds,
-        ).images_per_second  # fmt: skip
+        watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
+        return _time_loop(watched, step, now.seconds, share, least=_LEAST_BATCHES).images_per_second
+
+
+def _time_loop(watched: WatchedLoader, step: Any, seconds: float, share: float, **options: Any) -> BatchTimes:
+    """Time a loop for its share of the seconds of a diagnosis: today's loader warms up as those of the trials do."""
+    return time_batches(
+        watched, step, batches=500, warmup=_WARMUP, warmup_s=_WARMUP_SHARE * seconds, max_s=share * seconds, **options
+    )
 
 
 def _plan_data(now: Situation, folder: Path) -> list[_Plan]:

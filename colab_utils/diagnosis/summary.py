@@ -156,7 +156,6 @@ class LoopRecord:
 
     Attributes:
         workers: worker processes of the loader.
-        starts_anew: whether each pass has workers of its own.
         passes_s: wall time of all passes.
         cpu_s: CPU time of this process and its children in them.
         times: of samples in workers.
@@ -169,7 +168,6 @@ class LoopRecord:
     def __init__(self, loader: Any) -> None:
         self.clock, self.monitor = LoopClock(), WorkerMonitor(getattr(loader, "dataset", None))
         self.memory, self.workers = MemoryLog(), count_workers(loader)
-        self.starts_anew = self.workers > 0 and not getattr(loader, "persistent_workers", True)
         self.passes_s = self.cpu_s = 0.0
         self.times = SampleTimes()
         self.growth: Growth | None = None
@@ -273,7 +271,7 @@ def find_causes(waits: _Array, between: _Array, is_first: _Array, loop_s: float,
     else:
         found.append(_explain_waits(np.where(is_first, 0.0, waits), loop_s, record))
         if is_first.sum() > 1:  # every run starts once
-            found.append(_explain_starts(waits[is_first], loop_s, record))
+            found.append(_explain_starts(waits[is_first], loop_s))
     worth = [cause for cause in found if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
     causes = sorted(worth, key=lambda cause: -cause.share)
     causes += [Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure) for stall in record.stalls]
@@ -336,12 +334,10 @@ def _explain_between(between: _Array, loop_s: float) -> Cause:
     return Cause("between", share, why, cure)
 
 
-def _explain_starts(starts: _Array, loop_s: float, record: LoopRecord) -> Cause:
+def _explain_starts(starts: _Array, loop_s: float) -> Cause:
     """The first batch of each pass came so late."""
     why = f"Each of the {len(starts)} passes waits {starts.mean():.2g} s for its first batch."
-    cure = "Make passes longer: a sampler that repeats the data, or more images."
-    if record.starts_anew:
-        cure = "Workers start anew in each: make the loader once, with persistent_workers=True."
+    cure = "Where workers start anew, make the loader once, with persistent_workers=True; else make passes longer."
     return Cause("restarts", float(starts.sum()) / loop_s, why, cure)
 
 

@@ -276,10 +276,8 @@ def _is_pair(batch: Any) -> bool:
 def count_images(batch: Any) -> int:
     """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of samples, of a tensor."""
     column: Any = batch[0] if type(batch) in (tuple, list) and len(batch) == 2 else None
-    if type(column) is torch.Tensor and (shape := column.shape):
-        return shape[0]  # what most batches are: the rest takes 50 µs where a step has filled the caches
-    if type(column) in (tuple, list):
-        return len(column)
+    if type(column) in (tuple, list) or (type(column) is torch.Tensor and column.ndim):
+        return len(column)  # what most batches are: the rest takes 50 µs where a step has filled the caches
     first = batch[0] if isinstance(batch, list) and batch and not _is_pair(batch) else None
     if isinstance(first, Mapping | tuple | str) or getattr(first, "ndim", 0) == 3:
         return len(batch)
