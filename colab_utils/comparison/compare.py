@@ -18,7 +18,8 @@ import torch
 from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
-from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, put_back, time_batches
+from colab_utils.diagnosis.diagnose import put_back
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, time_batches
 from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 import os
+import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,22 +28,13 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
 from colab_utils.diagnosis.summary import Cause, refine_causes
-from colab_utils.diagnosis.timing import (
-    BatchTimes,
-    EmulatedStep,
-    Stage,
-    count_workers,
-    find_tensors,
-    make_stage,
-    put_back,
-    time_batches,
-    time_stages,
-)
+from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, find_tensors, time_batches, time_stages
 from colab_utils.diagnosis.watchdog import WatchedLoader
 from colab_utils.drive import is_on_drive, read_at_full_speed, read_file
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
+from colab_utils.loading.tune import EmulatedStep
 from colab_utils.runtime import count_cores, find_free_memory, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
@@ -58,6 +50,7 @@ __all__ = [
     "diagnose",
     "find_fixes",
     "open_like",
+    "put_back",
     "rank_fixes",
     "read_run",
 ]
@@ -218,6 +211,39 @@ def diagnose(
         return _diagnose(loader, step, seconds, verify)
 
 
+@contextmanager
+def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
+    """Put back what measured batches and steps change: all random states, the loader's order, and these parts.
+
+    Raises:
+        ColabUtilsError: a part has no ``state_dict`` and ``load_state_dict``.
+
+    Example:
+        >>> before = random.getstate()
+        >>> with put_back(None, restore=()):
+        ...     _ = random.random()
+        >>> random.getstate() == before
+        True
+    """
+    for part in restore:
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it out")
+    owners = [owner for owner in (getattr(loader, "sampler", None), loader) if hasattr(owner, "generator")]
+    own = [owner.generator for owner in owners if isinstance(owner.generator, torch.Generator)]
+    states: list[tuple[Callable[[Any], Any], Any]] = [
+        (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
+    ]  # fmt: skip
+    for generator in (torch.default_generator, *torch.cuda.default_generators, *own):
+        states.append((generator.set_state, generator.get_state()))
+    for part in (*restore, loader) if isinstance(loader, Loader) else restore:
+        states.append((part.load_state_dict, copy.deepcopy(part.state_dict())))
+    try:
+        yield
+    finally:
+        for put, state in states:
+            put(state)
+
+
 def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
     """Copy batches 1, 2, 4, 8, ... and keep the last four, or fewer where memory is short: early ones come while the
     step still warms up.
@@ -264,9 +290,9 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         stages.append(_estimate_handoff(now, stages, count_workers(loader)))
     summary = watched.summary()
     causes = refine_causes(summary.causes, stages, slower=slower, step_share=1 - now.wait_share, waits=waits)
-    stages.append(make_stage("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
+    stages.append(Stage.from_calls("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
     if step is not None:
-        stages.append(make_stage("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
+        stages.append(Stage.from_calls("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
     verdict = [describe_verdict(now, ceiling, slower, stages, fixes, name)]
     verdict += [f"{cause.why} {cause.next}" for cause in causes if cause.id == "memory"]
@@ -311,7 +337,7 @@ def _estimate_handoff(now: BatchTimes, stages: Sequence[Stage], workers: int) ->
     """What is left of a worker's time for one image: collate, the way between processes, and waiting for a core."""
     wall_ms = now.find_load_ms(workers) - sum(stage.mean_ms for stage in stages)
     cpu_ms = now.cpu_ms_per_image - sum(stage.cpu_ms for stage in stages)
-    return make_stage("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
+    return Stage.from_calls("collate and hand-off", [max(wall_ms, 0.0)], max(cpu_ms, 0.0))
 
 
 def _describe_confidence(now: BatchTimes) -> str:
@@ -378,11 +404,6 @@ class Situation:
     """When the diagnosis began, by `time.perf_counter`."""
 
     @property
-    def batch_size(self) -> int:
-        """Images in a batch."""
-        return round(self.loop.images / len(self.loop.wait_s))
-
-    @property
     def prefetch(self) -> int:
         """Batches ahead for each worker."""
         return getattr(self.loader, "prefetch", None) or getattr(self.loader, "prefetch_factor", None) or 2
@@ -418,12 +439,13 @@ def open_like(
     if same and isinstance(data, IterableDataset):
         raise ColabUtilsError("an iterable dataset deals its work to the workers itself")
     workers, prefetch = count_workers(loader) if workers is None else workers, prefetch or now.prefetch
+    batch_size = round(now.loop.images / len(now.loop.wait_s))
     if packs or isinstance(loader, Loader):
         # the masks of other people's loaders are expanded on the GPU, too, where there is one
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
         endless = data if same else Subset(data, [*range(len(data))] * _EPOCHS)
         rebuilt: Any = make_loader(
-            endless, batch_size=now.batch_size, workers=workers, prefetch=prefetch,
+            endless, batch_size=batch_size, workers=workers, prefetch=prefetch,
             device=getattr(loader, "device", device), deliver=getattr(loader, "deliver", "dense"),
         )  # fmt: skip
     else:
@@ -434,7 +456,7 @@ def open_like(
         if same and loader.batch_sampler is not None:
             settings["batch_sampler"] = loader.batch_sampler
         else:
-            settings["batch_size"] = None if loader.batch_sampler is None else now.batch_size
+            settings["batch_size"] = None if loader.batch_sampler is None else batch_size
             # the same images in the same order in each pass, all of them before one comes again
             order = torch.Generator().manual_seed(0)
             settings["sampler"] = loader.sampler if same else RandomSampler(data, num_samples=_MANY, generator=order)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from itertools import repeat
@@ -36,9 +35,7 @@ __all__ = [
     "fetch_batches",
     "find_error",
     "find_tensors",
-    "make_stage",
     "measure_tree_cpu",
-    "put_back",
     "time_batches",
     "time_calls",
     "time_dataset_stages",
@@ -199,14 +196,14 @@ class Stage:
     mean_ms: float = 0.0
     """Mean wall time: what decides how many images a second come through."""
 
+    @classmethod
+    def from_calls(cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Stage:
+        """From the wall time of each call, milliseconds [calls]."""
+        median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
+        return cls(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
+
     def __str__(self) -> str:
         return f"{self.name}: {self.median_ms:.1f} ms an image (p95 {self.p95_ms:.1f} ms, CPU {self.cpu_ms:.1f} ms)"
-
-
-def make_stage(name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Stage:
-    """A stage from the wall time of each of its calls, milliseconds [calls]."""
-    median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
-    return Stage(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
 
 
 def time_calls(
@@ -228,7 +225,7 @@ def time_calls(
         wall_ms.append((ended_s - call_began_s) * 1000 / images)
         if ended_s - began_s > max_s:
             break
-    return make_stage(name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000)
+    return Stage.from_calls(name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000)
 
 
 def count_workers(loader: Any) -> int:
@@ -292,39 +289,6 @@ def measure_tree_cpu() -> float:
         with suppress(psutil.Error):  # it ended a moment ago: its parent counts it now
             total_s += sum(process.cpu_times()[:4])  # user and system, its own and of its ended children
     return total_s
-
-
-@contextmanager
-def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
-    """Put back what measured batches and steps change: all random states, the loader's order, and these parts.
-
-    Raises:
-        ColabUtilsError: a part has no ``state_dict`` and ``load_state_dict``.
-
-    Example:
-        >>> before = random.getstate()
-        >>> with put_back(None, restore=()):
-        ...     _ = random.random()
-        >>> random.getstate() == before
-        True
-    """
-    for part in restore:
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it out")
-    owners = [owner for owner in (getattr(loader, "sampler", None), loader) if hasattr(owner, "generator")]
-    own = [owner.generator for owner in owners if isinstance(owner.generator, torch.Generator)]
-    states: list[tuple[Callable[[Any], Any], Any]] = [
-        (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
-    ]  # fmt: skip
-    for generator in (torch.default_generator, *torch.cuda.default_generators, *own):
-        states.append((generator.set_state, generator.get_state()))
-    for part in (*restore, loader) if isinstance(loader, Loader) else restore:
-        states.append((part.load_state_dict, copy.deepcopy(part.state_dict())))
-    try:
-        yield
-    finally:
-        for put, state in states:
-            put(state)
 
 
 class LoadingStages(NamedTuple):
@@ -418,7 +382,7 @@ def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dic
             vars(bare).update(dict.fromkeys(has))
             without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
             wall_ms, cpu_ms = max(whole.mean_ms - without.mean_ms, 0.0), max(whole.cpu_ms - without.cpu_ms, 0.0)
-            return {"sample": without, "transform": make_stage("transform", [wall_ms], cpu_ms)}
+            return {"sample": without, "transform": Stage.from_calls("transform", [wall_ms], cpu_ms)}
     return {"sample": whole}
 
 
@@ -433,7 +397,7 @@ def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
     times = time_batches(through, batches=_HANDED_BATCHES, max_s=seconds)
     wall_ms = np.array(times.wait_s) * 1000 / images - copying.mean_ms
     cpu_ms = times.cpu_s * 1000 / len(wall_ms) / images - copying.cpu_ms
-    return make_stage("hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
+    return Stage.from_calls("hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
 
 
 def find_tensors(batch: Any) -> list[Tensor]:
