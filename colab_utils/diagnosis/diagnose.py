@@ -228,13 +228,13 @@ def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
     for part in restore:
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it out")
-    owners = [owner for owner in (getattr(loader, "sampler", None), loader) if hasattr(owner, "generator")]
-    own = [owner.generator for owner in owners if isinstance(owner.generator, torch.Generator)]
+    own = [getattr(owner, "generator", None) for owner in (getattr(loader, "sampler", None), loader)]
     states: list[tuple[Callable[[Any], Any], Any]] = [
         (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
     ]  # fmt: skip
     for generator in (torch.default_generator, *torch.cuda.default_generators, *own):
-        states.append((generator.set_state, generator.get_state()))
+        if isinstance(generator, torch.Generator):
+            states.append((generator.set_state, generator.get_state()))
     for part in (*restore, loader) if isinstance(loader, Loader) else restore:
         states.append((part.load_state_dict, copy.deepcopy(part.state_dict())))
     try:

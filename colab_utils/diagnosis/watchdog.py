@@ -177,7 +177,8 @@ class _Pass:
 
     def __init__(self, watched: WatchedLoader, loader: Any, record: LoopRecord) -> None:
         self._watched, self._loader, self.monitor, self._record = watched, loader, record.monitor, record
-        self._ours, self._batches = isinstance(loader, Loader), None
+        self._ours = isinstance(loader, Loader)
+        self._batches: Any = None
         self.thread = 0  # which waits for the batches
         self.asked_s: float | None = None  # since when it waits
         self._over, self._lock = threading.Event(), threading.Lock()
