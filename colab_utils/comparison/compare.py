@@ -18,7 +18,8 @@ import torch
 from colab_utils.comparison.equality import find_difference
 from colab_utils.comparison.prepared import PreparedData, PreparedFiles
 from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
-from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, put_back, time_batches
+from colab_utils.diagnosis.diagnose import put_back
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, time_batches
 from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
@@ -277,7 +278,7 @@ class _Row:
         times = np.stack([np.append(0.0, ends[:-1]), ends - cold.step_s, ends], 1)
         return replace(
             timing, **figures, ssd_bytes=files.ssd_bytes,
-            first_batch_s=cold.first_batch_s + self.opened_s,
+            first_batch_s=cold.wait_s[0] + self.opened_s,
             once_ms_per_image=1000 * files.once_s / count,
             session_ms_per_image=1000 * files.session_s / count,
             cold_ms_per_image=1000 * cold_s,

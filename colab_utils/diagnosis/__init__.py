@@ -1,7 +1,6 @@
 """What training waits for.
 
-`diagnose` measures a loader with a step: `timing` has the clocks, `stages` times each stage of loading alone, `fixes`
-tries what would help, and `resources` watches the memory. `watchdog` looks on at a run (`watch`) and explains a batch
-that does not come; `summary` says where the time went, and why; `stacks` looks into the worker that is waited for.
-`simulator` needs no data at all.
+`diagnose` measures a loader with a step, and tries what would help: `timing` has the clocks, and times each stage of
+loading alone. `watchdog` looks on at a run (`watch`) and explains a batch that does not come; `summary` says where the
+time went, and why; `processes` looks into the workers, and at the memory. `simulator` needs no data at all.
 """

@@ -86,10 +86,7 @@ def simulate(
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
         25 batches in 10 s with 0 workers: the step worked 25% of the time and waited 75%
     """
-    _check(
-        workers=workers, prefetch=prefetch, load_s=load_s, step_s=step_s, load_cv=load_cv, step_cv=step_cv,
-        seconds=seconds,
-    )  # fmt: skip
+    _check(**locals())
     lanes, ahead = max(1, workers), max(1, workers * prefetch)  # without workers the training process itself loads
     loading = _draw_times(load_s, load_cv, seed, stream=0)
     training = _draw_times(step_s, step_cv, seed, stream=1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,14 @@ from numpy.typing import NDArray
 from torch import distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from colab_utils.diagnosis.resources import ResourceLog, Resources, summarise_readings
-from colab_utils.diagnosis.stacks import SampleTimes, WorkerMonitor
+from colab_utils.diagnosis.processes import Growth, MemoryLog, SampleTimes, WorkerMonitor, find_growth
 from colab_utils.diagnosis.timing import Stage, count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
 from colab_utils.runtime import count_cores, format_bytes, format_seconds, is_notebook, write_file
 
 __all__ = ["Cause", "LoopRecord", "Summary", "find_causes", "refine_causes"]
 
-_Seconds = NDArray[np.float64]
-_Flags = NDArray[np.bool_]
+_Array = NDArray[Any]
 _WORST = 10  # batches
 _SHOWN_S = 10.0  # of the steps
 _KEPT = 1000  # batches whose samples are kept
@@ -116,9 +113,9 @@ class Summary:
     worst: tuple[SlowBatch, ...]
     """The ten batches that took longest, the longest first."""
     worker_cpu: float
-    """Cores that all workers kept busy, in the mean; all children of this process, where samples are not seen."""
-    resources: Resources | None
-    stalls: tuple[str, ...]
+    """Cores that all workers kept busy, in the mean; 0 where their samples are not seen."""
+    growth: Growth | None
+    """Of memory."""
     unseen: tuple[str, ...]
     rank: int | None
     """Of this process, where several train together."""
@@ -156,29 +153,24 @@ class LoopRecord:
 
     Args:
         loader: that is watched.
-        pss_s: how often to measure memory closely, as `ResourceLog` takes it.
 
     Attributes:
         workers: worker processes of the loader.
-        persistent: whether they live on between two passes.
         passes_s: wall time of all passes.
         cpu_s: CPU time of this process and its children in them.
-        main_cpu_s: of it, that of this process.
-        waited_s: wall time of those of its waits whose CPU time was looked at.
-        waited_cpu_s: this CPU time.
         times: of samples in workers.
         seen: batch to the samples that were loaded while it was waited for.
-        used: memory.
+        memory: of this process and its children.
+        growth: of it.
         stalls: every `Stall`.
     """
 
-    def __init__(self, loader: Any, pss_s: float) -> None:
+    def __init__(self, loader: Any) -> None:
         self.clock, self.monitor = LoopClock(), WorkerMonitor(getattr(loader, "dataset", None))
-        self.resources = ResourceLog(pss_s=pss_s)
-        self.workers, self.persistent = count_workers(loader), bool(getattr(loader, "persistent_workers", True))
-        self.passes_s = self.cpu_s = self.main_cpu_s = self.waited_s = self.waited_cpu_s = 0.0
+        self.memory, self.workers = MemoryLog(), count_workers(loader)
+        self.passes_s = self.cpu_s = 0.0
         self.times = SampleTimes()
-        self.used: Resources | None = None
+        self.growth: Growth | None = None
         self.seen, self.stalls = dict[int, tuple[int, ...]](), list[Any]()
         self._printed: Summary | None = None
 
@@ -190,7 +182,7 @@ class LoopRecord:
     @contextmanager
     def measure_pass(self) -> Iterator[LoopClock]:
         """Around a pass: see where steps end, and count CPU time."""
-        thread, began_s, main_s, all_s = threading.get_ident(), perf_counter(), process_time(), measure_tree_cpu()
+        thread, began_s, cpu_began_s = threading.get_ident(), perf_counter(), measure_tree_cpu()
 
         def end_step(*_: Any) -> None:
             if threading.get_ident() == thread:
@@ -203,8 +195,7 @@ class LoopRecord:
             self.clock.stop()
             handle.remove()
             self.passes_s += perf_counter() - began_s
-            self.main_cpu_s += process_time() - main_s
-            self.cpu_s += measure_tree_cpu() - all_s
+            self.cpu_s += measure_tree_cpu() - cpu_began_s
 
     def note_samples(self, samples: Sequence[int]) -> None:
         """These are being loaded while a batch is waited for."""
@@ -214,10 +205,7 @@ class LoopRecord:
 
     def summarise(self) -> Summary | None:
         """The summary so far; None before the first batch is over."""
-        self.times = self.monitor.read_times()
-        if self.resources.readings:
-            self.used = summarise_readings(self.resources.readings)
-        clock = self.clock
+        self.times, self.growth, clock = self.monitor.read_times(), find_growth(self.memory.readings), self.clock
         clock.read()
         waits, steps, between = clock.parts_s.T
         if not len(waits):
@@ -240,11 +228,11 @@ class LoopRecord:
             unseen.append("Samples in the workers were not seen: they are no items of a forked worker's dataset.")
         came_s = np.cumsum(waits + steps + between) - steps - between
         spans_s = [(s, s + step) for s, step in zip(came_s.tolist(), steps.tolist(), strict=True) if s < _SHOWN_S]
+        rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
         return Summary(
             _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
             len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
-            (self.times.worker_cpu_s or max(0.0, self.cpu_s - self.main_cpu_s)) / max(self.passes_s, 1e-9), self.used,
-            tuple(map(str, self.stalls)), tuple(unseen), _find_rank(),
+            self.times.worker_cpu_s / max(self.passes_s, 1e-9), self.growth, tuple(unseen), rank,
         )  # fmt: skip
 
     def print_summary(self, *, only_news: bool) -> None:
@@ -257,12 +245,6 @@ class LoopRecord:
             (sys.stdout if is_notebook() else sys.stderr).write(f"{summary}\n")  # at once: other processes write, too
 
 
-def _find_rank() -> int | None:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
-
-
 def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> str:
     shares = {part.name: part.share for part in parts}
     told = f"wait {shares['wait'] + start:.0%}, step {shares['step']:.0%}, between steps {shares['between steps']:.0%}"
@@ -273,7 +255,7 @@ def _describe(causes: Sequence[Cause], parts: Sequence[Part], start: float) -> s
     return f"{causes[0].why} ({told})"
 
 
-def find_causes(waits: _Seconds, between: _Seconds, is_first: _Flags, loop_s: float, record: LoopRecord) -> list[Cause]:
+def find_causes(waits: _Array, between: _Array, is_first: _Array, loop_s: float, record: LoopRecord) -> list[Cause]:
     """What costs a tenth of the loop or more, the most first; and growing memory, whatever it costs.
 
     Args:
@@ -283,18 +265,19 @@ def find_causes(waits: _Seconds, between: _Seconds, is_first: _Flags, loop_s: fl
         loop_s: seconds of the whole loop without what lay between the passes.
         record: what else was seen.
     """
-    crowded = _explain_crowd(waits, loop_s, record)
-    found = [_explain_between(between, loop_s), crowded]
-    if crowded is None:
-        late = np.where(is_first, 0.0, waits)
-        found += [_explain_starts(waits, is_first, loop_s, record), _explain_waits(late, loop_s, record)]
-    worth = [cause for cause in found if cause and cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
+    found = [_explain_between(between, loop_s)]
+    if crowded := _explain_crowd(waits, loop_s, record):
+        found.append(crowded)
+    else:
+        found.append(_explain_waits(np.where(is_first, 0.0, waits), loop_s, record))
+        if is_first.sum() > 1:  # every run starts once
+            found.append(_explain_starts(waits[is_first], loop_s))
+    worth = [cause for cause in found if cause.share >= _LEAST_SHARE and loop_s >= _LEAST_S]
     causes = sorted(worth, key=lambda cause: -cause.share)
-    for stall in record.stalls:
-        causes.append(Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure))
-    for danger in record.used.dangers if record.used else ():
-        why, _, cure = danger.partition(". ")
-        causes.append(Cause("memory", 0.0, f"{why}.", cure))
+    causes += [Cause("hang", 0.0, str(stall).removesuffix(stall.cure).strip(), stall.cure) for stall in record.stalls]
+    if record.growth:
+        cure = "Keep no lists of Python objects in the dataset, and no losses with their graphs."
+        causes.append(Cause("memory", 0.0, str(record.growth), cure))
     return causes
 
 
@@ -332,40 +315,33 @@ def refine_causes(
     return sorted(found, key=lambda cause: (works and cause.id == "contention", -cause.share))
 
 
-def _find_rare(seconds: _Seconds) -> NDArray[np.int64]:
+def _find_rare(seconds: _Array) -> NDArray[np.int64]:
     """The few batches that hold most of it; none where many share it."""
     large = np.flatnonzero(seconds > max(5 * float(np.median(seconds)), _LEAST_SLOW_S))
     holds = seconds[large].sum() >= _HOLDS * seconds.sum()
     return large if 0 < len(large) <= _RARE * len(seconds) and holds else large[:0]
 
 
-def _explain_between(between: _Seconds, loop_s: float) -> Cause | None:
+def _explain_between(between: _Array, loop_s: float) -> Cause:
     share, rare = float(between.sum()) / loop_s, _find_rare(between)
     if len(rare) > 1:
         every, each_s = len(between) / len(rare), float(between[rare].mean())
         why = f"About every {every:.0f} batches this process is busy {each_s:.2g} s after the step."
         cure = "If it writes checkpoints, write them in a thread or less often; if it evaluates, evaluate less often."
         return Cause("periodic", share, why, cure)
-    each_ms = 1000 * float(between.mean())
-    why = f"After each step this process is busy for {each_ms:.3g} ms before it asks for a batch."
+    why = f"After each step this process is busy for {1000 * between.mean():.3g} ms before it asks for a batch."
     cure = "Look at what follows optimizer.step(): log or read losses (.item()) less often, or move it to a thread."
     return Cause("between", share, why, cure)
 
 
-def _explain_starts(waits: _Seconds, is_first: _Flags, loop_s: float, record: LoopRecord) -> Cause | None:
-    passes = int(is_first.sum())
-    if passes < 2:  # every run starts once
-        return None
-    each_s = float(waits[is_first].mean())
-    why = f"Each of the {passes} passes waits {each_s:.2g} s for its first batch"
-    if record.workers and not record.persistent:
-        why, cure = f"{why}: workers start anew.", "Make the loader once, with persistent_workers=True."
-    else:
-        why, cure = f"{why}.", "Make passes longer: a sampler that repeats the data, or more images."
-    return Cause("restarts", each_s * passes / loop_s, why, cure)
+def _explain_starts(starts: _Array, loop_s: float) -> Cause:
+    """The first batch of each pass came so late."""
+    why = f"Each of the {len(starts)} passes waits {starts.mean():.2g} s for its first batch."
+    cure = "Where workers start anew, make the loader once, with persistent_workers=True; else make passes longer."
+    return Cause("restarts", float(starts.sum()) / loop_s, why, cure)
 
 
-def _explain_crowd(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause | None:
+def _explain_crowd(waits: _Array, loop_s: float, record: LoopRecord) -> Cause | None:
     """More workers than cores, which wait for one another, at the start of a pass most of all."""
     cores = count_cores()
     if record.workers <= cores or (record.busy < _ALL_CORES * cores and record.times.queued_s < record.times.cpu_s):
@@ -375,29 +351,35 @@ def _explain_crowd(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause 
     return Cause("too_many_workers", float(waits[1:].sum()) / loop_s, why, cure)
 
 
-def _explain_waits(waits: _Seconds, loop_s: float, record: LoopRecord) -> Cause | None:
-    """Why batches come late: a slow sample, too many workers, what happens to whole batches, reads, or work."""
-    share, times = float(waits.sum()) / loop_s, record.times
-    if slow := _find_slow_sample(waits, record):
-        name = slow.partition(" takes")[0].lower()
-        cure = f"Look at {name}: make it smaller, store it on the local disk, or leave it out."
-        return Cause("slow_sample", share, slow, cure)
+def _explain_waits(waits: _Array, loop_s: float, record: LoopRecord) -> Cause:
+    """Why batches come late: a slow sample, no workers, what happens to whole batches, reads, or work."""
+    share, times, cores = float(waits.sum()) / loop_s, record.times, count_cores()
+    if slow := _explain_slow_sample(waits, share, record):
+        return slow
+    if not (record.workers or times.samples):
+        why = "This process loads the samples itself, between its steps."
+        return Cause("work", share, why, "Use worker processes (num_workers): they load while this process trains.")
     outside_s, data_s = times.worker_cpu_s - times.cpu_s, times.wall_s - times.cpu_s - times.queued_s
-    if not times.samples:
-        return _explain_unseen(share, record)
     if outside_s > max(times.cpu_s, data_s):
         part = outside_s / times.worker_cpu_s
         why = f"Workers spend {part:.0%} of their CPU time outside of samples: in collate_fn, or on the way here."
         cure = "Make collate_fn cheaper, and batches smaller: diagnose(loader, step) times both."
         return Cause("collate", share, why, cure)
     wall_ms, cpu_ms, queued_ms, data_ms = (
-        1000 * seconds / times.samples for seconds in (times.wall_s, times.cpu_s, times.queued_s, data_s)
+        1000 * seconds / max(times.samples, 1) for seconds in (times.wall_s, times.cpu_s, times.queued_s, data_s)
     )
     if data_ms > max(cpu_ms, queued_ms):
         why = f"A sample takes {wall_ms:.3g} ms, and waits {data_ms:.3g} ms of it for its data"
         return _explain_reads(share, why, 1000 * data_ms, times.bytes_read / times.samples)
-    why = f"A sample takes {wall_ms:.3g} ms: {cpu_ms:.3g} ms of work, {queued_ms:.3g} ms until a core is free."
-    return _explain_work(share, why, record, is_queued=queued_ms > cpu_ms)
+    why = "Workers deliver too slowly."
+    if times.samples:
+        why = f"A sample takes {wall_ms:.3g} ms: {cpu_ms:.3g} ms of work, {queued_ms:.3g} ms until a core is free."
+    if queued_ms > cpu_ms or record.busy > _ALL_CORES * cores:
+        why = f"{why} All {cores} cores are busy: more workers would not help."
+        cure = "Do the work once, offline, or make it cheaper: diagnose(loader, step) says which stage takes it."
+        return Cause("work", share, why, cure)
+    why = f"{why} {record.busy:.1f} of {cores} cores are busy."
+    return Cause("work", share, why, "Use more workers; diagnose(loader, step) says which stage takes the time.")
 
 
 def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause:
@@ -411,43 +393,24 @@ def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause
     return Cause("read", share, f"{why}.", cure)
 
 
-def _explain_unseen(share: float, record: LoopRecord) -> Cause:
-    if record.workers:
-        return _explain_work(share, "Workers deliver too slowly.", record)
-    if record.waited_cpu_s < 0.5 * record.waited_s:
-        why = "This process loads the samples itself, and mostly waits for their data."
-        return Cause("read", share, why, "Use worker processes (num_workers), and store the data on the local disk.")
-    why = "This process loads the samples itself, between its steps."
-    return Cause("work", share, why, "Use worker processes (num_workers): they load while this process trains.")
-
-
-def _explain_work(share: float, why: str, record: LoopRecord, *, is_queued: bool = False) -> Cause:
-    cores = count_cores()
-    if is_queued or record.busy > _ALL_CORES * cores:
-        why = f"{why} All {cores} cores are busy: more workers would not help."
-        cure = "Do the work once, offline, or make it cheaper: diagnose(loader, step) says which stage takes it."
-        return Cause("work", share, why, cure)
-    why = f"{why} {record.busy:.1f} of {cores} cores are busy."
-    return Cause("work", share, why, "Use more workers; diagnose(loader, step) says which stage takes the time.")
-
-
-def _find_slow_sample(waits: _Seconds, record: LoopRecord) -> str:
-    """The slowest sample in words, where a few samples hold much of the time of all, and of the waits; else nothing."""
+def _explain_slow_sample(waits: _Array, share: float, record: LoopRecord) -> Cause | None:
+    """The slowest sample, where a few samples hold much of the time of all, and of the waits."""
     times = record.times
     count, slow_s = np.cumsum(np.array(times.spread).reshape(-1, 2)[::-1], axis=0)[::-1].T  # of these and slower ones
     least_s = np.ldexp(0.5e-9, np.arange(len(count)))
     rest_s = (times.wall_s - slow_s) / np.maximum(times.samples - count, 1)
     fits = (count > 0) & (count <= _RARE * times.samples) & (least_s > _TIMES_SLOWER * rest_s)
     fits &= (least_s > _LEAST_SLOW_S) & (slow_s > (1 - _HOLDS) * max(times.wall_s, float(waits.sum())))
-    for found in np.flatnonzero(fits)[:1].tolist():
-        (seconds, index), *others = [slow for slow in times.slowest if slow[0] >= least_s[found]]
-        who = "it holds" if all(other == index for _, other in others) else f"{count[found]:,.0f} such samples hold"
-        held = slow_s[found] / times.wall_s
-        return f"Sample {index} takes {seconds:.2g} s: {who} {held:.0%} of the time of all samples."
     rare = [number for number in _find_rare(waits).tolist() if record.seen.get(number)]
-    if times.samples or not rare:
-        return ""
-    worst = max(rare, key=lambda number: waits[number])  # loaded in this process
-    return (
-        f"Sample {record.seen[worst][0]} takes {waits[worst]:.2g} s: {len(rare)} of {len(waits)} batches are so slow."
-    )
+    if fits.any():
+        found = fits.argmax()
+        seconds, index = times.slowest
+        told = f"the {count[found]:,.0f} slowest hold {slow_s[found] / times.wall_s:.0%} of the time of all samples"
+    elif rare and not times.samples:  # loaded in this process
+        worst = max(rare, key=lambda number: waits[number])
+        seconds, index = waits[worst], record.seen[worst][0]
+        told = f"{len(rare)} of {len(waits)} batches are so slow"
+    else:
+        return None
+    cure = f"Look at sample {index}: make it smaller, store it on the local disk, or leave it out."
+    return Cause("slow_sample", share, f"Sample {index} takes {seconds:.2g} s: {told}.", cure)

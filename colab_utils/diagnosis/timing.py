@@ -1,40 +1,54 @@
-"""The clocks: what batches and calls cost, in wall time and in CPU time; and a step for machines without a GPU."""
+"""The clocks: what batches and calls cost, in wall time and in CPU time; and each stage of loading, timed alone."""
 
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from itertools import repeat
 from time import perf_counter, process_time, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from colab_utils.data.masks import unpack_masks
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import list_processes, quiet_fork
 
 __all__ = [
     "BatchTimes",
     "EmulatedStep",
+    "LoadingStages",
     "Stage",
     "count_images",
     "count_workers",
     "fetch_batches",
     "find_error",
+    "find_tensors",
     "measure_tree_cpu",
-    "put_back",
     "time_batches",
     "time_calls",
+    "time_dataset_stages",
+    "time_handoff",
+    "time_samples",
+    "time_stages",
 ]
 
 _ROUNDS = 3  # of a batch from each worker
+_IMAGES = 64  # that are timed at most
+_HANDED_BATCHES = 40
+_TIMEOUT_S = 60.0  # for all stages of a sample, and three times what they should take
+_TRANSFORMS = ("transforms", "transform", "target_transform")  # attributes of torchvision's datasets
 
 
 @dataclass(frozen=True)
@@ -47,8 +61,6 @@ class BatchTimes:
     """Seconds of its step."""
     images: int
     """In all batches."""
-    first_batch_s: float
-    """The wait for the very first batch, workers' start included."""
     cpu_s: float
     """CPU seconds of this process and its children."""
     step_cpu_s: float
@@ -128,8 +140,7 @@ def time_batches(
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)
     """
-    waits, steps = list[float](), list[float]()
-    images, first_batch_s, step_cpu_s = 0, 0.0, 0.0
+    waits, steps, images, step_cpu_s = list[float](), list[float](), 0, 0.0
     lanes = max(1, count_workers(loader))
     untimed = max(warmup, lanes) if warmup else 0
     cpu_began_s = measure_tree_cpu()
@@ -138,7 +149,6 @@ def time_batches(
         for seen, batch in enumerate(source, start=1):
             _synchronize()  # what the loader queued on the device belongs to the wait
             got_s, got_cpu_s = perf_counter(), process_time()
-            first_batch_s = first_batch_s or got_s - asked_s
             if step is not None:
                 step(*batch) if _is_pair(batch) else step(batch)
                 _synchronize()
@@ -155,19 +165,16 @@ def time_batches(
                 images += count_images(batch)
                 if on_batch is not None:
                     on_batch(len(waits) - 1, batch)
-                rounds, rest = divmod(len(waits), lanes)
-                enough = rounds >= _ROUNDS and len(waits) >= least and ended_s - began_s > max_s
+                enough = len(waits) >= max(least, _ROUNDS * lanes) and ended_s - began_s > max_s
                 late = ended_s - timed_s > _ROUNDS * max_s
-                if len(waits) >= batches or (not rest and (enough or late)):
+                if len(waits) >= batches or (len(waits) % lanes == 0 and (enough or late)):
                     break
             asked_s = perf_counter()
         cpu_s = measure_tree_cpu() - cpu_began_s  # before the workers end
     if not waits:
-        raise ColabUtilsError(
-            f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch: pass a loader that "
-            "can be iterated again, such as a DataLoader, or warmup=0"
-        )
-    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), first_batch_s, cpu_s, step_cpu_s)
+        found = f"expected more than {warmup} batches (the warm-up), found fewer and no second epoch"
+        raise ColabUtilsError(f"{found}: pass a loader that can be iterated again, or warmup=0")
+    return BatchTimes(tuple(waits), tuple(steps), max(images, 1), cpu_s, step_cpu_s)
 
 
 def _synchronize() -> None:
@@ -189,14 +196,14 @@ class Stage:
     mean_ms: float = 0.0
     """Mean wall time: what decides how many images a second come through."""
 
+    @classmethod
+    def from_calls(cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Stage:
+        """From the wall time of each call, milliseconds [calls]."""
+        median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
+        return cls(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
+
     def __str__(self) -> str:
         return f"{self.name}: {self.median_ms:.1f} ms an image (p95 {self.p95_ms:.1f} ms, CPU {self.cpu_ms:.1f} ms)"
-
-
-def make_stage(name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Stage:
-    """A stage from the wall time of each of its calls, milliseconds [calls]."""
-    median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
-    return Stage(name, median, p95, cpu_ms, float(np.mean(wall_ms)))
 
 
 def time_calls(
@@ -210,12 +217,15 @@ def time_calls(
     began_s, cpu_began_s = perf_counter(), thread_time()
     for argument in arguments:
         call_began_s = perf_counter()
-        call(argument)
+        try:
+            call(argument)
+        except StopIteration:  # of a stream that is over
+            break
         ended_s = perf_counter()
         wall_ms.append((ended_s - call_began_s) * 1000 / images)
         if ended_s - began_s > max_s:
             break
-    return make_stage(name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000)
+    return Stage.from_calls(name, wall_ms, (thread_time() - cpu_began_s) / len(wall_ms) / images * 1000)
 
 
 def count_workers(loader: Any) -> int:
@@ -263,10 +273,8 @@ def _is_pair(batch: Any) -> bool:
 def count_images(batch: Any) -> int:
     """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of samples, of a tensor."""
     column: Any = batch[0] if type(batch) in (tuple, list) and len(batch) == 2 else None
-    if type(column) is torch.Tensor and (shape := column.shape):
-        return shape[0]  # what most batches are: the rest takes 50 µs where a step has filled the caches
-    if type(column) in (tuple, list):
-        return len(column)
+    if type(column) in (tuple, list) or (type(column) is torch.Tensor and column.ndim):
+        return len(column)  # what most batches are: the rest takes 50 µs where a step has filled the caches
     first = batch[0] if isinstance(batch, list) and batch and not _is_pair(batch) else None
     if isinstance(first, Mapping | tuple | str) or getattr(first, "ndim", 0) == 3:
         return len(batch)
@@ -283,36 +291,124 @@ def measure_tree_cpu() -> float:
     return total_s
 
 
-@contextmanager
-def put_back(loader: Any, restore: Sequence[Any]) -> Iterator[None]:
-    """Put back what measured batches and steps change: all random states, the loader's order, and these parts.
+class LoadingStages(NamedTuple):
+    """What `time_stages` found; all of it is empty where a loader does not let itself be taken apart."""
 
-    Raises:
-        ColabUtilsError: a part has no ``state_dict`` and ``load_state_dict``.
+    stages: dict[str, Stage]
+    """By name: of an image's way to a sample, then of a whole batch."""
+    indices: list[int]
+    """Of the images that were timed."""
+    unseen: str
+    """Why samples could not be timed."""
+
+
+def time_stages(loader: Any, batch: Any, *, images: int, seconds: float) -> LoadingStages:
+    """Take a loader apart, in about ``seconds``; ``batch`` is one of its own, of so many ``images``.
+
+    Samples are loaded in a worker of its own: a file that a dataset opens, or a thread that it starts, would else be
+    inherited by all later workers.
+    """
+    dataset: Any = getattr(loader, "dataset", None)
+    stages, unseen, indices = dict[str, Stage](), "", list[int]()
+    has_samples = isinstance(dataset, CocoFolder | ShardDataset) or getattr(loader, "batch_sampler", None) is not None
+    streams = isinstance(dataset, IterableDataset) and isinstance(loader, DataLoader)
+    if streams or (has_samples and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)):
+        indices = [] if streams else np.random.default_rng(0).permutation(len(dataset))[:_IMAGES].tolist()
+        dense, collate = not isinstance(loader, Loader), getattr(loader, "collate_fn", None)
+        count = 1 if streams and loader.batch_size is not None else images  # an item of a stream may be a batch
+        in_worker = partial(_time_in_worker, indices, images=count, dense=dense, collate=collate, seconds=seconds)
+        names = ("worker_init_fn", "multiprocessing_context")
+        settings: dict[str, Any] = {name: getattr(loader, name, None) for name in names}
+        settings |= {"batch_sampler": None if streams else [indices[-1:]], "timeout": _TIMEOUT_S + 3 * seconds}
+        worker = DataLoader(dataset, collate_fn=in_worker, num_workers=1, **settings)
+        try:
+            with closing(fetch_batches(worker)) as batches:
+                stages = next(batches)
+        except ColabUtilsError as error:  # whatever somebody's own dataset does
+            indices, unseen = [], str(error).partition("found ")[2]
+    tensors = find_tensors(batch)
+    if isinstance(loader, DataLoader) and loader.num_workers and {one.device.type for one in tensors} == {"cpu"}:
+        stages["hand-off"] = time_handoff(batch, images=images, seconds=0.2 * seconds)
+    return LoadingStages(stages, indices, unseen)
+
+
+def _time_in_worker(
+    indices: list[int], _: Any, *, images: int, dense: bool, collate: Callable[[Any], Any] | None, seconds: float
+) -> dict[str, Stage]:
+    """A ``collate_fn`` that times the stages of the dataset as the worker has it that calls this."""
+    dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    if isinstance(dataset, IterableDataset):
+        return {"sample": time_calls("sample", next, repeat(iter(dataset)), max_s=seconds / 2, images=images)}
+    if isinstance(dataset, CocoFolder | ShardDataset):
+        stages = time_dataset_stages(dataset, indices, dense=dense, seconds=seconds / 2)
+    else:
+        stages = time_samples(dataset, indices, seconds=seconds / 2)
+    if collate and len(indices) >= images:
+        samples = [dataset[index] for index in indices[:images]]
+        stages["collate"] = time_calls("collate", collate, repeat(samples, 50), max_s=seconds / 8, images=images)
+    return stages
+
+
+def time_dataset_stages(dataset: Any, indices: Sequence[int], *, dense: bool, seconds: float) -> dict[str, Stage]:
+    """Time each stage of loading an image alone, in about ``seconds``: ``read``, ``decode`` and ``masks``.
+
+    Takes a `ShardDataset` or a `CocoFolder`. ``dense`` says whether samples hold dense masks.
+    """
+    blobs: list[bytes] = []
+
+    def load_masks(index: int) -> None:
+        masks = dataset.read_masks(index)
+        if dense and isinstance(dataset, ShardDataset):
+            unpack_masks(masks, *dataset.sizes[index].tolist())
+
+    # no warm-up: it would put the first file into memory
+    read = time_calls("read", lambda index: blobs.append(dataset.read(index)), indices, max_s=seconds / 2)
+    dataset.decode(blobs[0])
+    load_masks(indices[0])
+    decode = time_calls("decode", dataset.decode, blobs, max_s=seconds / 4)
+    masks = time_calls("masks", load_masks, indices[: len(blobs)], max_s=seconds / 4)
+    return {stage.name: stage for stage in (read, decode, masks)}
+
+
+def time_samples(dataset: Any, indices: Sequence[int], *, seconds: float) -> dict[str, Stage]:
+    """Time anybody's map-style dataset: ``sample``, and ``transform`` where it has torchvision's attributes for it.
+
+    The second is the difference to a shallow copy of the dataset without transforms.
+    """
+    whole = time_calls("sample", dataset.__getitem__, indices, max_s=seconds / 2)
+    if has := [name for name in _TRANSFORMS if callable(getattr(dataset, name, None))]:
+        with suppress(Exception):  # it may not do without its transforms
+            bare = copy.copy(dataset)
+            vars(bare).update(dict.fromkeys(has))
+            without = time_calls("sample", bare.__getitem__, indices, max_s=seconds / 2)
+            wall_ms, cpu_ms = max(whole.mean_ms - without.mean_ms, 0.0), max(whole.cpu_ms - without.cpu_ms, 0.0)
+            return {"sample": without, "transform": Stage.from_calls("transform", [wall_ms], cpu_ms)}
+    return {"sample": whole}
+
+
+def time_handoff(batch: Any, *, images: int, seconds: float) -> Stage:
+    """A batch that lies ready, through one worker and torch's own queue.
+
+    It is copied each time, as shared memory that was handed over once is not handed over anew; the copy is taken off.
+    """
+    copying = time_calls("copy", copy.deepcopy, repeat(batch, 8), max_s=seconds / 4, images=images)
+    batches: Any = [batch] * 1000
+    through = DataLoader(batches, batch_size=None, num_workers=1, collate_fn=copy.deepcopy)
+    times = time_batches(through, batches=_HANDED_BATCHES, max_s=seconds)
+    wall_ms = np.array(times.wait_s) * 1000 / images - copying.mean_ms
+    cpu_ms = times.cpu_s * 1000 / len(wall_ms) / images - copying.cpu_ms
+    return Stage.from_calls("hand-off", np.maximum(wall_ms, 0.0), max(cpu_ms, 0.0))
+
+
+def find_tensors(batch: Any) -> list[Tensor]:
+    """Every tensor in lists, tuples, dicts and dataclasses.
 
     Example:
-        >>> before = random.getstate()
-        >>> with put_back(None, restore=()):
-        ...     _ = random.random()
-        >>> random.getstate() == before
-        True
+        >>> [tensor.nbytes for tensor in find_tensors(({"image": torch.zeros(2)}, [torch.zeros(3)], 4))]
+        [8, 12]
     """
-    for part in restore:
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise ColabUtilsError(f"expected restore=(model, optimizer), found {type(part).__name__} too: leave it out")
-    parts = [*restore, loader] if isinstance(loader, Loader) else [*restore]
-    owners: tuple[Any, ...] = (getattr(loader, "sampler", None), loader)
-    orders = [owner.generator for owner in owners if isinstance(getattr(owner, "generator", None), torch.Generator)]
-    states: list[tuple[Callable[[Any], Any], Any]] = [
-        (random.setstate, random.getstate()), (np.random.set_state, np.random.get_state()),
-        (torch.random.set_rng_state, torch.random.get_rng_state()),
-        *((order.set_state, order.get_state()) for order in orders),
-        *((part.load_state_dict, copy.deepcopy(part.state_dict())) for part in parts),
-    ]  # fmt: skip
-    if torch.cuda.is_initialized():
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    try:
-        yield
-    finally:
-        for put, state in states:
-            put(state)
+    if isinstance(batch, Tensor):
+        return [batch]
+    columns = vars(batch) if is_dataclass(batch) else batch
+    values = columns.values() if isinstance(columns, Mapping) else columns if isinstance(columns, list | tuple) else ()
+    return [tensor for value in values for tensor in find_tensors(value)]

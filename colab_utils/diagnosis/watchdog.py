@@ -10,12 +10,12 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
-from time import perf_counter, sleep, thread_time
+from time import perf_counter, sleep
 from typing import Any, Literal, get_args
 
-from colab_utils.diagnosis.stacks import Activity, passes, read_ending
+from colab_utils.diagnosis.processes import Activity, passes, read_ending
 from colab_utils.diagnosis.summary import LoopRecord, Summary
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -23,16 +23,13 @@ from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
 from colab_utils.runtime import quiet_fork, require_linux
 
-__all__ = ["OnStall", "Stall", "Verdict", "WatchedLoader", "find_file", "watch"]
+__all__ = ["OnStall", "Stall", "WatchedLoader", "find_file", "watch"]
 
 OnStall = Literal["report", "skip", "restart", "raise"]
-Verdict = Literal["dead", "read", "lock", "lost", "waiting", "slow"]
 
 _PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s
 _TICK_S, _LOOK_S = 0.1, 0.5  # how long a worker is observed, in ticks
-_SAMPLED = 8  # one wait in so many: its CPU time is looked at
 _LATE_S = 0.1  # of a wait: then its samples are noted
-_PATIENCE = 10  # times timeout_s that a worker which is only slow has before it is given up
 _MAX_TRIES = 3  # to start the workers again, without a batch in between
 _INTERRUPT = 59  # a real-time signal that nothing known uses
 _END = object()
@@ -56,33 +53,27 @@ class _StallInterrupt(BaseException):
 class Stall:
     """A batch that did not come in time, and why, as far as that can be told."""
 
-    verdict: Verdict
+    verdict: str
     """"dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came), "waiting" in another
     system call, or only "slow"."""
     waited_s: float
-    worker: int | None
-    """Counted from 0; None for this process."""
-    pid: int
-    sample: int | None
-    """Its index in the dataset (in the one below a ``Subset``)."""
-    batch: tuple[Any, ...]
-    """The indices that were asked for together; our own loader knows them."""
+    job: WorkerJob
+    """Whose batch it is; our own loader knows which one."""
+    seen: Activity
+    """What the worker, or this process, is at; the call of the dead is how they ended."""
     file: str
     """What the sample is read from."""
-    call: str
-    """The system call; of the dead, how they ended."""
-    stack: tuple[str, ...]
-    """Python lines, innermost first."""
     cure: str
 
     def __str__(self) -> str:
-        who = "this process" if self.worker is None else f"worker {self.worker} (pid {self.pid})"
-        what = _FINDINGS[self.verdict][0].format(call=self.call or "a call", file=self.file)
-        where = f", at one of samples {', '.join(map(str, self.batch[:16]))}" if self.batch else ""
-        if self.sample is not None:
-            where = f", at sample {self.sample}" + (f" ({self.file})" if self.file and self.verdict != "read" else "")
-        if self.stack:
-            where += f", in {' < '.join(line.rpartition('/')[2] for line in self.stack[:4])}"
+        who = "this process" if self.job.worker is None else f"worker {self.job.worker} (pid {self.job.pid})"
+        what = _FINDINGS[self.verdict][0].format(call=self.seen.call or "a call", file=self.file)
+        where = f", at one of samples {', '.join(map(str, self.job.indices[:16]))}" if self.job.indices else ""
+        if self.seen.sample is not None:
+            file = f" ({self.file})" if self.file and self.verdict != "read" else ""
+            where = f", at sample {self.seen.sample}{file}"
+        if self.seen.stack:
+            where += f", in {' < '.join(line.rpartition('/')[2] for line in self.seen.stack[:4])}"
         return f"expected a batch, found none for {self.waited_s:.3g} s: {who} {what}{where}. {self.cure}"
 
 
@@ -96,7 +87,7 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
 
     The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
     which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
-    verdict changes. Samples and Python stacks are seen of workers that are forked while this watches. The file of a
+    verdict changes. Samples are seen of workers that are forked while this watches. The file of a
     sample is named where the dataset has ``find_path(index)``, as ours have.
 
     Args:
@@ -104,8 +95,8 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         timeout_s: seconds to wait for a batch before it is explained.
         on_stall: "report" waits on, however long; a worker that ended is an error. "raise" ends the waiting with the
             explanation as an error. "skip" and "restart" are for the worker processes of `make_loader` alone: they
-            start them again without the batch (``skipped`` lists it), or with it; leave workers that are only slow
-            ten times as long; and give up after three times without a batch in between.
+            start them again without the batch (``skipped`` lists it), or with it; leave workers that are only slow at
+            their work; and give up after three times without a batch in between.
 
     Raises:
         ColabUtilsError: an argument that cannot be; and, while you iterate, what ``on_stall`` tells.
@@ -122,10 +113,9 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
-    restarts = isinstance(loader, Loader) and loader.workers > 0
-    if on_stall in ("skip", "restart") and not restarts:
-        found = f"found {type(loader).__name__} without: use on_stall='report' or 'raise'"
-        raise ColabUtilsError(f"expected worker processes of make_loader for on_stall={on_stall!r}, {found}")
+    if on_stall in ("skip", "restart") and not (isinstance(loader, Loader) and loader.workers):
+        found = f"expected worker processes of make_loader for on_stall={on_stall!r}, found none"
+        raise ColabUtilsError(f"{found}: use on_stall='report' or 'raise'")
     watched = WatchedLoader(loader, timeout_s, on_stall, prints=True)
     weakref.finalize(watched, watched._record.print_summary, only_news=False)
     return watched
@@ -139,11 +129,9 @@ class WatchedLoader:
         skipped: the indices of every batch that was left out.
     """
 
-    def __init__(
-        self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False, pss_s: float = 100
-    ) -> None:
+    def __init__(self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
-        self._record = LoopRecord(loader, pss_s)
+        self._record = LoopRecord(loader)
         self.stalls: list[Stall] = self._record.stalls
         self.skipped: list[tuple[Any, ...]] = []
 
@@ -189,40 +177,26 @@ class _Pass:
 
     def __init__(self, watched: WatchedLoader, loader: Any, record: LoopRecord) -> None:
         self._watched, self._loader, self.monitor, self._record = watched, loader, record.monitor, record
-        self.thread = 0
-        self.asked_s: float | None = None  # since when it waits
-        passes.add(self)
         self._ours = isinstance(loader, Loader)
         self._batches: Any = None
+        self.thread = 0  # which waits for the batches
+        self.asked_s: float | None = None  # since when it waits
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._given_up: tuple[WorkerJob, Stall] | None = None
-        self._acts = watched.on_stall != "report"
+        self._given_up: Stall | None = None
         self._can_interrupt = self._interrupted = False
+        passes.add(self)
 
     def run(self) -> Iterator[Any]:
         self.monitor.forget_ended()
-        self.thread = threading.get_ident()  # which waits for the batches
+        self.thread = threading.get_ident()
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
         self._can_interrupt = self._watched.on_stall == "raise" and self.thread == threading.main_thread().ident
         before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
-        record, alone, number = self._record, not self._record.workers, 0
         try:
-            with record.measure_pass() as clock:
-                while True:
-                    asked_s = clock.ask()
-                    began_cpu_s = thread_time() if alone and not number % _SAMPLED else 0.0  # it takes 10 µs
-                    try:
-                        batch = self._fetch(asked_s)
-                    except (Exception, _StallInterrupt) as error:
-                        batch = self._start_again(error, asked_s)
-                    if began_cpu_s:
-                        record.waited_s += perf_counter() - asked_s
-                        record.waited_cpu_s += thread_time() - began_cpu_s
-                    if batch is _END:
-                        break
+            with self._record.measure_pass() as clock:
+                while (batch := self._fetch(clock.ask())) is not _END:
                     clock.receive(count_images(batch))
-                    number += 1
                     yield batch
         finally:
             self._over.set()
@@ -230,99 +204,99 @@ class _Pass:
             if before is not None:
                 signal.signal(_INTERRUPT, before)
             if self._watched._prints and not sys.is_finalizing():
-                record.print_summary(only_news=True)
+                self._record.print_summary(only_news=True)
 
     def _fetch(self, asked_s: float) -> Any:
-        """The next batch."""
+        """The next batch; after a worker ended or was given up, it is asked for again, if that is wanted."""
+        for tries in range(_MAX_TRIES + 1):
+            try:
+                return self._wait(asked_s)
+            except (Exception, _StallInterrupt) as error:
+                self._recover(error, asked_s, last=tries == _MAX_TRIES)
+            asked_s = perf_counter()
+
+    def _wait(self, asked_s: float) -> Any:
         self.asked_s = asked_s
         try:
-            batch = self._begin() if self._batches is None else next(self._batches, _END)
+            if self._batches is None:
+                with quiet_fork():
+                    self._batches = iter(self._loader)
+                    batch = next(self._batches, _END)  # generators fork here
+            else:
+                batch = next(self._batches, _END)
         finally:
             self.asked_s = None
-            if self._acts:
-                self._stop_waiting()
+            with self._lock:  # a worker may be given up for this very batch
+                pass
+            while self._interrupted:  # the signal is on its way
+                sleep(_TICK_S)
         if self._given_up:  # the batch came after all, at the last moment: only its worker is lost
-            self._given_up = self._given_up[0]._replace(number=None, indices=()), self._given_up[1]
+            job = self._given_up.job._replace(number=None, indices=())
+            self._given_up = replace(self._given_up, job=job)
         return batch
 
-    def _start_again(self, error: BaseException, asked_s: float) -> Any:
-        """The next batch, after a worker ended or was given up, if that is asked for."""
-        for tries in range(_MAX_TRIES + 1):
-            if isinstance(error, Exception) and not self._given_up:
-                if not (dead := self._find_dead(error)):
-                    raise error
-                stall = self._explain_ending(dead[0], asked_s, dead[1])
-                self._given_up = dead[0], stall
-                self._report(stall, gives_up=True)
-            self._batches = None
-            self._recover(error, last=tries == _MAX_TRIES)
-            asked_s = perf_counter()
-            try:
-                return self._fetch(asked_s)
-            except (Exception, _StallInterrupt) as another:
-                error = another
-        raise error
-
-    def _begin(self) -> Any:
-        with quiet_fork():
-            self._batches = iter(self._loader)
-            return next(self._batches, _END)  # generators fork here
-
-    def _stop_waiting(self) -> None:
-        with self._lock:  # a worker may be given up for this very batch
-            pass
-        while self._interrupted:  # the signal is on its way
-            sleep(_TICK_S)
-
-    def _recover(self, error: BaseException, *, last: bool) -> None:
-        """Get our loader ready to start again, or raise."""
-        assert self._given_up is not None
-        (blamed, stall), self._given_up = self._given_up, None
+    def _recover(self, error: BaseException, asked_s: float, *, last: bool) -> None:
+        """Get our loader ready to start again after a worker ended or was given up, or raise."""
+        if not self._given_up:
+            if not (dead := self._find_dead(error)):
+                raise error
+            self._given_up = self._explain(asked_s, *dead)
+            self._report(self._given_up, gives_up=True)
+        stall, self._given_up, self._batches = self._given_up, None, None
         if last or self._watched.on_stall in ("report", "raise"):
             raise ColabUtilsError(str(stall)) from (error if isinstance(error, Exception) else None)
         skips = self._watched.on_stall == "skip"
-        if skips and blamed.indices:
-            self._watched.skipped.append(blamed.indices)
-        self._loader.restart(skip=blamed.number if skips else None)
+        if skips and stall.job.indices:
+            self._watched.skipped.append(stall.job.indices)
+        self._loader.restart(skip=stall.job.number if skips else None)
         self.monitor.forget_ended()  # else they are blamed while the new ones start
 
     def _watch(self) -> None:
-        last, due_s, told = None, 0.0, set[str]()
+        asked_s, due_s, told = None, 0.0, set[str]()
         while not self._over.wait(min(_PAUSE_S, self._watched.timeout_s / 10)):
-            asked_s = self.asked_s
-            if asked_s != last:
-                last, due_s = asked_s, self._watched.timeout_s
-                told.clear()
-            with suppress(Exception):  # what is looked at may go away meanwhile
-                self._record.resources.look(self._record.clock.count)
+            if self.asked_s != asked_s:
+                asked_s, due_s, told = self.asked_s, self._watched.timeout_s, set()
+            with suppress(Exception):  # what is looked at may go away meanwhile: look again
+                self._record.memory.look(self._record.clock.count)
                 if asked_s is not None and perf_counter() - asked_s > _LATE_S:
                     self._record.note_samples(self._list_samples())
-            if asked_s is None or perf_counter() - asked_s < due_s - min(_LOOK_S, due_s / 2):
-                continue
-            try:
-                blamed, stall = self._look(asked_s)
-            except Exception:  # what is looked at may go away meanwhile: look again
-                continue
-            if self.asked_s != asked_s:
-                continue
-            due_s = stall.waited_s + min(30, max(1, stall.waited_s - self._watched.timeout_s))
-            gives_up = self._gives_up(stall)
-            if stall.verdict not in told and not self._given_up:
-                told.add(stall.verdict)
-                self._report(stall, gives_up=gives_up)
-            if gives_up:
-                self._end(asked_s, blamed, stall)
+            if asked_s is not None and perf_counter() - asked_s > due_s - min(_LOOK_S, due_s / 2):
+                with suppress(Exception):
+                    waited_s = self._act(asked_s, told)
+                    due_s = waited_s + min(30, max(1, waited_s - self._watched.timeout_s))
 
-    def _look(self, asked_s: float) -> tuple[WorkerJob, Stall]:
-        """Observe for half a second who the batch is waited for."""
+    def _act(self, asked_s: float, told: set[str]) -> float:
+        """Say who the batch is waited for, and give it up if that is asked for; gives the seconds so far."""
         blamed = self._find_blamed()
-        if ending := read_ending(blamed.pid):
-            return blamed, self._explain_ending(blamed, asked_s, ending)
-        here = blamed.pid == os.getpid()
-        verdict: Verdict
+        stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
+        if self.asked_s != asked_s:
+            return stall.waited_s
+        gives_up = self._watched.on_stall == "raise"
+        if self._watched.on_stall in ("skip", "restart"):
+            gives_up = stall.job.worker is not None and stall.verdict != "slow"
+        if stall.verdict not in told and not self._given_up:
+            told.add(stall.verdict)
+            self._report(stall, gives_up=gives_up)
+        if gives_up:
+            self._give_up(asked_s, stall)
+        return stall.waited_s
+
+    def _explain(self, asked_s: float, blamed: WorkerJob, ending: str) -> Stall:
+        """Why no batch comes from there: the process ended, or is observed for half a second."""
+        if ending:
+            death, _, cure = explain_death(ending).partition("). ")
+            verdict, seen = "dead", self.monitor.inspect_worker(blamed.pid)._replace(call=death.rpartition("(")[2])
+        else:
+            verdict, seen = self._observe(asked_s, blamed.pid)
+            cure = _FINDINGS[verdict][1]
+        file = seen.path if verdict == "read" else find_file(self.monitor.dataset, seen.sample)
+        return Stall(verdict, perf_counter() - asked_s, blamed, seen, file, cure)
+
+    def _observe(self, asked_s: float, pid: int) -> tuple[str, Activity]:
+        here = pid == os.getpid()
 
         def inspect() -> Activity:
-            return self.monitor.inspect_thread(self.thread) if here else self.monitor.inspect_worker(blamed.pid)
+            return self.monitor.inspect_thread(self.thread) if here else self.monitor.inspect_worker(pid)
 
         before, until_s = inspect(), perf_counter() + _LOOK_S
         while self.asked_s == asked_s and perf_counter() < until_s:
@@ -330,21 +304,19 @@ class _Pass:
         seen = inspect()
         moves = (seen.bytes_read, seen.sample) != (before.bytes_read, before.sample)
         if moves or seen.cpu_ticks - before.cpu_ticks > 2:
-            verdict = "slow"
-        elif seen.idle:
-            verdict = "lost"
-        elif "futex" in seen.call and not here:  # here nothing was forked
-            verdict = "lock"
-        else:
-            verdict = "read" if seen.path.startswith("/") else "waiting"
-        return blamed, self._make_stall(verdict, asked_s, blamed, seen)
+            return "slow", seen
+        if seen.idle:
+            return "lost", seen
+        if "futex" in seen.call and not here:  # here nothing was forked
+            return "lock", seen
+        return "read" if seen.path.startswith("/") else "waiting", seen
 
     def _list_samples(self) -> list[int]:
         """What is being loaded: by our loader's workers, by others, or by this process."""
         if self._ours and (jobs := self._loader.list_jobs()):
             return [*jobs[0].indices]
         if samples := self.monitor.list_samples():
-            return [sample for _, sample in sorted(at for of_worker in samples.values() for at in of_worker)]
+            return [sample for _, sample, _ in sorted(at for of_worker in samples.values() for at in of_worker)]
         sample = self.monitor.inspect_thread(self.thread).sample
         return [] if sample is None else [sample]
 
@@ -353,14 +325,14 @@ class _Pass:
         if self._ours and (jobs := self._loader.list_jobs()):
             return jobs[0]
         samples = self.monitor.list_samples()
-        places = {pid: place for place, pid in enumerate(samples)}
-        if at_work := [(at[0], pid) for pid, at in samples.items() if at]:
-            return WorkerJob(places[min(at_work)[1]], min(at_work)[1])
-        alive = [pid for pid in places if not read_ending(pid)]
-        busy = [pid for pid in alive if not self.monitor.inspect_worker(pid).idle] or alive
-        return WorkerJob(places[busy[0]], busy[0]) if busy else WorkerJob(None, os.getpid())
+        pids = [*samples]
+        found = sorted((pid for pid in pids if samples[pid]), key=lambda pid: samples[pid][0])
+        if not found:
+            alive = [pid for pid in pids if not read_ending(pid)]
+            found = [pid for pid in alive if not self.monitor.inspect_worker(pid).idle] or alive
+        return WorkerJob(pids.index(found[0]), found[0]) if found else WorkerJob(None, os.getpid())
 
-    def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
+    def _find_dead(self, error: BaseException) -> tuple[WorkerJob, str] | None:
         """The worker whose end made the loader fail, if that is why it did; and how it ended."""
         if self._ours:
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
@@ -371,34 +343,16 @@ class _Pass:
                 return WorkerJob(place, pid), ending if "signal" in ending else text
         return None
 
-    def _explain_ending(self, blamed: WorkerJob, asked_s: float, ending: str) -> Stall:
-        death, _, cure = explain_death(ending).partition("). ")
-        sample = self.monitor.find_sample(blamed.pid)
-        return self._make_stall("dead", asked_s, blamed, Activity(call=death.rpartition("(")[2], sample=sample), cure)
-
-    def _make_stall(self, verdict: Verdict, asked_s: float, blamed: WorkerJob, seen: Activity, cure: str = "") -> Stall:
-        file = seen.path if verdict == "read" else find_file(self.monitor.dataset, seen.sample)
-        return Stall(
-            verdict, perf_counter() - asked_s, blamed.worker, blamed.pid, seen.sample, blamed.indices, file, seen.call,
-            seen.stack, cure or _FINDINGS[verdict][1],
-        )  # fmt: skip
-
-    def _gives_up(self, stall: Stall) -> bool:
-        if self._watched.on_stall in ("report", "raise"):
-            return self._watched.on_stall == "raise"
-        slow = stall.verdict == "slow" and stall.waited_s < _PATIENCE * self._watched.timeout_s
-        return stall.worker is not None and not slow
-
-    def _end(self, asked_s: float, blamed: WorkerJob, stall: Stall) -> None:
+    def _give_up(self, asked_s: float, stall: Stall) -> None:
         """End the worker, which the loader notices; or, where that is not to be or did not help, the waiting."""
         with self._lock:
             if self.asked_s != asked_s:
                 return
-            known = blamed.number is not None or blamed.pid in self.monitor.list_samples()
-            first, self._given_up = self._given_up is None, self._given_up or (blamed, stall)
-            if known and first and blamed.pid != os.getpid():
+            known = stall.job.number is not None or stall.job.pid in self.monitor.list_samples()
+            first, self._given_up = self._given_up is None, self._given_up or stall
+            if known and first and stall.job.pid != os.getpid():
                 with suppress(ProcessLookupError):
-                    os.kill(blamed.pid, signal.SIGKILL)
+                    os.kill(stall.job.pid, signal.SIGKILL)
             elif self._can_interrupt:
                 self._interrupted = True
                 signal.pthread_kill(self.thread, _INTERRUPT)

@@ -125,8 +125,7 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
           for one in summary.causes),
         "<h2>Where the time went</h2>", _to_html("pre", "\n".join(str(summary).splitlines()[1:6])),
         "<h2>The slowest batches</h2>", make_table(worst).to_html(),
-        *(_to_html("p", text, "note") for text in (*summary.stalls, *summary.unseen)),
-        *(_to_html("p", text, "quiet") for text in str(summary.resources or "").splitlines()),
+        *(_to_html("p", text, "note") for text in summary.unseen),
     ]  # fmt: skip
     return _write_page(Path(path), _SUMMARY, parts)
 

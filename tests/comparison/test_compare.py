@@ -447,7 +447,7 @@ def test_a_dataset_without_usable_images_is_refused(tiny_dataset, tmp_path, prep
 def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, workers=1, **files):
     """The row of a strategy whose steps take 0.1 s for 4 images, with a first batch that comes ``first_s`` later."""
     batches = compared // 4
-    cold = BatchTimes((first_s, *[0.0] * (batches - 1)), (0.1,) * batches, compared, first_s, 0.0, 0.0)
+    cold = BatchTimes((first_s, *[0.0] * (batches - 1)), (0.1,) * batches, compared, 0.0, 0.0)
     costs = {"ssd_bytes": 0, "once_s": 0.0, "session_s": 0.0} | files
 
     class Prepared:

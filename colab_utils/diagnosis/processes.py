@@ -1,26 +1,26 @@
-"""What a process is doing right now: its Python stack, its system call and the file behind it, how far it has come.
+"""What the processes of a loader do and use: samples, system call and its file, memory.
 
 Read from outside, from Linux's /proc, so that a process that hangs need not help. Forked workers also note the sample
-they are at and write their Python stacks when they are asked; elsewhere than on Linux most of it stays unknown.
+they are at; elsewhere than on Linux most of it stays unknown.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import mmap
 import operator
 import os
 import platform
 import re
-import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import wraps
+from itertools import takewhile
 from pathlib import Path
-from time import monotonic, monotonic_ns, process_time_ns, sleep, thread_time_ns
+from time import monotonic_ns, perf_counter, process_time, thread_time
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,17 +29,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.loading.workers import describe_exit
+from colab_utils.runtime import find_free_memory, list_children
 
-__all__ = ["Activity", "SampleTimes", "WorkerMonitor", "passes", "read_ending"]
+__all__ = [
+    "Activity",
+    "Growth",
+    "MemoryLog",
+    "Reading",
+    "SampleTimes",
+    "WorkerMonitor",
+    "find_growth",
+    "passes",
+    "read_ending",
+]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
-_SLOWEST = 8  # samples of each worker whose times are kept
 _BITS = 48  # of the longest time, 39 hours
-_SIGNAL = 60  # a real-time signal that nothing known uses
+_HERE = os.path.dirname(__file__)
 _METHODS = ("__getitem__", "read_packed", "read_into")
-_JOBS = {"stacks.py noted", "workers.py _do_job"}  # what is inside of them is the batch at work
-_ENDS = {"workers.py _do_job", "process.py run", "threading.py run", "watchdog.py _fetch"}  # of what a stack shows
-_IDLE = {"queues.py get", "connection.py recv"}  # a worker that waits for work
 _NUMBERS = (
     "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 futex 202 getdents64 217 "
     "clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 preadv 295 preadv2 327 statx 332"
@@ -47,19 +54,23 @@ _NUMBERS = (
 _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
 _ROW = np.dtype([  # what a worker notes
     ("pid", np.int64),
-    ("at", np.int64, (_THREADS, 2)),  # of each thread: the sample, or -1, and since when it is at it
-    ("sums", np.int64, 5),  # samples so far, their wall, CPU and queueing time in ns, and the bytes that they read
-    ("slowest", np.int64, (_SLOWEST, 2)),  # their time in ns, and their index
-    ("spread", np.int64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their time
-    ("cpu", np.int64, 2),  # of whole processes in ns: of those before with this row, and of this one so far
+    ("at", np.int64, (_THREADS, 3)),  # of each thread: the sample, or -1, since when it is at it, and its id
+    ("sums", np.float64, 5),  # samples so far, their wall, CPU and queueing seconds, and the bytes that they read
+    ("spread", np.float64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their seconds
+    ("slowest", np.float64, 2),  # sample: its seconds, and its index
+    ("cpu", np.float64, 2),  # seconds of whole processes: of those before with this row, and of this one so far
 ])  # fmt: skip
+_PAUSE_S = 0.25  # between two looks
+_LEAST_READINGS = 5
+_PAUSES = 12  # in the time so far, at most
+_LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
 
 
 class Activity(NamedTuple):
     """What a process does."""
 
     stack: tuple[str, ...] = ()
-    """Python lines, innermost first; none where they cannot be seen."""
+    """Python lines, innermost first; none of other processes."""
     call: str = ""
     """The system call that it is in."""
     path: str = ""
@@ -75,20 +86,20 @@ class Activity(NamedTuple):
 class SampleTimes(NamedTuple):
     """How long samples took in workers that were forked under watch."""
 
-    samples: int = 0
+    samples: float = 0
     wall_s: float = 0.0
     """Of all of them, in sum."""
     cpu_s: float = 0.0
     """Of it, CPU time."""
     queued_s: float = 0.0
     """Of it, waiting for a free core."""
-    slowest: tuple[tuple[float, int], ...] = ()
-    """Seconds and index of the slowest ones, the slowest first."""
-    bytes_read: int = 0
+    slowest: tuple[float, int] = (0.0, -1)
+    """Seconds and index of the slowest one."""
+    bytes_read: float = 0
     """By all of them, in sum; 0 where Linux does not say."""
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
-    spread: tuple[tuple[int, float], ...] = ()
+    spread: Sequence[tuple[float, float]] = ()
     """How many samples took 2**(n - 1) to 2**n ns, and their seconds in sum, by n."""
 
 
@@ -101,17 +112,18 @@ class _ThreadCounts(threading.local):
             with suppress(OSError):
                 self._files[name] = os.open(f"/proc/thread-self/{name}", os.O_RDONLY)
 
-    def read(self) -> NDArray[np.int64]:
-        """Nanoseconds in which it waited for a free core, and bytes that it read, so far."""
-        counts = [int(os.pread(file, 64, 0).split()[1]) if file >= 0 else 0 for file in self._files.values()]
-        return np.array(counts, np.int64)
+    def read(self) -> NDArray[np.float64]:
+        """Seconds of CPU time and of waiting for a free core, and bytes that it read, so far."""
+        files = self._files.values()
+        queued_ns, read = (int(os.pread(file, 64, 0).split()[1]) if file >= 0 else 0 for file in files)
+        return np.array([thread_time(), queued_ns / 1e9, read])
 
 
 passes = weakref.WeakSet[Any]()  # over watched loaders: what their `thread` forks while `asked_s` is set are workers
 
 
 class WorkerMonitor:
-    """What forked workers note where this process can see it, and the way to ask for their stacks.
+    """What forked workers note where this process can see it.
 
     In a worker, and only there, the methods of the dataset's class that give a sample are wrapped.
     """
@@ -121,15 +133,11 @@ class WorkerMonitor:
             dataset = dataset.dataset
         self.dataset = dataset
         self._notes = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
-        self._file = os.memfd_create("colab_utils")  # stacks of workers
-        weakref.finalize(self, os.close, self._file)
 
     def enter(self) -> None:
         """In a worker: be seen from now on."""
         row, kind = self._notes[os.getpid() % _ROWS], type(self.dataset)
         row["at"], row["cpu"] = -1, (row["cpu"].sum(), 0)
-        signal.signal(_SIGNAL, signal.SIG_IGN)  # chained, which keeps errno: else a call at that moment fails with 0
-        faulthandler.register(_SIGNAL, file=self._file, chain=True)
         row["pid"] = os.getpid()
         for name in _METHODS:
             if hasattr(kind, name):
@@ -143,36 +151,34 @@ class WorkerMonitor:
         def noted(me: Any, index: Any, *rest: Any) -> Any:
             if me is not self.dataset:
                 return method(me, index, *rest)
-            note = threads[threading.get_native_id() % _THREADS]
-            began_ns, began_cpu_ns, began = monotonic_ns(), thread_time_ns(), counts.read()
-            before, note[:] = note.tolist(), (_read_index(index), began_ns)
+            note = threads[(task := threading.get_native_id()) % _THREADS]
+            began_ns, began = monotonic_ns(), counts.read()
+            before, note[:] = note.tolist(), (_read_index(index), began_ns, task)
             try:
                 return method(me, index, *rest)
             finally:
                 wall_ns, sample, note[:] = monotonic_ns() - began_ns, note[0], before
                 if before[0] < 0:  # one method may call another
-                    sums[:] += 1, wall_ns, thread_time_ns() - began_cpu_ns, *(counts.read() - began)
-                    cpu[1] = process_time_ns()
-                    fastest = slowest[:, 0].argmin()
-                    if wall_ns > slowest[fastest, 0]:
-                        slowest[fastest] = wall_ns, sample
-                    spread[min(wall_ns.bit_length(), _BITS - 1)] += 1, wall_ns
+                    sums[:] += 1, wall_ns / 1e9, *(counts.read() - began)
+                    cpu[1] = process_time()
+                    if wall_ns > 1e9 * slowest[0]:
+                        slowest[:] = wall_ns / 1e9, sample
+                    spread[min(wall_ns.bit_length(), _BITS - 1)] += 1, wall_ns / 1e9
 
         return noted
 
-    def list_samples(self) -> dict[int, list[tuple[int, int]]]:
-        """By the pid of each worker: since when (ns) it is at which samples, the first begun in front."""
+    def list_samples(self) -> dict[int, list[tuple[int, int, int]]]:
+        """By the pid of each worker: since when (ns) it is at which samples, in which thread, the first in front."""
         rows = sorted((row["pid"].item(), row["at"].tolist()) for row in self._notes if row["pid"])
-        return {pid: sorted((since, sample) for sample, since in at if sample >= 0) for pid, at in rows}
+        return {pid: sorted((since, sample, task) for sample, since, task in at if sample >= 0) for pid, at in rows}
 
     def read_times(self) -> SampleTimes:
         """How long samples took so far."""
-        count, wall, cpu, queued, read = self._notes["sums"].sum(axis=0).tolist()
-        times = self._notes["slowest"].reshape(-1, 2).tolist()
-        slowest = sorted(((ns / 1e9, sample) for ns, sample in times if ns), reverse=True)[:_SLOWEST]
-        whole_s = float(self._notes["cpu"].sum()) / 1e9
-        spread = tuple((number, ns / 1e9) for number, ns in self._notes["spread"].sum(axis=0).tolist())
-        return SampleTimes(count, wall / 1e9, cpu / 1e9, queued / 1e9, tuple(slowest), read, whole_s, spread)
+        samples, wall_s, cpu_s, queued_s, bytes_read = self._notes["sums"].sum(axis=0).tolist()
+        slowest_s, slowest = max(self._notes["slowest"].tolist())
+        worker_cpu_s, spread = float(self._notes["cpu"].sum()), self._notes["spread"].sum(axis=0).tolist()
+        sample = slowest_s, int(slowest)
+        return SampleTimes(samples, wall_s, cpu_s, queued_s, sample, bytes_read, worker_cpu_s, spread)
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""
@@ -180,32 +186,23 @@ class WorkerMonitor:
             if row["pid"] and read_ending(int(row["pid"])):
                 row["pid"] = 0
 
-    def find_sample(self, pid: int) -> int | None:
-        """The sample that a worker is at; where its threads are at several, the one begun first."""
-        return next((sample for _, sample in self.list_samples().get(pid, ())), None)
-
     def inspect_worker(self, pid: int) -> Activity:
-        """What a worker process does, in the thread that is at a batch."""
-        stacks = self._read_stacks(pid)
-        busy = [stack for stack in stacks if any(_name(line) in _JOBS for line in stack)]
-        calls = [_read_call(pid, task) for task in sorted(map(int, os.listdir(f"/proc/{pid}/task")))]
-        if busy and busy[-1] is not stacks[-1]:  # not the main thread, which comes last: look for a file
-            calls.sort(key=lambda call: (not call[1].startswith("/"), call[0] in ("futex", "poll", "read")))
-        stack = (busy or stacks or [[]])[-1]
-        idle = not busy and (any(_name(line) in _IDLE for line in stack) if stacks else calls[0][0] == "poll")
-        return Activity(_cut(stack), *calls[0], self.find_sample(pid), idle, *_read_progress(f"/proc/{pid}"))
+        """What a worker process does, in the thread that has been longest at a sample; else in its main thread."""
+        at_work = self.list_samples().get(pid)
+        _, sample, task = at_work[0] if at_work else (0, None, pid)
+        call, path = _read_call(pid, task)
+        has_worked = self._notes["sums"][pid % _ROWS, 0] > 0  # on samples: those of a stream are not seen
+        idle = not at_work and has_worked and call in ("poll", "read") and not path.startswith("/")
+        return Activity((), call, path, sample, idle, *_read_progress(f"/proc/{pid}"))
 
     def inspect_thread(self, ident: int) -> Activity:
-        """What another thread of this process does, or a third one that is at a sample while that one is not."""
-        frames = sys._current_frames()
-        del frames[threading.get_ident()]  # this call's own: in a circle, it would keep the arrays of all of them
-        samples = {other: self._find_sample(frame) for other, frame in frames.items()}
-        if samples[ident] is None:
-            ident = next((other for other, sample in samples.items() if sample is not None), ident)
+        """What another thread of this process does."""
+        frame = sys._current_frames()[ident]
         task = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
-        stack = [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frames[ident])]
-        progress = _read_progress(f"/proc/self/task/{task}")
-        return Activity(_cut(stack), *_read_call(os.getpid(), task), samples[ident], False, *progress)
+        lines = (f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frame))
+        stack = tuple(takewhile(lambda line: not line.startswith(_HERE), lines))
+        call, progress = _read_call(os.getpid(), task), _read_progress(f"/proc/self/task/{task}")
+        return Activity(stack, *call, self._find_sample(frame), False, *progress)
 
     def _find_sample(self, frame: FrameType) -> int | None:
         """The index in the outermost call of the dataset's methods."""
@@ -216,27 +213,6 @@ class WorkerMonitor:
                 me, index = (outer.f_locals.get(name, ()) for name in code.co_varnames[:2])
                 found = number if me is self.dataset and (number := _read_index(index)) >= 0 else found
         return found
-
-    def _read_stacks(self, pid: int) -> list[list[str]]:
-        """The lines of each thread, innermost first, main thread last; none of a process not forked under watch."""
-        if pid not in self.list_samples() or not _takes_signal(pid):
-            return []
-        os.ftruncate(self._file, 0)
-        os.lseek(self._file, 0, os.SEEK_SET)  # the workers share the position
-        os.kill(pid, _SIGNAL)
-        text, before, until_s = b"", b"", monotonic() + 0.5
-        while monotonic() < until_s and not (text and text == before):
-            sleep(0.03)
-            before, text = text, os.pread(self._file, 1 << 20, 0)
-        threads = re.split(r"^(?:Current thread|Thread) ", text.decode(errors="replace"), flags=re.M)[1:]
-        lines = (re.findall(r'File "(.*)", line (\d+) in (.*)', thread) for thread in threads)
-        return [[f"{file}:{line} {name}" for file, line, name in found] for found in lines]
-
-
-def _takes_signal(pid: int) -> bool:
-    """Whether a process handles the signal, which would end it else, and none waits: five overflow its stack."""
-    masks = re.findall(r"(?:ShdPnd|SigCgt):\s*(\w+)", _read(f"/proc/{pid}/status"))
-    return [int(mask, 16) >> (_SIGNAL - 1) & 1 for mask in masks] == [0, 1]
 
 
 def _read_progress(base: str) -> tuple[int, int]:
@@ -276,17 +252,6 @@ def _read_call(pid: int, task: int) -> tuple[str, str]:
     return name, ""
 
 
-def _cut(stack: list[str]) -> tuple[str, ...]:
-    """The lines inside of what started the job, the worker, or the watch."""
-    end = next((i for i, line in enumerate(stack) if _name(line) in _ENDS), len(stack))
-    return tuple(line for line in stack[:end] if _name(line) != "stacks.py noted")
-
-
-def _name(line: str) -> str:
-    """File and function without the folder and the number: "fetch.py fetch"."""
-    return re.sub(r":\d+ ", " ", line.rpartition("/")[2])
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(errors="replace")
@@ -300,6 +265,88 @@ def _read_index(index: Any) -> int:
         return operator.index(index)
     except TypeError:
         return -1
+
+
+class Reading(NamedTuple):
+    """What was used at one moment; ``batches`` had been delivered."""
+
+    batches: int
+    own_bytes: Mapping[int, int]
+    """Of each process, by its pid: what it does not share by way of a file or /dev/shm."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Memory that grows while a loader runs."""
+
+    mb_per_batch: float
+    """Of all processes."""
+    full_at_batch: int
+    """When memory is full if it goes on to grow."""
+    by_process: Mapping[str, float]
+    """MB a batch of each process that grows."""
+
+    def __str__(self) -> str:
+        who = ", ".join(f"{name}: {mb:.2f}" for name, mb in self.by_process.items())
+        return f"Memory grows by {self.mb_per_batch:.2f} MB a batch ({who}): at step {self.full_at_batch:,} it is full."
+
+
+class MemoryLog:
+    """Readings of the memory of this process and its children: each quarter of a second, later after each twelfth of
+    the time so far.
+
+    Example:
+        >>> log = MemoryLog()
+        >>> log.look(batches=0)
+        >>> os.getpid() in log.readings[0].own_bytes
+        True
+    """
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+        self._began_s = self._due_s = perf_counter()
+
+    def look(self, batches: int) -> None:
+        """Take a reading if one is due; there were so many batches."""
+        if (now_s := perf_counter()) >= self._due_s:
+            self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) / _PAUSES)
+            self.readings.append(Reading(batches, _measure_own()))
+
+
+def find_growth(readings: Sequence[Reading]) -> Growth | None:
+    """By how much memory grows; None where it does not, or little.
+
+    The second half of a process's readings counts, when caches and pools are full. Growth is not sure where noise could
+    be the reason, or where it slows down.
+    """
+    last = max((reading.batches for reading in readings), default=0)
+    running = [reading for reading in readings if reading.batches < last]  # later, workers end
+    growth, grown, used = dict[str, float](), 0.0, 0
+    for pid in sorted({pid for reading in running for pid in reading.own_bytes}):
+        seen = [(reading.batches, reading.own_bytes[pid]) for reading in running if pid in reading.own_bytes]
+        batches, own = np.array(seen[len(seen) // 2 :], np.float64).T
+        used, late = used + seen[-1][1], len(batches) // 2
+        if len(batches) < _LEAST_READINGS or not np.ptp(batches[late:]):
+            continue
+        (slope, _), covariance = np.polyfit(batches, own, 1, cov=True)
+        if slope > 3 * covariance[0, 0] ** 0.5 and np.polyfit(batches[late:], own[late:], 1)[0] > slope / 2:
+            growth["this process" if pid == os.getpid() else f"pid {pid}"] = float(slope) / 1e6
+            grown += float(slope * np.ptp(batches))
+    if grown <= _LEAST_GROWTH * used:
+        return None
+    total = sum(growth.values())
+    return Growth(total, last + int(find_free_memory() / 1e6 / total), growth)
+
+
+def _measure_own() -> dict[int, int]:
+    """Of this process and each one below it: what is in memory, less what it shares; in few lines, as it is often."""
+    used = dict[int, int]()
+    with suppress(OSError):  # a process may have ended
+        for pid in (os.getpid(), *list_children(os.getpid())):
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                _, resident, shared, *_ = file.read().split()
+            used[pid] = (int(resident) - int(shared)) * mmap.PAGESIZE
+    return used
 
 
 def _enter_child() -> None:

@@ -1,16 +1,15 @@
-"""Memory and /dev/shm of a loader's processes, and when memory will be full."""
+"""Memory of a loader's processes that grows, and when it will be full."""
 
 from __future__ import annotations
 
 import os
 import time
 
-import psutil
 import pytest
-import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.resources import Reading, ResourceLog, summarise_readings
+from colab_utils.diagnosis.processes import MemoryLog, Reading, find_growth
+from colab_utils.runtime import find_free_memory
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -26,23 +25,20 @@ def make_readings(growth, *, count=20, workers=2, noise=0):
     return [
         Reading(
             batches=5 * number,
-            shm_bytes=1000,
             own_bytes={
                 os.getpid(): 500 * MB + 5 * number * growth + (noise if number % 2 else -noise),
                 **dict.fromkeys(range(FIRST, FIRST + workers), 100 * MB),
             },
-            pss_bytes={},
         )
         for number in range(count)
     ]
 
 
 def test_growth_is_a_slope_over_batches():
-    found = summarise_readings(make_readings(2 * MB))
-    assert found.growth_mb_per_batch == pytest.approx(2, rel=0.01)
-    assert found.full_at_batch == pytest.approx(95 + found.free_mb / 2, rel=0.01)
-    assert len(found.dangers) == 1
-    assert "Memory grows by 2.00 MB a batch (this process: 2.00): at step " in found.dangers[0]
+    found = find_growth(make_readings(2 * MB))
+    assert found.mb_per_batch == pytest.approx(2, rel=0.01)
+    assert found.full_at_batch == pytest.approx(95 + find_free_memory() / MB / 2, rel=0.02)
+    assert str(found).startswith("Memory grows by 2.00 MB a batch (this process: 2.00): at step ")
 
 
 def test_each_process_that_grows_is_named():
@@ -50,15 +46,15 @@ def test_each_process_that_grows_is_named():
         reading._replace(own_bytes={os.getpid(): 500 * MB, FIRST: (100 + 3 * n) * MB, FIRST + 1: (100 + 9 * n) * MB})
         for n, reading in enumerate(make_readings(0))
     ]
-    found = summarise_readings(readings)
-    assert found.growing == (f"pid {FIRST}: 0.60", f"pid {FIRST + 1}: 1.80")
-    assert found.growth_mb_per_batch == pytest.approx(2.4)
+    found = find_growth(readings)
+    assert found.by_process == pytest.approx({f"pid {FIRST}": 0.6, f"pid {FIRST + 1}": 1.8})
+    assert found.mb_per_batch == pytest.approx(2.4)
 
 
 def test_growth_is_seen_over_short_passes():
     passes = make_readings(2 * MB, count=40)
-    assert summarise_readings(passes[::5]).growth_mb_per_batch is None  # too few
-    assert summarise_readings(passes[::2]).growth_mb_per_batch == pytest.approx(2, rel=0.01)
+    assert find_growth(passes[::5]) is None  # too few
+    assert find_growth(passes[::2]).mb_per_batch == pytest.approx(2, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -77,23 +73,14 @@ def test_growth_is_seen_over_short_passes():
     ids=["flat", "noisy", "shrinking", "few", "little", "filling up"],
 )
 def test_what_is_not_sure_is_not_said(samples):
-    found = summarise_readings(samples)
-    assert found.growth_mb_per_batch is None
-    assert found.full_at_batch is None
-    assert found.dangers == ()
+    assert find_growth(samples) is None
 
 
 def test_workers_that_end_after_the_last_batch_hide_no_growth():
     samples = make_readings(2 * MB, count=20)
     main = {os.getpid(): samples[-1].own_bytes[os.getpid()]}
     last = samples[-1]._replace(batches=samples[-1].batches + 5, own_bytes=main)
-    assert summarise_readings([*samples, last, last]).growth_mb_per_batch == pytest.approx(2, rel=0.01)
-
-
-def test_a_full_shm_is_a_danger():
-    found = summarise_readings(make_readings(0))
-    shm = Reading(0, int(0.9 * found.shm_total_mb * MB), {os.getpid(): MB}, {})
-    assert "/dev/shm is nearly full" in summarise_readings([shm]).dangers[0]
+    assert find_growth([*samples, last, last]).mb_per_batch == pytest.approx(2, rel=0.01)
 
 
 class Hoarder(Dataset):
@@ -113,18 +100,14 @@ class Hoarder(Dataset):
 
 @pytest.mark.clock
 def test_a_worker_that_hoards_is_found_out():
-    ballast = torch.ones(200 * MB, dtype=torch.uint8)  # every worker maps it, none copies it
     loader = DataLoader(Hoarder(), batch_size=2, num_workers=2)
     batches, count, began_s = iter(loader), 0, time.perf_counter()
-    log = ResourceLog(pss_s=2)
+    log = MemoryLog()
     while time.perf_counter() - began_s < 7:
         next(batches)
         count += 1
         log.look(count)
-        rss = max(child.memory_info().rss for child in psutil.Process().children())
-    found = summarise_readings(log.readings)
-    assert found.growth_mb_per_batch == pytest.approx(40, rel=0.4)
-    assert found.dangers[0].startswith("Memory grows by ")
-    assert sum(mb > 100 for mb in found.worker_mb) == 2
-    assert max(found.worker_mb) < (rss - 0.5 * len(ballast)) / MB  # RSS counts the 200 MB in each
+    found = find_growth(log.readings)
+    assert found.mb_per_batch == pytest.approx(40, rel=0.4)
+    assert len(found.by_process) == 2
     batches._shutdown_workers()
