@@ -12,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 
 from colab_utils.data.coco import read_coco, write_subset
@@ -38,14 +37,15 @@ class PreparedFiles:
     """Where it lies."""
     files: tuple[Path, ...]
     """The files that a strategy reads, and no other file of the folder."""
-    drive_bytes: int
-    """Bytes on Drive."""
-    ssd_bytes: int = 0
-    """Bytes on the local disk."""
     once_s: float = 0.0
     """Seconds to make it, once."""
     session_s: float = 0.0
     """Seconds to copy it to the empty disk of a new machine, in each session."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(path.stat().st_size for path in self.files)
 
 
 class PreparedData:
@@ -91,6 +91,7 @@ class PreparedData:
         self.reference = CocoFolder(images, self.annotations)
         self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
         self._made: dict[str, PreparedFiles] = {}
+        self.ssd.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
         return len(self.reference)
@@ -98,24 +99,17 @@ class PreparedData:
     def get(self, kind: str) -> PreparedFiles:
         """One kind by its name: ``files``, ``tensors``, ``arrays`` or ``shards``, then ``_on_drive`` or ``_on_ssd``.
 
-        ``arriving_shards_on_drive`` are shards on Drive with room on the local disk, where training copies them.
-
         Raises:
             ColabUtilsError: it cannot be made, or needs more disk than is free.
         """
         if kind not in self._made:
             name, _, disk = kind.partition("_on_")
             if disk == "ssd":
-                made = self._copy(name, self.get(f"{name}_on_drive"))
-            elif name == "arriving_shards":
-                shards = self.get("shards_on_drive")
-                made = replace(shards, ssd_bytes=shards.drive_bytes)
+                self._made[kind] = self._copy(name, self.get(f"{name}_on_drive"))
             elif name == "files":
-                files = tuple(map(self.reference.find_path, range(len(self))))
-                made = PreparedFiles(self.images, files, _sum_bytes(files))
+                self._made[kind] = PreparedFiles(self.images, tuple(map(self.reference.find_path, range(len(self)))))
             else:
-                made = self._make(name)
-            self._made[kind] = made
+                self._made[kind] = self._make(name)
         return self._made[kind]
 
     def _make(self, name: str) -> PreparedFiles:
@@ -126,7 +120,7 @@ class PreparedData:
         target.mkdir(parents=True)
         began_s = perf_counter()
         if name == "shards":
-            shard_mb = max(0.01, min(4.0, source.ssd_bytes / 8e6))  # 8 shards or more
+            shard_mb = max(0.01, min(4.0, source.bytes / 8e6))  # 8 shards or more
             write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
         else:
             dataset = ShardDataset(source.folder)
@@ -135,7 +129,7 @@ class PreparedData:
             (_write_tensors if name == "tensors" else _write_arrays)(dataset, target)
         once_s = source.once_s + source.session_s + perf_counter() - began_s
         files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
-        return PreparedFiles(target, files, _sum_bytes(files), once_s=once_s)
+        return PreparedFiles(target, files, once_s)
 
     def _copy(self, name: str, made: PreparedFiles) -> PreparedFiles:
         """Copy one kind from Drive to the local disk in each comparison: at full speed, and time it at Drive's."""
@@ -145,14 +139,14 @@ class PreparedData:
         if name == "shards":
             shutil.rmtree(target, ignore_errors=True)
             copy_shards(made.folder, target)
-            opened = 2 * made.drive_bytes / _SHARD_BYTES
+            opened = 2 * made.bytes / _SHARD_BYTES
         else:
-            require_space(target, made.drive_bytes, _CURE)
+            require_space(target, made.bytes, _CURE)
             _run_in_threads("copying", _copy_file, list(zip(made.files, copies, strict=True)))
         seconds = perf_counter() - began_s
         if self.profile is not None:
-            seconds += opened * self.profile.open_s / _STREAMS + made.drive_bytes / self.profile.bytes_per_s
-        return replace(made, folder=target, files=copies, session_s=seconds, ssd_bytes=made.drive_bytes)
+            seconds += opened * self.profile.open_s / _STREAMS + made.bytes / self.profile.bytes_per_s
+        return replace(made, folder=target, files=copies, session_s=seconds)
 
 
 def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
@@ -189,16 +183,12 @@ def _write_tensors(dataset: ShardDataset, target: Path) -> None:
 
 
 def _write_arrays(dataset: ShardDataset, target: Path) -> None:
-    """One file of the pixels of each image and the bits of its masks; the rest of the targets in a ``.pt``."""
-    targets = []
-    with open(target / "samples.bin", "wb") as file:
+    """One file of the planes of each image, its colours and its masks; the rest of the targets in a ``.pt``."""
+    places = []
+    with open(target / "planes.bin", "wb") as file:
         for row in range(len(dataset)):
             image, found = dataset[row]
-            masks, start = found.pop("masks").numpy(), file.tell()
-            file.write(image.numpy().tobytes() + np.packbits(masks).tobytes())
-            targets.append((start, file.tell(), masks.shape, found))
-    torch.save(targets, target / "targets.pt")
-
-
-def _sum_bytes(files: Sequence[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
+            planes = torch.cat([image, found.pop("masks")]).numpy()
+            places.append((file.tell(), planes.shape, found))
+            file.write(planes.tobytes())
+    torch.save(places, target / "places.pt")

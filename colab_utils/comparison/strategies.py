@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import shutil
-import tempfile
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ _QUEUED = 4  # batches that a producer loads ahead
 _MOST_AHEAD = 16  # batches that the tuned pipeline loads ahead, at most
 
 _Sample = tuple[Tensor, dict[str, Any]]  # image uint8 [3, H, W] and torchvision's target
-_Prefetcher = Callable[..., Any]  # of a dataset and its ``batch_sampler``: an epoch of lists of samples at each pass
 
 
 @dataclass(frozen=True)
@@ -108,22 +107,19 @@ class SavedTensors(Dataset[_Sample]):
 
 
 class MappedArrays(Dataset[_Sample]):
-    """One file of all pixels and all bits of the masks, mapped into memory."""
+    """One file of the planes of all images, mapped into memory: of each its three colours, and then its masks."""
 
     def __init__(self, folder: Path) -> None:
-        self._data = np.memmap(folder / "samples.bin", np.uint8, "r")
-        self._targets = torch.load(folder / "targets.pt", weights_only=True)
+        self._planes = np.memmap(folder / "planes.bin", np.uint8, "r")
+        self._places = torch.load(folder / "places.pt", weights_only=True)
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._places)
 
     def __getitem__(self, index: int) -> _Sample:
-        start, end, shape, target = self._targets[index]
-        size = shape[1] * shape[2]
-        pixels, bits = np.split(self._data[start:end], [3 * size])
-        masks = np.unpackbits(bits, count=shape[0] * size).reshape(shape)
-        image = torch.from_numpy(pixels.reshape(3, *shape[1:]).copy())
-        return image, {**target, "masks": torch.from_numpy(masks)}
+        start, shape, target = self._places[index]
+        planes = torch.from_numpy(self._planes[start : start + math.prod(shape)].reshape(shape).copy())
+        return planes[:3], {**target, "masks": planes[3:]}
 
 
 def _count_bytes(sample: _Sample) -> int:
@@ -135,13 +131,16 @@ class Samples(list[_Sample]):
 
 
 class EpochLoader:
-    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`."""
+    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`.
 
-    def __init__(self, setting: Setting, dataset: Any, prefetch: _Prefetcher) -> None:
+    A prefetcher, such as torch's ``DataLoader``, gives an epoch of lists of samples at each pass.
+    """
+
+    def __init__(self, setting: Setting, dataset: Any, prefetcher: Callable[..., Any], **options: Any) -> None:
         sizes = setting.prepared.reference.sizes
         self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
         with quiet_fork():
-            self._batches = prefetch(dataset, batch_sampler=self._order)
+            self._batches = prefetcher(dataset, batch_sampler=self._order, **options)
         self.workers = getattr(self._batches, "num_workers", 0)
 
     def __iter__(self) -> Iterator[Samples]:
@@ -209,9 +208,30 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
     return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder, profile=profile)
 
 
-def _open_in_memory(setting: Setting) -> EpochLoader:
+def _by_workers(setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2) -> EpochLoader:
+    """Torch's ``DataLoader``, whose workers last from epoch to epoch; with 0 workers the training loop loads."""
+    workers = setting.workers if workers is None else workers
+    lasting = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
+    dataset = _open_dataset(setting, kind)
+    return EpochLoader(setting, dataset, DataLoader, num_workers=workers, collate_fn=list, **lasting)
+
+
+def _by_thread(setting: Setting, kind: str) -> EpochLoader:
+    return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, threads=1, ahead=_QUEUED, most=_QUEUED)
+
+
+def _tuned(setting: Setting, kind: str) -> EpochLoader:
+    """Threads load ahead, and what they loaded last stays in a part of the memory."""
+    prepared = setting.prepared
+    share = len(prepared) / prepared.total  # of the dataset, and so of the memory
+    cached = int(_CACHE_SHARE * share * find_free_memory() / _count_bytes(prepared.reference[0]))
+    tuned = {"threads": _THREADS, "ahead": 1, "most": _MOST_AHEAD, "cached": cached}
+    return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, **tuned)
+
+
+def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     """Read every sample; refused where those of the complete dataset would take more than half of the free memory."""
-    dataset, total = _open_dataset(setting, "files_on_drive"), setting.prepared.total
+    dataset, total = _open_dataset(setting, kind), setting.prepared.total
     few = [dataset[index] for index in range(min(4, len(dataset)))]
     needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
     if needed > _MEMORY_SHARE * free:
@@ -221,86 +241,57 @@ def _open_in_memory(setting: Setting) -> EpochLoader:
         )
     with ThreadPoolExecutor(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
-    return EpochLoader(setting, samples, _by_workers(0)(setting))
+    return EpochLoader(setting, samples, DataLoader, collate_fn=list)
 
 
-def _open_packed(setting: Setting, dataset: ShardDataset | None = None) -> Loader:
-    dataset = _open_dataset(setting, "shards_on_ssd") if dataset is None else dataset
+def _packed(setting: Setting, kind: str) -> Loader:
+    return _make_loader(setting, _open_dataset(setting, kind))
+
+
+def _make_loader(setting: Setting, dataset: ShardDataset) -> Loader:
     return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, deliver="packed")
 
 
-class _ArrivingLoader:
+class ArrivingLoader:
     """`make_loader` over shards that are copied while it loads, to a folder that is empty at the start."""
 
-    def __init__(self, setting: Setting) -> None:
-        shards, ssd = setting.prepared.get("shards_on_drive").folder, setting.prepared.ssd
-        ssd.mkdir(parents=True, exist_ok=True)
+    def __init__(self, setting: Setting, kind: str) -> None:
+        shards = setting.prepared.get(kind).folder
         with ExitStack() as opened:
-            folder = tempfile.mkdtemp(dir=ssd)
-            opened.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = opened.enter_context(TemporaryDirectory(dir=setting.prepared.ssd, ignore_cleanup_errors=True))
             dataset = ArrivingShards(shards, Path(folder, "shards"), profile=setting.profile)
             opened.callback(dataset.stop)
-            self._loader = opened.enter_context(closing(_open_packed(setting, dataset)))
+            self._loader = opened.enter_context(closing(_make_loader(setting, dataset)))
             self.close = opened.pop_all().close
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
 
 
-def _by_workers(count: int | None = None, *, ahead: int = 2) -> Callable[[Setting], _Prefetcher]:
-    """Torch's ``DataLoader``, whose workers last from epoch to epoch; with ``count`` 0 the training loop loads."""
-
-    def prefetch(setting: Setting) -> _Prefetcher:
-        workers = setting.workers if count is None else count
-        options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
-        return partial(DataLoader, num_workers=workers, collate_fn=list, **options)
-
-    return prefetch
-
-
-def _by_thread(setting: Setting) -> _Prefetcher:
-    return partial(ThreadLoading, threads=1, ahead=_QUEUED, most=_QUEUED)
-
-
-def _tune(setting: Setting) -> _Prefetcher:
-    prepared = setting.prepared
-    share = len(prepared) / prepared.total  # of the dataset, and so of the memory
-    cached = int(_CACHE_SHARE * share * find_free_memory() / _count_bytes(prepared.reference[0]))
-    return partial(ThreadLoading, threads=_THREADS, ahead=1, most=_MOST_AHEAD, cached=cached)
-
-
-def _use(name: str, title: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> Strategy:
-    """A strategy of a dataset and a prefetcher."""
-
-    def open_epochs(setting: Setting) -> EpochLoader:
-        return EpochLoader(setting, _open_dataset(setting, reads), prefetch(setting))
-
-    return Strategy(name, idea, reads, open_epochs, keeps=prefetch is _tune, title=title)
-
-
-_FILES, _WORKERS = "files_on_drive", _by_workers()
-_USES: tuple[tuple[str, str, str, str, Callable[[Setting], _Prefetcher]], ...] = (
-    ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _by_workers(0)),
+_FILES, _ALONE = "files_on_drive", partial(_by_workers, workers=0)
+_AHEAD = partial(_by_workers, workers=1, ahead=_QUEUED)
+_TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
+    ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _ALONE),
     ("thread_queue", "thread ahead", "A thread loads 4 batches ahead.", _FILES, _by_thread),
-    ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _by_workers(1, ahead=_QUEUED)),
-    ("dataloader", "{}", "A DataLoader's workers load ahead, as in torchvision's own.", _FILES, _WORKERS),
-    ("saved_tensors", ".pt files on Drive", "Resized, converted once: a .pt an image.", "tensors_on_drive", _WORKERS),
-    ("memory_mapped", "memory map on SSD", "All pixels and masks in one mapped file.", "arrays_on_ssd", _by_workers(0)),
-    ("autotuned", "tuned pipeline", "Cache, shuffle, batch and prefetch, with sizes chosen on the way.", _FILES, _tune),
-    ("dataloader_on_ssd", "loose files on SSD", "The image files are copied first.", "files_on_ssd", _WORKERS),
-    ("shards_on_drive", "shards on Drive", "Workers read single images out of shards.", "shards_on_drive", _WORKERS),
-    ("shards_on_ssd", "shards on SSD", "The shards are copied to the local disk first.", "shards_on_ssd", _WORKERS),
-)  # fmt: skip
-_OURS = (
-    Strategy("in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
-             _open_in_memory, keeps=True, title="all in memory"),
-    Strategy("packed", "From the same shards, make_loader's workers send packed masks through reused buffers.",
-             "shards_on_ssd", _open_packed, title="make_loader"),
-    Strategy("train_while_copying", "make_loader starts with the first shard that is copied (ArrivingShards).",
-             "arriving_shards_on_drive", _ArrivingLoader, title="make_loader while copying"),
+    ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _AHEAD),
+    ("dataloader", "{}", "A DataLoader's workers load ahead, as in torchvision's own.", _FILES, _by_workers),
+    ("saved_tensors", ".pt files on Drive", "Converted once: one .pt an image.", "tensors_on_drive", _by_workers),
+    ("memory_mapped", "memory map on SSD", "All pixels and masks in one mapped file.", "arrays_on_ssd", _ALONE),
+    ("autotuned", "tuned pipeline", "Cache, shuffle, batch, prefetch: sizes chosen on the way.", _FILES, _tuned),
+    ("dataloader_on_ssd", "loose files on SSD", "The image files are copied first.", "files_on_ssd", _by_workers),
+    ("shards_on_drive", "shards on Drive", "Workers read single images out of shards.", "shards_on_drive", _by_workers),
+    ("shards_on_ssd", "shards on SSD", "The shards are copied to the local disk first.", "shards_on_ssd", _by_workers),
+    ("in_memory", "all in memory", "Every sample is read from Drive into memory at the start.", _FILES, _in_memory),
+    ("packed", "make_loader", "From the same shards, make_loader's workers send packed masks through reused buffers.",
+     "shards_on_ssd", _packed),
+    ("train_while_copying", "make_loader while copying", "make_loader starts with the first shard that is copied.",
+     "shards_on_drive", ArrivingLoader),
 )  # fmt: skip
 
-STRATEGIES = {strategy.name: strategy for strategy in (*(_use(*row) for row in _USES), *_OURS)}
+STRATEGIES = {
+    name: Strategy(name, idea, kind, partial(load, kind=kind), keeps=load in (_tuned, _in_memory), title=title)
+    for name, title, idea, kind, load in _TABLE
+}
 """What people are told to use, and ours, by name; `compare` times them all where nothing is named."""
 
 COURSE_STRATEGIES = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")

@@ -42,7 +42,7 @@ class Table:
         box = "display:inline-block;max-width:100%;max-height:36em;overflow:auto"
         return f'<div tabindex="0" style="{box}">{table}</div>'
 
-    _repr_html_ = to_html
+    _repr_html_ = __html__ = to_html
 
     def __str__(self) -> str:
         lines = [self.headings, *self.rows]
