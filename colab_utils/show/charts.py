@@ -28,7 +28,7 @@ __all__ = [
 
 COCO_IMAGES = 118_287  # to which hours are scaled
 _CLASSES = 20  # that a chart has room for
-_BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#8C8C8C", "#1a1a1a"
+_BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#949494", "#1a1a1a"
 _COURSE = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")  # as COURSE_STRATEGIES
 _SESSION_EPOCHS, _SESSIONS = 3, 3  # epochs before Colab takes the machine, and its disk, away
 _TIE = 0.95  # closer than this, the order of two bars means nothing
@@ -158,17 +158,14 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
     size = max(statistics.sizes, key=lambda name: statistics.sizes[name]).partition(",")[0]
     title = f"{statistics.objects:,} objects of {len(statistics.classes)} classes, {share:.0%} of them {size}"
     figure = make_figure(title, width=12, height=7.2)
-    grid = figure.add_gridspec(3, 2)
-    for place, (name, values) in zip((grid[:, 0], *(grid[row, 1] for row in range(3))), panels.items(), strict=True):
-        axis = figure.add_subplot(place)
+    axes = figure.subplot_mosaic("AB;AC;AD").values()
+    for axis, (name, values) in zip(axes, panels.items(), strict=True):
+        _lay_rows(axis, [textwrap.shorten(one, 28) for one in values], fontsize=12)
         bars = axis.barh(range(len(values)), [*values.values()], color=_BLUE)
-        axis.bar_label(bars, [f"{value:,}" for value in values.values()], padding=4, fontsize=12)
-        axis.set_yticks(
-            range(len(values)), [textwrap.shorten(one, 28) for one in values], fontsize=12, parse_math=False
-        )
+        axis.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=12)
         axis.set_title(name, loc="left", fontsize=14)
-        axis.set(xticks=[], xlim=(0, 1.2 * max([1, *values.values()])), ylim=(len(values) - 0.4, -0.6))
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.set(xticks=[], xlim=(0, 1.2 * max([1, *values.values()])))
+        axis.spines["bottom"].set_visible(False)
     return figure
 
 
@@ -254,9 +251,11 @@ def plot_epochs(comparison: Comparison | _Content) -> Figure:
         axis.text(epochs, label_at, text, fontsize=15, va="center", color=_INK, parse_math=False)
     for session in range(1, _SESSIONS):
         axis.axvline(session * _SESSION_EPOCHS, color=_GREY, linewidth=1, linestyle=":")
-    axis.set_xlim(0, epochs)
-    axis.set_xticks(range(epochs + 1))
-    _label_axes(axis, "epochs; at a dotted line a new session copies again", "hours")
+    axis.set(xlim=(0, epochs), ylim=(0, None), xticks=range(epochs + 1))
+    axis.set_xlabel("epochs; at a dotted line a new session copies again", fontsize=14)
+    axis.set_ylabel("hours", fontsize=14)
+    axis.tick_params(labelsize=12)
+    axis.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -384,24 +383,21 @@ def _write(axis: Axes, text: str, x: float, y: float, *, inside: bool = False, c
     )  # fmt: skip
 
 
-def _label_axes(axis: Axes, across: str, up: str) -> None:
-    """Name both axes, begin the upright one at 0, and leave out what frames the drawing."""
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel(across, fontsize=14, parse_math=False)
-    axis.set_ylabel(up, fontsize=14)
-    axis.tick_params(labelsize=12)
-    axis.spines[["top", "right"]].set_visible(False)
+def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
+    """A row for each name, the first on top, without what frames the drawing."""
+    axis.set_yticks(range(len(names)), [*names], fontsize=fontsize, parse_math=False)
+    axis.set_ylim(len(names) - 0.45, -0.55)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _make_rows(title: str, names: Collection[str], *, unit: str, height: float) -> tuple[Figure, Axes]:
-    """A figure with a row for each name, the first on top."""
+    """A figure with a row for each name."""
     figure = make_figure(title, width=12, height=height)
     axis = figure.add_subplot()
-    _label_axes(axis, unit, "")
-    axis.spines["left"].set_visible(False)
-    axis.set_yticks(range(len(names)), [*names], fontsize=15, parse_math=False)
-    axis.set_ylim(len(names) - 0.45, -0.55)
-    axis.tick_params(axis="y", length=0)
+    _lay_rows(axis, names, fontsize=15)
+    axis.set_xlabel(unit, fontsize=14, parse_math=False)
+    axis.tick_params(axis="x", labelsize=12)
     return figure, axis
 
 

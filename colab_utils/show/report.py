@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
@@ -19,7 +18,7 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.errors import escape as escape_controls
 from colab_utils.runtime import Machine, write_file
-from colab_utils.show import charts
+from colab_utils.show import charts, render
 from colab_utils.show.pictures import draw_annotations, embed_figure
 from colab_utils.show.table import Table, make_table
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from colab_utils.diagnosis.summary import Summary
 
 __all__ = [
-    "build_page", "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_check",
+    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_check",
     "write_receipt", "write_summary",
 ]  # fmt: skip
 
@@ -37,22 +36,6 @@ _TITLES = {
     "summary": "Summary: where the time of a loop went",
     "check": "Check: what is in a dataset, and what is wrong with it",
 }
-_TEMPLATES = Environment(loader=PackageLoader("colab_utils.show"), autoescape=True, trim_blocks=True)
-
-
-def build_page(template: str = "page", **content: Any) -> str:
-    """A whole HTML page, readable offline and on paper; what is no `Markup` is escaped.
-
-    Args:
-        template: of ``show/templates``.
-        content: what it names: ``page`` takes ``title``, and ``body`` and ``style``, which are HTML and CSS already.
-
-    Example:
-        >>> "<title>a &lt; b</title>" in build_page(title="a < b", body="<p>hello</p>")
-        True
-    """
-    page = _TEMPLATES.get_template(f"{template}.html")
-    return page.render(content, show_chart=show_chart, tabulate_problems=_tabulate_problems)
 
 
 def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
@@ -139,10 +122,11 @@ def write_check(
     figures += [draw_annotations(images, worst, title="The images to look at first")] if worst else []
     figures.append(charts.plot_statistics(report.statistics))
     finding = f"{report.images:,} images, {report.annotations:,} annotations: {found}"
-    return _write_page(Path(path), "check", report=report, finding=finding, charts=figures)
+    tables = [_tabulate_problems(problems) for problems in (report.repairs, report.problems)]
+    return _write_page(Path(path), "check", report=report, tables=tables, finding=finding, charts=figures)
 
 
-def _tabulate_problems(problems: Sequence[Problem]) -> Table:
+def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
     rows = [
         {
             "": f"{one.count:,}", "what": one.kind, "what becomes of it": one.effect,
@@ -150,7 +134,7 @@ def _tabulate_problems(problems: Sequence[Problem]) -> Table:
         }
         for one in problems
     ]  # fmt: skip
-    return make_table(rows)
+    return make_table(rows) if rows else "Nothing."
 
 
 def check_receipt_folder(folder: str | Path) -> None:
@@ -175,7 +159,7 @@ def _write_page(page: Path, kind: str, **content: Any) -> Path:
     _refuse_other(page, kind)
     with explain_write(page.parent):
         page.parent.mkdir(parents=True, exist_ok=True)
-        write_file(page, build_page(kind, title=_TITLES[kind], **content).encode())
+        write_file(page, render(kind, title=_TITLES[kind], show_chart=show_chart, **content).encode())
     return page
 
 
@@ -203,11 +187,10 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
 def show_chart(figure: Figure, heading: str = "h2") -> Markup:
     """A chart as HTML under its title, which a page breaks where it must; on a narrow screen the chart scrolls."""
     finding = figure.get_suptitle().replace("\n", " ")
-    figure.suptitle("")
-    title = Markup("<{0}>{1}</{0}>").format(heading, finding) if heading else Markup("")
-    return title + Markup(f'<div class="scroll chart">{embed_figure(figure, alt=finding)}</div>')
+    title = Markup("<{0}>{1}</{0}>").format(heading, finding) if heading else ""
+    return Markup('{}<div class="scroll chart">{}</div>').format(title, embed_figure(figure))
 
 
 def show_notes(content: Mapping[str, Any]) -> Markup:
     """What to know about a comparison's figures, as HTML: what was slowed or emulated, and the machine."""
-    return Markup(build_page("notes", content=content, machine=Machine(**content["machine"])))
+    return render("notes", content=content, machine=Machine(**content["machine"]))
