@@ -90,7 +90,7 @@ class Comparison:
     machine: Machine
     """Where it ran."""
     dataset: dict[str, Any]
-    """``name``, ``fingerprint``, ``images`` (compared) and ``total`` (in the dataset)."""
+    """``name``, ``fingerprint`` and ``images`` (compared)."""
     strategies: tuple[StrategyTiming, ...]
     """One row each."""
     step: str
@@ -172,18 +172,11 @@ def compare(
         note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
         empty = Comparison(
             machine=describe_machine(folder),
-            dataset={
-                "name": prepared.images.name, "fingerprint": prepared.fingerprint, "images": len(prepared),
-                "total": prepared.total,
-            },
+            dataset={"name": prepared.images.name, "fingerprint": prepared.fingerprint, "images": len(prepared)},
             strategies=(),
             step=str(step) if getattr(step, "emulated", False) else "real",
             drive=f"{profile}. {profile.source}" if profile else "as it is, not slowed",
-            batch_size=batch_size,
-            batches=batches,
-            repeats=repeats,
-            workers=workers,
-            note=note,
+            batch_size=batch_size, batches=batches, repeats=repeats, workers=workers, note=note,
         )  # fmt: skip
         try:
             for _ in _run_in_turns(rows, repeats):
@@ -350,17 +343,13 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
 
 def _find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:
     """How an epoch differs from the reference: every image once, and the first ones equal; empty where it does not."""
-    row_of = {int(image_id): row for row, image_id in enumerate(reference.image_ids)}
-    checked = 0
-    for images, targets in batches:
-        for image, target in zip(images, targets, strict=True):
-            image_id = int(target["image_id"])
-            if image_id not in row_of:
-                return f"image {image_id} is unknown, or came twice"
-            row = row_of.pop(image_id)
-            if checked < _CHECKED_IMAGES:
-                checked += 1
-                difference = describe_difference((image, target), reference[row])
-                if difference:
-                    return f"image {image_id}: {difference}"
-    return f"{len(row_of)} images did not come, such as {min(row_of)}" if row_of else ""
+    rows = {int(image_id): row for row, image_id in enumerate(reference.image_ids)}
+    samples = (sample for images, targets in batches for sample in zip(images, targets, strict=True))
+    for number, (image, target) in enumerate(samples):
+        image_id = int(target["image_id"])
+        row = rows.pop(image_id, None)
+        if row is None:
+            return f"image {image_id} is unknown, or came twice"
+        if number < _CHECKED_IMAGES and (difference := describe_difference((image, target), reference[row])):
+            return f"image {image_id}: {difference}"
+    return f"{len(rows)} images did not come, such as {min(rows)}" if rows else ""

@@ -92,48 +92,44 @@ class PillowFolder(CocoFolder):
         return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(2, 0, 1)
 
 
-class SavedTensors(Dataset[_Sample]):
-    """One ``.pt`` file an image."""
+class Items(Dataset[_Sample]):
+    """A dataset of what ``load`` makes of each item."""
 
-    def __init__(self, files: tuple[Path, ...], profile: DriveProfile | None) -> None:
-        self._files, self._profile = files, profile
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> _Sample:
-        sample: _Sample = torch.load(io.BytesIO(read_file(self._files[index], self._profile)), weights_only=True)
-        return sample
-
-
-class MappedArrays(Dataset[_Sample]):
-    """One file of the planes of all images, mapped into memory: of each its three colours, and then its masks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._planes = np.memmap(folder / "planes.bin", np.uint8, "r")
-        self._places = torch.load(folder / "places.pt", weights_only=True)
+    def __init__(self, items: Sequence[Any], load: Callable[[Any], _Sample]) -> None:
+        self._items, self._load = items, load
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._items)
 
     def __getitem__(self, index: int) -> _Sample:
-        start, shape, target = self._places[index]
-        planes = torch.from_numpy(self._planes[start : start + math.prod(shape)].reshape(shape).copy())
-        return planes[:3], {**target, "masks": planes[3:]}
+        return self._load(self._items[index])
+
+
+def _load_tensors(file: Path, profile: DriveProfile | None) -> _Sample:
+    sample: _Sample = torch.load(io.BytesIO(read_file(file, profile)), weights_only=True)
+    return sample
+
+
+def _cut_planes(place: tuple[int, tuple[int, ...], dict[str, Any]], mapped: np.memmap) -> _Sample:
+    """A sample of a file of planes that is mapped into memory: three colours of an image, and then its masks."""
+    start, shape, target = place
+    planes = torch.from_numpy(mapped[start : start + math.prod(shape)].reshape(shape).copy())
+    return planes[:3], {**target, "masks": planes[3:]}
 
 
 def _count_bytes(sample: _Sample) -> int:
     return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
 
 
-class Samples(list[_Sample]):
-    """A batch as the workers hand it over."""
+def _collate(samples: Iterable[_Sample]) -> tuple[Any, ...]:
+    """``(images, targets)``, as torchvision's references give them."""
+    return tuple(zip(*samples, strict=True))
 
 
 class EpochLoader:
     """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`.
 
-    A prefetcher, such as torch's ``DataLoader``, gives an epoch of lists of samples at each pass.
+    A prefetcher, such as torch's ``DataLoader``, gives an epoch of ``(images, targets)`` at each pass.
     """
 
     def __init__(self, setting: Setting, dataset: Any, prefetcher: Callable[..., Any], **options: Any) -> None:
@@ -143,10 +139,10 @@ class EpochLoader:
             self._batches = prefetcher(dataset, batch_sampler=self._order, **options)
         self.workers = getattr(self._batches, "num_workers", 0)
 
-    def __iter__(self) -> Iterator[Samples]:
+    def __iter__(self) -> Iterator[Any]:
         with quiet_fork():
             batches = iter(self._batches)
-        yield from map(Samples, batches)
+        yield from batches
         self._order.epoch += 1
 
     def close(self) -> None:
@@ -156,14 +152,12 @@ class EpochLoader:
 
 
 def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """A batch of samples, or a packed batch, as torchvision models take it: images float32 in 0 to 1, on the device."""
+    """``(images, targets)``, or a packed batch, as torchvision models take it: images float32 in 0 to 1, on the device."""
     if isinstance(batch, PackedBatch):
         return batch.to_images(device), batch.to_targets(device)
-    if isinstance(batch, tuple):
-        return batch
-    images, targets = zip(*batch, strict=True)
+    images, targets = batch
     return (
-        [image.to(device).float().div_(255) for image in images],
+        [image.to(device) if image.is_floating_point() else image.to(device).div(255) for image in images],
         [{key: part.to(device) if isinstance(part, Tensor) else part for key, part in t.items()} for t in targets],
     )
 
@@ -180,11 +174,11 @@ class ThreadLoading:
         self._load, self._order = lru_cache(cached)(dataset.__getitem__), batch_sampler
         self._pool, self._ahead, self._most = ThreadPoolExecutor(threads), ahead, most
 
-    def __iter__(self) -> Iterator[list[_Sample]]:
-        todo, pending = iter(self._order), deque[Future[list[_Sample]]]()
+    def __iter__(self) -> Iterator[Any]:
+        todo, pending = iter(self._order), deque[Future[Any]]()
         while True:
             while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
-                pending.append(self._pool.submit(lambda batch: [*map(self._load, batch)], indices))
+                pending.append(self._pool.submit(lambda batch: _collate(map(self._load, batch)), indices))
             if not pending:
                 return
             if not pending[0].done():
@@ -204,8 +198,11 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
     if name == "files":
         return PillowFolder(made.folder, setting.prepared.annotations, profile=profile)
     if name == "tensors":
-        return SavedTensors(made.files, profile)
-    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder, profile=profile)
+        return Items(made.files, partial(_load_tensors, profile=profile))
+    if name == "arrays":
+        places = torch.load(made.folder / "places.pt", weights_only=True)
+        return Items(places, partial(_cut_planes, mapped=np.memmap(made.folder / "planes.bin", np.uint8, "r")))
+    return ShardDataset(made.folder, profile=profile)
 
 
 def _by_workers(setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2) -> EpochLoader:
@@ -213,7 +210,7 @@ def _by_workers(setting: Setting, kind: str, *, workers: int | None = None, ahea
     workers = setting.workers if workers is None else workers
     lasting = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
     dataset = _open_dataset(setting, kind)
-    return EpochLoader(setting, dataset, DataLoader, num_workers=workers, collate_fn=list, **lasting)
+    return EpochLoader(setting, dataset, DataLoader, num_workers=workers, collate_fn=_collate, **lasting)
 
 
 def _by_thread(setting: Setting, kind: str) -> EpochLoader:
@@ -241,7 +238,7 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
         )
     with ThreadPoolExecutor(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
-    return EpochLoader(setting, samples, DataLoader, collate_fn=list)
+    return EpochLoader(setting, samples, DataLoader, collate_fn=_collate)
 
 
 def _packed(setting: Setting, kind: str) -> Loader:

@@ -70,25 +70,15 @@ class ShardArrays:
     """uint8: all masks, one bit a pixel."""
 
 
-# of each table: its type, and its columns where it has some
-_TYPES = {"sizes": np.int32, "boxes": np.float32, "areas": np.float32, "crops": np.int32, "checks": np.uint64}
-_COLUMNS = {"sizes": 2, "image_spans": 2, "record_spans": 2, "boxes": 4, "crops": 4, "checks": 3}
-*_TABLES, _BITS = (field.name for field in fields(ShardArrays))
-
-
 class ArraysBuilder:
     """Collect records one by one, then build their arrays."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in (*_TABLES, _BITS)}
-        no_rows = dict.fromkeys(_TABLES, [])
-        self._append({**no_rows, _BITS: np.zeros(0, np.uint8)})
-
-    def _append(self, values: dict[str, Any]) -> None:
-        for name in _TABLES:
-            table = np.asarray(values[name], _TYPES.get(name, np.int64))
-            self._parts[name].append(table.reshape(-1, _COLUMNS[name]) if name in _COLUMNS else table)
-        self._parts[_BITS].append(values[_BITS])
+        self._images: list[tuple[int, ...]] = []
+        self._boxes: list[NDArray[np.float32]] = []
+        self._objects: list[tuple[int, float]] = []
+        self._masks: list[PackedMasks] = []
+        self._checks: list[tuple[int, ...]] = []
 
     def add(self, record: dict[str, Any], files: Sequence[bytes], starts: Sequence[int]) -> None:
         """Add a record as `make_record` gives it, the bytes of image and record, and where both start in the tar."""
@@ -97,25 +87,31 @@ class ArraysBuilder:
         boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], height, width)
         kept = [annotation for annotation, kept in zip(annotations, keep.tolist(), strict=True) if kept]
         masks = pack_masks([annotation["segmentation"] for annotation in kept])
-        self._append({
-            "image_ids": [record["image_id"]],
-            "sizes": (height, width),
-            "image_spans": (starts[0], len(files[0])),
-            "record_spans": (starts[1], len(files[1])),
-            "counts": [len(kept)],
-            "boxes": boxes[keep],
-            "labels": [annotation["category_id"] for annotation in kept],
-            "areas": [annotation["area"] for annotation in kept],
-            "crops": masks.crops,
-            "mask_ends": np.diff(masks.offsets),
-            "checks": [int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1])],
-            "bits": masks.bits,
-        })
+        spans = ((start, len(data)) for start, data in zip(starts, files, strict=True))
+        self._images.append((record["image_id"], height, width, len(kept), *chain(*spans)))
+        self._boxes.append(boxes[keep])
+        self._objects += [(annotation["category_id"], annotation["area"]) for annotation in kept]
+        self._masks.append(masks)
+        self._checks.append(tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1])))
 
     def build(self) -> ShardArrays:
         """The arrays of all records added so far."""
-        arrays = {name: np.concatenate(parts) for name, parts in self._parts.items()}
-        return ShardArrays(**{**arrays, "mask_ends": np.cumsum([0, *arrays["mask_ends"]])})
+        images = np.array(self._images, np.int64).reshape(-1, 8)
+        sizes = [np.diff(masks.offsets) for masks in self._masks]
+        return ShardArrays(
+            image_ids=images[:, 0].copy(),
+            sizes=images[:, 1:3].astype(np.int32),
+            image_spans=images[:, 4:6].copy(),
+            record_spans=images[:, 6:8].copy(),
+            counts=images[:, 3].copy(),
+            boxes=np.concatenate([np.zeros((0, 4), np.float32), *self._boxes]),
+            labels=np.array([category for category, _ in self._objects], np.int64),
+            areas=np.array([area for _, area in self._objects], np.float32),
+            crops=np.concatenate([np.zeros((0, 4), np.int32), *(masks.crops for masks in self._masks)]),
+            mask_ends=np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes])),
+            checks=np.array(self._checks, np.uint64).reshape(-1, 3),
+            bits=np.concatenate([np.zeros(0, np.uint8), *(masks.bits for masks in self._masks)]),
+        )
 
 
 def convert_boxes(

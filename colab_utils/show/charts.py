@@ -181,16 +181,15 @@ def plot_comparison(comparison: Comparison | _Content) -> Figure:
         ColabUtilsError: no strategy was timed.
     """
     content, rows = _read_rows(comparison)
-    names, (_, best) = _name_rows(content), _find_gain(rows)
     limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in rows.values())
     notes, spread = dict[str, str](), dict[str, tuple[float, float]]()
-    for name, row in rows.items():
-        notes[names[name]] = f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
-        spread[names[name]] = min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"])
+    for row in rows.values():
+        notes[row["label"]] = f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
+        spread[row["label"]] = min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"])
     figure = plot_bars(
-        {names[row["name"]]: row["images_per_second"] or 0.0 for row in content["strategies"]},
+        {row["label"]: row["images_per_second"] or 0.0 for row in content["strategies"]},
         title=describe_gain(content), unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
-        notes=notes, spread=spread, highlight=[names[best["name"]]], limit=(limit, "the step alone"),
+        notes=notes, spread=spread, highlight=[_find_gain(rows)[1]["label"]], limit=(limit, "the step alone"),
     )  # fmt: skip
     for row, text in zip(content["strategies"], figure.axes[0].texts, strict=False):
         if row["name"] not in rows:
@@ -206,15 +205,14 @@ def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None 
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content, timed = _read_rows(comparison)
+    _, timed = _read_rows(comparison)
     course = [name for name in timed if name in _COURSE] if len(timed) > len(_COURSE) else []
     drawn = [timed[name] for name in course or timed]
     all_s = min(row["timeline"][-1][1] for row in drawn)
     shown_s = seconds or all_s // 1 or all_s
     done = [f"{sum(ended <= shown_s for _, ended in row['timeline'])} with {row['title']}" for row in drawn]
     title = f"Batches in the first {_format_figure(shown_s)} seconds: {', '.join(dict.fromkeys((done[0], done[-1])))}"
-    names = _name_rows(content)
-    return plot_first_seconds({names[row["name"]]: row["timeline"] for row in drawn}, seconds=shown_s, title=title)
+    return plot_first_seconds({row["label"]: row["timeline"] for row in drawn}, seconds=shown_s, title=title)
 
 
 def plot_epochs(comparison: Comparison | _Content) -> Figure:
@@ -229,14 +227,13 @@ def plot_epochs(comparison: Comparison | _Content) -> Figure:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content, timed = _read_rows(comparison)
-    rows = _keep_fair(timed)
+    rows = _keep_fair(_read_rows(comparison)[1])
     lines, first = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}, next(iter(rows))
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
     drawn = [name for name in dict.fromkeys((first, "dataloader", best)) if name in total]
     rival = min((name for name in drawn if name != best), key=lambda name: total[name], default=best)
-    names, epochs = _name_rows(content), _SESSION_EPOCHS * _SESSIONS
+    epochs = _SESSION_EPOCHS * _SESSIONS
     spent = {name: f"{_format_figure(hours)} hours" for name, hours in total.items()}
     title = f"{epochs} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with {rows[rival]['title']}"
     if (paid := _find_pay_back(rows[best], rows[rival])) is not None:
@@ -247,7 +244,7 @@ def plot_epochs(comparison: Comparison | _Content) -> Figure:
         colour = _BLUE if name == best else _GREY if name == first else _ORANGE
         axis.plot(*lines[name], color=colour, linewidth=4)
         label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))  # names do not overlap
-        text = f" {names[name]}: {spent[name]}"
+        text = f" {rows[name]['label']}: {spent[name]}"
         axis.text(epochs, label_at, text, fontsize=15, va="center", color=_INK, parse_math=False)
     for session in range(1, _SESSIONS):
         axis.axvline(session * _SESSION_EPOCHS, color=_GREY, linewidth=1, linestyle=":")
@@ -339,24 +336,24 @@ def _find_gain(rows: Mapping[str, _Content]) -> tuple[_Content, _Content]:
 
 
 def _read_rows(comparison: Comparison | _Content) -> tuple[_Content, dict[str, _Content]]:
-    """The comparison as ``comparison.json`` has it, and its strategies that were timed."""
+    """The comparison as ``comparison.json`` has it, and its strategies that were timed.
+
+    Each has a ``label`` for charts: those of the course stand on top of each other.
+    """
     content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = {row["name"]: row for row in content["strategies"] if row["images_per_second"]}
+    plus = "+ " if tuple(row["name"] for row in content["strategies"]) == _COURSE else ""
+    labelled = [
+        {**row, "label": (plus if number else "") + row["title"]} for number, row in enumerate(content["strategies"])
+    ]
+    rows = {row["name"]: row for row in labelled if row["images_per_second"]}
     if not rows:
         raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
-    return content, rows
+    return {**content, "strategies": labelled}, rows
 
 
 def _keep_fair(rows: Mapping[str, _Content]) -> Mapping[str, _Content]:
     """The strategies that deliver the same samples; all, where none does."""
     return {name: row for name, row in rows.items() if row["comparable"]} or rows
-
-
-def _name_rows(content: _Content) -> dict[str, str]:
-    """What each strategy is called in a chart; those of the course stand on top of each other."""
-    titles = {row["name"]: row["title"] for row in content["strategies"]}
-    plus = "+ " if tuple(titles) == _COURSE else ""
-    return {name: (plus if name != _COURSE[0] else "") + title for name, title in titles.items()}
 
 
 def _add_up(row: _Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:

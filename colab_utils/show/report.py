@@ -103,7 +103,7 @@ def write_check(
     after = read_coco(repaired) if repaired else before
     places = {number: i for i, number in enumerate(after.image_ids.tolist())}
     worst = [
-        (f"{textwrap.shorten(one.file_name, 40)}\n{textwrap.shorten(', '.join({*one.defects}), 40)}", after, i)
+        (f"{textwrap.shorten(one.file_name, 40)}\n{textwrap.shorten(', '.join(sorted({*one.defects})), 40)}", after, i)
         for one in report.worst
         if (i := places.get(one.image_id)) is not None
     ]
@@ -116,8 +116,7 @@ def write_check(
             pairs += (f"{heading}, before", before, i), (f"{heading}, after", after, places[number])
     serious = [one for one in report.problems if not one.effect.startswith("note")]
     serious.sort(key=lambda one: -one.count)
-    found = ", ".join(f"{one.count:,} x {one.kind}" for one in serious[:3]) or "every image can be used"
-    found += f" and {len(serious) - 3} more kinds" if len(serious) > 3 else ""
+    found = ", ".join(f"{one.count:,} x {one.kind}" for one in serious) or "every image can be used"
     figures = [draw_annotations(images, pairs[:8], title="Before and after the repair", columns=2)] if pairs else []
     figures += [draw_annotations(images, worst, title="The images to look at first")] if worst else []
     figures.append(charts.plot_statistics(report.statistics))
@@ -171,17 +170,12 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
         "CPU, ms": ("cpu_ms_per_image", 1), "once, h": ("once_ms_per_image", hours),
         "session, h": ("session_ms_per_image", hours), "epoch, h": ("cold_ms_per_image", hours),
     }  # fmt: skip
-    return make_table(
-        [
-            {"": row["title"]}
-            | {
-                name: None if row[key] is None else round(factor * row[key], 1)
-                for name, (key, factor) in columns.items()
-            }
-            | {"same samples": f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()}
-            for row in content["strategies"]
-        ]
-    )
+    rows = []
+    for row in content["strategies"]:
+        figures = {name: row[key] and round(factor * row[key], 1) for name, (key, factor) in columns.items()}
+        equal = f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()
+        rows.append({"": row["title"], **figures, "same samples": equal})
+    return make_table(rows)
 
 
 def show_chart(figure: Figure, heading: str = "h2") -> Markup:

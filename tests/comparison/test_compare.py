@@ -64,7 +64,7 @@ def fake(name, change=list, *, keeps=False):
         rows = range(0, len(reference), setting.batch_size)
         samples = [reference[row] for row in range(len(reference))]
         groups = [samples[first : first + setting.batch_size] for first in rows]
-        return Batches(change([deliver(group, "cpu") for group in groups]))
+        return Batches(change([deliver(zip(*group, strict=True), "cpu") for group in groups]))
 
     return Strategy(name, "Made for the test.", "files_on_drive", open_fake, keeps)
 
@@ -361,7 +361,7 @@ def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(race, tiny_datas
     samples = []
     other = dataclasses.replace(fake("other"), open=lambda setting: samples[0])
     reference = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    samples.append(Batches(deliver([reference[row]], "cpu") for row in range(12)))
+    samples.append(Batches(deliver(zip(reference[row], strict=True), "cpu") for row in range(12)))
     rows, _ = race("sequential", other, images=images, batch_size=1)
     assert "expected an image folder, found none" in rows["sequential"].note
     assert rows["sequential"].images_per_second is None

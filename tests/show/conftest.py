@@ -60,7 +60,7 @@ def make_comparison():
     def make(*timings, **settings):
         comparison = Comparison(
             machine=describe_machine(),
-            dataset={"name": "images", "fingerprint": "abc", "images": 40, "total": 160},
+            dataset={"name": "images", "fingerprint": "abc", "images": 40},
             strategies=timings,
             step="emulated 100 ms",
             drive="bad: 606 ms per file, 65 MB/s. 1.65 images/s, as somebody measured.",
