@@ -152,7 +152,7 @@ class EpochLoader:
 
 
 def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """``(images, targets)``, or a packed batch, as torchvision models take it: images float32 in 0 to 1, on the device."""
+    """A batch, packed or not, as torchvision models take it: images float32 in 0 to 1, on the device, and targets."""
     if isinstance(batch, PackedBatch):
         return batch.to_images(device), batch.to_targets(device)
     images, targets = batch

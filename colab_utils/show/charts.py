@@ -341,14 +341,14 @@ def _read_rows(comparison: Comparison | _Content) -> tuple[_Content, dict[str, _
     Each has a ``label`` for charts: those of the course stand on top of each other.
     """
     content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    plus = "+ " if tuple(row["name"] for row in content["strategies"]) == _COURSE else ""
-    labelled = [
-        {**row, "label": (plus if number else "") + row["title"]} for number, row in enumerate(content["strategies"])
-    ]
-    rows = {row["name"]: row for row in labelled if row["images_per_second"]}
-    if not rows:
+    rows = [{**row, "label": row["title"]} for row in content["strategies"]]
+    if tuple(row["name"] for row in rows) == _COURSE:
+        for row in rows[1:]:
+            row["label"] = f"+ {row['title']}"
+    timed: dict[str, _Content] = {row["name"]: row for row in rows if row["images_per_second"]}
+    if not timed:
         raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
-    return {**content, "strategies": labelled}, rows
+    return {**content, "strategies": rows}, timed
 
 
 def _keep_fair(rows: Mapping[str, _Content]) -> Mapping[str, _Content]:
