@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from colab_utils.comparison.prepared import PreparedData, PreparedFiles
-from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
+from colab_utils.comparison.strategies import PreparedData, PreparedFiles, Setting, Strategy, choose_strategies, deliver
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, put_back, time_batches
 from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed

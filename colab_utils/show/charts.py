@@ -180,19 +180,20 @@ def plot_comparison(comparison: Comparison | _Content) -> Figure:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content, rows = _read_rows(comparison)
-    limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in rows.values())
+    content = _read(comparison)
+    timed = content["timed"].values()
+    limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in timed)
     notes, spread = dict[str, str](), dict[str, tuple[float, float]]()
-    for row in rows.values():
+    for row in timed:
         notes[row["label"]] = f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
         spread[row["label"]] = min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"])
     figure = plot_bars(
-        {row["label"]: row["images_per_second"] or 0.0 for row in content["strategies"]},
+        {row["label"]: row["images_per_second"] or 0.0 for row in content["rows"].values()},
         title=describe_gain(content), unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
-        notes=notes, spread=spread, highlight=[_find_gain(rows)[1]["label"]], limit=(limit, "the step alone"),
+        notes=notes, spread=spread, highlight=[_find_gain(content)[1]["label"]], limit=(limit, "the step alone"),
     )  # fmt: skip
     for row, text in zip(content["strategies"], figure.axes[0].texts, strict=False):
-        if row["name"] not in rows:
+        if row["name"] not in content["timed"]:
             text.set_text("not timed" if row["note"] else "…")
     return figure
 
@@ -205,7 +206,7 @@ def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None 
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    _, timed = _read_rows(comparison)
+    timed = _read(comparison)["timed"]
     course = [name for name in timed if name in _COURSE] if len(timed) > len(_COURSE) else []
     drawn = [timed[name] for name in course or timed]
     all_s = min(row["timeline"][-1][1] for row in drawn)
@@ -227,7 +228,7 @@ def plot_epochs(comparison: Comparison | _Content) -> Figure:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    rows = _keep_fair(_read_rows(comparison)[1])
+    rows = _read(comparison)["fair"]
     lines, first = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}, next(iter(rows))
     total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
     best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
@@ -302,8 +303,8 @@ def summarise_receipt(comparison: Comparison | _Content) -> dict[str, Any]:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    content, rows = _read_rows(comparison)
-    machine, (before, after) = content["machine"], _find_gain(rows)
+    content = _read(comparison)
+    machine, (before, after) = content["machine"], _find_gain(content)
     line = {"machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores", "step": content["step"]}
     line["drive"] = content["drive"].partition(",")[0]
     for when, row in (("before", before), ("after", after)):
@@ -318,7 +319,7 @@ def describe_gain(comparison: Comparison | _Content) -> str:
     Raises:
         ColabUtilsError: no strategy was timed.
     """
-    now, best = _find_gain(_read_rows(comparison)[1])
+    now, best = _find_gain(_read(comparison))
     waits = f"The step waits {now['wait_share']:.0%}"
     gain = best["images_per_second"] / now["images_per_second"]
     if gain < 1.1:
@@ -327,33 +328,30 @@ def describe_gain(comparison: Comparison | _Content) -> str:
     return f"{waits} → {best['wait_share']:.0%} of the time, and trains {times}"
 
 
-def _find_gain(rows: Mapping[str, _Content]) -> tuple[_Content, _Content]:
+def _find_gain(content: _Content) -> tuple[_Content, _Content]:
     """The first way that delivers the same samples, and the best; of those that tie, `make_loader` or the last."""
-    fair = _keep_fair(rows)
+    fair = content["fair"]
     least = _TIE * max(row["images_per_second"] for row in fair.values())
     best = [name for name, row in fair.items() if row["images_per_second"] >= least]
     return next(iter(fair.values())), fair["packed" if "packed" in best else best[-1]]
 
 
-def _read_rows(comparison: Comparison | _Content) -> tuple[_Content, dict[str, _Content]]:
-    """The comparison as ``comparison.json`` has it, and its strategies that were timed.
+def _read(comparison: Comparison | _Content) -> _Content:
+    """The comparison as ``comparison.json`` has it, and its strategies by name, each with a ``label`` for charts.
 
-    Each has a ``label`` for charts: those of the course stand on top of each other.
+    ``timed`` are those that were timed; ``fair``, of these, those that deliver the same samples, or else all. In the
+    course each stands on top of the one before.
     """
-    content = comparison if isinstance(comparison, Mapping) else asdict(comparison)
-    rows = [{**row, "label": row["title"]} for row in content["strategies"]]
-    if tuple(row["name"] for row in rows) == _COURSE:
-        for row in rows[1:]:
-            row["label"] = f"+ {row['title']}"
-    timed: dict[str, _Content] = {row["name"]: row for row in rows if row["images_per_second"]}
+    content = dict(comparison) if isinstance(comparison, Mapping) else asdict(comparison)
+    rows = content["rows"] = {row["name"]: {**row, "label": row["title"]} for row in content["strategies"]}
+    if tuple(rows) == _COURSE:
+        for name in _COURSE[1:]:
+            rows[name]["label"] = f"+ {rows[name]['title']}"
+    timed = content["timed"] = {name: row for name, row in rows.items() if row["images_per_second"]}
     if not timed:
         raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
-    return {**content, "strategies": rows}, timed
-
-
-def _keep_fair(rows: Mapping[str, _Content]) -> Mapping[str, _Content]:
-    """The strategies that deliver the same samples; all, where none does."""
-    return {name: row for name, row in rows.items() if row["comparable"]} or rows
+    content["fair"] = {name: row for name, row in timed.items() if row["comparable"]} or timed
+    return content
 
 
 def _add_up(row: _Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:

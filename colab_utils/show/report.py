@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from colab_utils.data.checks import DatasetReport, Problem
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError
-from colab_utils.errors import escape as escape_controls
+from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import Machine, write_file
 from colab_utils.show import charts, render
 from colab_utils.show.pictures import draw_annotations, embed_figure
@@ -110,7 +109,7 @@ def write_check(
     changed = {name for repair in report.repairs for name in repair.examples}
     pairs = list[tuple[str, CocoDataset, int]]()
     for i, number in enumerate(before.image_ids.tolist()):
-        name = escape_controls(before.file_name(i))
+        name = escape(before.file_name(i))
         if name in changed and number in places and number not in before.repeated_ids:  # those get other ids
             heading = textwrap.shorten(name, 30)
             pairs += (f"{heading}, before", before, i), (f"{heading}, after", after, places[number])

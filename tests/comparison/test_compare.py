@@ -20,8 +20,7 @@ import colab_utils
 from colab_utils.comparison import compare as comparing
 from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import compare, describe_difference
-from colab_utils.comparison.prepared import PreparedData
-from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, Setting, Strategy, deliver
+from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, PreparedData, Setting, Strategy, deliver
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep
 from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
