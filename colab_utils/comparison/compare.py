@@ -78,8 +78,7 @@ class StrategyTiming:
             return f"{self.title}: not timed, {self.note}"
         spread = f"{min(self.repeats_images_per_second):.1f} to {max(self.repeats_images_per_second):.1f}"
         warning = "" if self.comparable else f"; NOT COMPARABLE: {self.difference}"
-        rate = f"{self.images_per_second:.1f} images/s ({spread}), waiting {self.wait_share:.0%}"
-        return f"{self.title}: {rate}{warning}"
+        return f"{self.title}: {self.images_per_second:.1f} images/s ({spread}), waiting {self.wait_share:.0%}{warning}"
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def compare(
         try:
             for _ in _run_in_turns(rows, repeats):
                 if on_run is not None and any(row.times for row in rows):
-                    on_run(_fill(empty, rows))
+                    on_run(replace(empty, strategies=tuple(map(_Row.summarise, rows))))
         except KeyboardInterrupt:
             rows = [row for row in rows if row.times]
             if not rows:
@@ -188,7 +187,7 @@ def compare(
             empty = replace(empty, note=f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip())
         if not any(row.times for row in rows):
             raise ColabUtilsError(f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}")
-        return _fill(empty, rows)
+        return replace(empty, strategies=tuple(map(_Row.summarise, rows)))
 
 
 @dataclass
@@ -294,10 +293,6 @@ def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
             bar.update(1)
 
 
-def _fill(empty: Comparison, rows: Sequence[_Row]) -> Comparison:
-    return replace(empty, strategies=tuple(row.summarise() for row in rows))
-
-
 def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:
     """How a sample differs from the reference sample of the same image; empty where it does not.
 
@@ -309,7 +304,7 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
         >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 8, 8)}
         >>> grey, white = torch.full((3, 8, 8), 128, dtype=torch.uint8), torch.ones(3, 8, 8)
         >>> describe_difference((white, target), (grey, target))
-        'pixels differ by 127.0 of 255 on average'
+        'pixels differ by 127.0 of 255 on average, 127 at most'
     """
     (image, target), (wanted_image, wanted) = sample, reference
     size, full = tuple(image.shape[-2:]), tuple(wanted_image.shape[-2:])
@@ -319,11 +314,9 @@ def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> 
     pixels, wanted_pixels = (part.cpu().float() * (255 if part.is_floating_point() else 1) for part in parts)
     if size != full:
         wanted_pixels = functional.interpolate(wanted_pixels[None], size=size, mode="bilinear", antialias=True)[0]
-    difference = (pixels - wanted_pixels).abs()
-    if float(difference.mean()) > mean:
-        return f"pixels differ by {float(difference.mean()):.1f} of 255 on average"
-    if float(np.percentile(difference.numpy(), 99.9)) > peak:
-        return f"some pixels differ by {float(difference.max()):.0f} of 255"
+    difference = (pixels - wanted_pixels).abs().numpy()
+    if difference.mean() > mean or np.percentile(difference, 99.9) > peak:
+        return f"pixels differ by {difference.mean():.1f} of 255 on average, {difference.max():.0f} at most"
     if target["labels"].tolist() != wanted["labels"].tolist():
         return f"labels are {target['labels'].tolist()}, not {wanted['labels'].tolist()}"
     scale = torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)

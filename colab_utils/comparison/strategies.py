@@ -281,8 +281,7 @@ class Items(Dataset[_Sample]):
 
 
 def _load_tensors(file: Path, profile: DriveProfile | None) -> _Sample:
-    sample: _Sample = torch.load(io.BytesIO(read_file(file, profile)), weights_only=True)
-    return sample
+    return torch.load(io.BytesIO(read_file(file, profile)), weights_only=True)
 
 
 def _cut_planes(place: tuple[int, tuple[int, ...], dict[str, Any]], mapped: np.memmap) -> _Sample:
@@ -416,11 +415,8 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     return EpochLoader(setting, samples, DataLoader, collate_fn=_collate)
 
 
-def _packed(setting: Setting, kind: str) -> Loader:
-    return _make_loader(setting, _open_dataset(setting, kind))
-
-
-def _make_loader(setting: Setting, dataset: ShardDataset) -> Loader:
+def _packed(setting: Setting, kind: str, dataset: ShardDataset | None = None) -> Loader:
+    dataset = _open_dataset(setting, kind) if dataset is None else dataset
     return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, deliver="packed")
 
 
@@ -433,7 +429,7 @@ class ArrivingLoader:
             folder = opened.enter_context(tempfile.TemporaryDirectory(dir=setting.prepared.ssd))
             dataset = ArrivingShards(shards, Path(folder, "shards"), profile=setting.profile)
             opened.callback(dataset.stop)
-            self._loader = opened.enter_context(closing(_make_loader(setting, dataset)))
+            self._loader = opened.enter_context(closing(_packed(setting, kind, dataset)))
             self.close = opened.pop_all().close
 
     def __iter__(self) -> Iterator[Any]:

@@ -147,9 +147,8 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
         statistics: of the report of `check_dataset`.
     """
     shown = statistics.classes[:_CLASSES]
-    left = f", the first {_CLASSES} of {len(statistics.classes)}" if len(statistics.classes) > _CLASSES else ""
     panels = {
-        f"Objects of each class{left}": {one.name: one.objects for one in shown},
+        f"Objects of {len(shown)} of {len(statistics.classes)} classes": {one.name: one.objects for one in shown},
         "Objects by size of the mask": statistics.sizes,
         "Objects by width : height": statistics.aspect_ratios,
         "Images by number of objects": statistics.objects_per_image,

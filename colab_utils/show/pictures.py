@@ -14,8 +14,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from markupsafe import Markup
+from matplotlib import colors
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
@@ -23,8 +23,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import open_image, turn_upright
-from colab_utils.data.decoding import to_rgb as convert_to_rgb
+from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
@@ -115,7 +114,7 @@ def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, di
     height, width = (int(side) if side > 0 else 480 for side in dataset.sizes[i])
     picture = Image.new("RGB", (width, height), "#dddddd")
     with suppress(Exception):  # whatever is wrong with the file, the page says it in words
-        picture = convert_to_rgb(open_image(read_file(dataset.find_image(images, i)[0])))
+        picture = to_rgb(open_image(read_file(dataset.find_image(images, i)[0])))
         picture = turn_upright(picture, height, width)
     width, height = picture.size
     scale = min(1, 640 / max(width, height))
@@ -189,7 +188,7 @@ def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Map
         colour = PALETTE[([*names].index(labels[n]) if len(fits) else n) % len(PALETTE)]
         thick = 4 if len(fits) and fits[n] else 1.5 if len(fits) else 2
         inside = masks[n, ::each, ::each].astype(bool)
-        canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.asarray(to_rgb(colour), np.float32)
+        canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.array(colors.to_rgb(colour), np.float32)
         if inside.any():
             (top, bottom), (left, right) = (np.flatnonzero(inside.any(side))[[0, -1]] for side in (1, 0))
             edge = np.pad(inside[top : bottom + 1, left : right + 1], 1).astype(float)

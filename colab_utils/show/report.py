@@ -79,8 +79,7 @@ def write_summary(summary: Summary, path: str | Path) -> Path:
         for batch in summary.worst
     ]  # fmt: skip
     chart = charts.plot_first_seconds({"steps": summary.spans_s}, title=" ", white="no step for")
-    times = "\n".join(str(summary).splitlines()[1:6])
-    return _write_page(Path(path), "summary", summary=summary, chart=chart, times=times, worst=make_table(worst))
+    return _write_page(Path(path), "summary", summary=summary, chart=chart, worst=make_table(worst))
 
 
 def write_check(
@@ -120,8 +119,7 @@ def write_check(
     figures += [draw_annotations(images, worst, title="The images to look at first")] if worst else []
     figures.append(charts.plot_statistics(report.statistics))
     finding = f"{report.images:,} images, {report.annotations:,} annotations: {found}"
-    tables = [_tabulate_problems(problems) for problems in (report.repairs, report.problems)]
-    return _write_page(Path(path), "check", report=report, tables=tables, finding=finding, charts=figures)
+    return _write_page(Path(path), "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems)
 
 
 def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
