@@ -148,7 +148,7 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
     """
     shown = statistics.classes[:_CLASSES]
     panels = {
-        f"Objects of {len(shown)} of {len(statistics.classes)} classes": {one.name: one.objects for one in shown},
+        f"Objects by class, {len(shown)} of {len(statistics.classes)}": {one.name: one.objects for one in shown},
         "Objects by size of the mask": statistics.sizes,
         "Objects by width : height": statistics.aspect_ratios,
         "Images by number of objects": statistics.objects_per_image,

@@ -168,7 +168,7 @@ def tabulate_comparison(content: Mapping[str, Any]) -> Table:
         "session, h": ("session_ms_per_image", hours), "epoch, h": ("cold_ms_per_image", hours),
     }  # fmt: skip
     rows = []
-    for row in content["strategies"]:
+    for row in content["strategies"]:  # of one that was not timed the figures are None
         figures = {name: row[key] and round(factor * row[key], 1) for name, (key, factor) in columns.items()}
         equal = f"{'yes' if row['comparable'] else 'no'} {row['note'] or row['difference']}".strip()
         rows.append({"": row["title"], **figures, "same samples": equal})
