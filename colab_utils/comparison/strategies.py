@@ -250,8 +250,8 @@ class Strategy:
     reads: str
     """The kind of prepared data that it reads (see `PreparedData.get`)."""
     open: Callable[[Setting], Any]
-    """Gives an iterable of batches that `deliver` takes, such as ``(images, targets)`` on the device; each pass is an
-    epoch, and its ``close()`` ends what it started."""
+    """Gives an iterable of ``(images, targets)``, images uint8 or float32 in 0 to 1, or of packed batches; each pass is
+    an epoch, and its ``close()`` ends what it started."""
     keeps: bool = False
     """Whether it keeps the samples that it read: then only later epochs show its speed."""
     title: str = ""
