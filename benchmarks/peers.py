@@ -48,15 +48,15 @@ class Peer:
 
     def __iter__(self) -> Iterator[Any]:
         gc.collect()  # in a library's forked workers torch would complain of loaders that are garbage by now
-        samples = []
+        samples: list[Any] = []
         for batch in self._system:
             for sample in self._system.unpack(batch):
                 samples.append(sample)
                 if len(samples) == self._setting.batch_size:
-                    yield deliver(samples, self._setting.device)
+                    yield deliver(tuple(zip(*samples, strict=True)), self._setting.device)
                     samples = []
         if samples:
-            yield deliver(samples, self._setting.device)
+            yield deliver(tuple(zip(*samples, strict=True)), self._setting.device)
 
     def close(self) -> None:
         """End the library's workers."""

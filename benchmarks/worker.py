@@ -21,7 +21,7 @@ from benchmarks.data import Data
 from benchmarks.environments import list_versions
 from benchmarks.systems import get_system
 from benchmarks.systems.base import Crew, Sample, System
-from colab_utils.comparison.equality import describe_difference
+from colab_utils.comparison.compare import describe_difference
 from colab_utils.diagnosis.timing import EmulatedStep, time_batches
 from colab_utils.errors import describe_error
 

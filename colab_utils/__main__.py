@@ -202,7 +202,7 @@ def _compare(
     from colab_utils.show.report import check_receipt_folder, write_receipt
 
     if against:
-        from colab_utils.show.comparison_charts import plot_receipts, read_receipts
+        from colab_utils.show.charts import plot_receipts, read_receipts
         from colab_utils.show.table import make_table
 
         figure = plot_receipts(against)

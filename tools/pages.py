@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colab_utils.runtime import write_file
-from colab_utils.show.comparison_charts import plot_cold_start, plot_comparison
-from colab_utils.show.report import build_page, show_chart, show_notes, tabulate_comparison
+from colab_utils.show import render
+from colab_utils.show.charts import plot_cold_start, plot_comparison
+from colab_utils.show.report import show_chart, show_notes, tabulate_comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +68,7 @@ def write_notebook_page(notebook: Any, path: Path) -> Path:
     parts = [_convert_cell(exporter, notebook, cell) for cell in notebook.cells]
     heading = next((line[2:] for cell in notebook.cells for line in cell.source.splitlines() if line[:2] == "# "), "")
     style = _CELLS + HtmlFormatter(style="default").get_style_defs(".highlight").replace("background: #f8f8f8", "")
-    write_file(path, build_page(heading or path.stem, parts, style=style))
+    write_file(path, render("page", title=heading or path.stem, body="\n".join(parts), style=style).encode())
     return path
 
 
@@ -97,10 +98,11 @@ def write_demo_index(
     if comparison:
         parts = _show_comparison(comparison, good_day, parts)
         parts += ["<h2>All figures; hours are those of COCO</h2>", tabulate_comparison(comparison).to_html()]
-        parts += show_notes(comparison)
+        parts.append(show_notes(comparison))
     else:
         parts.insert(0, "<h1>The notebooks</h1>")
-    write_file(path, build_page("Data loading for Mask R-CNN: the demo", parts, style=_FIRST_SCREEN))
+    title = "Data loading for Mask R-CNN: the demo"
+    write_file(path, render("page", title=title, body="\n".join(parts), style=_FIRST_SCREEN).encode())
     return path
 
 

@@ -1,5 +1,4 @@
 """The comparison: the same images by every strategy, checked for equality first, then timed in turns.
 
-`compare` lists the steps, `strategies` has the datasets, the prefetchers and the strategies that join them, `prepared`
-makes the data that they read, and `equality` checks their samples.
+`compare` lists the steps and checks the samples; `strategies` has the strategies, and makes the data that they read.
 """

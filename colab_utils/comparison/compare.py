@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -14,20 +15,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from colab_utils.comparison.equality import find_difference
-from colab_utils.comparison.prepared import PreparedData, PreparedFiles
-from colab_utils.comparison.strategies import Setting, Strategy, choose_strategies, deliver
+from colab_utils.comparison.strategies import PreparedData, PreparedFiles, Setting, Strategy, choose_strategies, deliver
+from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, time_batches
 from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.loading.dataset import CocoFolder
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
 
-__all__ = ["Comparison", "StrategyTiming", "compare"]
+__all__ = ["Comparison", "StrategyTiming", "compare", "describe_difference"]
 
 _MAX_RUN_S = 30.0  # for one repeat of one strategy
-_BASELINES = ("sequential", "dataloader")  # what the others are compared with: the first that was timed
+_CHECKED_IMAGES = 32  # of an epoch
+_KEPT_LEVELS = (1.0, 16.0)  # of 255, mean and 99.9th percentile: two JPEG decoders on the same bytes
+_SHRUNK_LEVELS = (3.0, 48.0)  # the same after one resize and JPEG at quality 95
+_ALL_PIXELS = 2_000_000  # a larger image is compared by every second row and column, or third
 
 
 @dataclass(frozen=True)
@@ -60,26 +65,21 @@ class StrategyTiming:
     """``images_per_second`` of each repeat."""
     note: str = ""
     """Why it could not be timed."""
-    ratio: float | None = None
-    """Times as many images a second as the baseline."""
-    ssd_bytes: int | None = None
-    """What it needs on the local disk."""
     once_ms_per_image: float | None = None
     """Milliseconds to prepare an image, once: to read it from Drive, convert and write it."""
     session_ms_per_image: float | None = None
     """Milliseconds to copy an image to the local disk, in each session."""
     cold_ms_per_image: float | None = None
     """Milliseconds of an image in the first epoch of a session, step included; the start of the workers is not."""
-    timeline: tuple[tuple[float, float, float], ...] = ()
-    """For each batch of the cold run: when it was asked for, when its step began and when it ended, seconds."""
+    timeline: tuple[tuple[float, float], ...] = ()
+    """When each step of the cold run began and ended, seconds since its first batch was asked for."""
 
     def __str__(self) -> str:
         if self.images_per_second is None:
             return f"{self.title}: not timed, {self.note}"
         spread = f"{min(self.repeats_images_per_second):.1f} to {max(self.repeats_images_per_second):.1f}"
         warning = "" if self.comparable else f"; NOT COMPARABLE: {self.difference}"
-        rate = f"{self.images_per_second:.1f} images/s ({spread}), waiting {self.wait_share:.0%}"
-        return f"{self.title}: {rate}{warning}"
+        return f"{self.title}: {self.images_per_second:.1f} images/s ({spread}), waiting {self.wait_share:.0%}{warning}"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Comparison:
     machine: Machine
     """Where it ran."""
     dataset: dict[str, Any]
-    """``name``, ``fingerprint``, ``images`` (compared) and ``total`` (in the dataset)."""
+    """``name``, ``fingerprint`` and ``images`` (compared)."""
     strategies: tuple[StrategyTiming, ...]
     """One row each."""
     step: str
@@ -106,8 +106,6 @@ class Comparison:
     """Worker processes."""
     note: str
     """What is missing, and images that were left out."""
-    baseline: str = ""
-    """The strategy that the others are compared with."""
 
     def __str__(self) -> str:
         head = f"{self.dataset['images']} images of {self.dataset['name']}, step {self.step}, {self.machine}"
@@ -122,6 +120,8 @@ def compare(
     on_run: Callable[[Comparison], object] | None = None,
 ) -> Comparison:  # fmt: skip
     """Time every strategy on the same images with the same step, after checking that their samples are equal.
+
+    Charts compare the others with the first one that was timed and gives the reference's samples.
 
     Every strategy delivers ``(images, targets)`` as torchvision models take them, on the GPU if there is one; the way
     of a batch to the device is part of the step, as in `train`. First each gives an epoch, which must hold every image
@@ -171,23 +171,16 @@ def compare(
         note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
         empty = Comparison(
             machine=describe_machine(folder),
-            dataset={
-                "name": prepared.images.name, "fingerprint": prepared.fingerprint, "images": len(prepared),
-                "total": prepared.total,
-            },
+            dataset={"name": prepared.images.name, "fingerprint": prepared.fingerprint, "images": len(prepared)},
             strategies=(),
             step=str(step) if getattr(step, "emulated", False) else "real",
             drive=f"{profile}. {profile.source}" if profile else "as it is, not slowed",
-            batch_size=batch_size,
-            batches=batches,
-            repeats=repeats,
-            workers=workers,
-            note=note,
+            batch_size=batch_size, batches=batches, repeats=repeats, workers=workers, note=note,
         )  # fmt: skip
         try:
             for _ in _run_in_turns(rows, repeats):
                 if on_run is not None and any(row.times for row in rows):
-                    on_run(_compare_with_baseline(empty, rows))
+                    on_run(replace(empty, strategies=tuple(map(_Row.summarise, rows))))
         except KeyboardInterrupt:
             rows = [row for row in rows if row.times]
             if not rows:
@@ -195,7 +188,7 @@ def compare(
             empty = replace(empty, note=f"Stopped by Ctrl-C: strategies or repeats are missing. {note}".strip())
         if not any(row.times for row in rows):
             raise ColabUtilsError(f"expected a strategy that can be timed, found none. Mend first: {rows[0].note}")
-        return _compare_with_baseline(empty, rows)
+        return replace(empty, strategies=tuple(map(_Row.summarise, rows)))
 
 
 @dataclass
@@ -229,7 +222,7 @@ class _Row:
         """Compare an epoch with the reference; Drive is read as fast as it goes."""
         with closing(self.strategy.open(replace(self.setting, profile=None))) as loader:
             batches = (deliver(batch, self.setting.device) for batch in islice(loader, self._epoch))
-            self.difference = find_difference(batches, self.setting.prepared.reference)
+            self.difference = _find_difference(batches, self.setting.prepared.reference)
 
     def run_cold(self) -> None:
         """Time the first batches, with nothing of the strategy's files in the system's memory."""
@@ -275,15 +268,15 @@ class _Row:
         # what keeps its samples reads all of them while it opens: more images take longer
         cold_s += self.opened_s / count if strategy.keeps else 0
         ends = self.opened_s + np.cumsum(cold.batch_s)
-        times = np.stack([np.append(0.0, ends[:-1]), ends - cold.step_s, ends], 1)
         return replace(
-            timing, **figures, ssd_bytes=files.ssd_bytes,
+            timing,
+            **figures,
             first_batch_s=cold.wait_s[0] + self.opened_s,
             once_ms_per_image=1000 * files.once_s / count,
             session_ms_per_image=1000 * files.session_s / count,
             cold_ms_per_image=1000 * cold_s,
-            timeline=tuple(map(tuple, times.round(4).tolist())),
-        )  # fmt: skip
+            timeline=tuple(zip((ends - cold.step_s).round(4).tolist(), ends.round(4).tolist(), strict=True)),
+        )
 
 
 def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
@@ -301,12 +294,55 @@ def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
             bar.update(1)
 
 
-def _compare_with_baseline(empty: Comparison, rows: Sequence[_Row]) -> Comparison:
-    """The rows with their ratios to the baseline: the plain loop, else the first strategy that was timed."""
-    timings = [row.summarise() for row in rows]
-    timed = [timing for timing in timings if timing.images_per_second]
-    fair = {timing.name: timing for timing in timed if timing.comparable} or {one.name: one for one in timed[:1]}
-    base = next(fair[name] for name in (*_BASELINES, *fair) if name in fair)
-    rates = [(timing, timing.images_per_second) for timing in timings]
-    found = (replace(one, ratio=rate and rate / (base.images_per_second or rate)) for one, rate in rates)
-    return replace(empty, strategies=tuple(found), baseline=base.name)
+def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:
+    """How a sample differs from the reference sample of the same image; empty where it does not.
+
+    Samples are ``(image, target)``, images uint8 or float32 in 0 to 1, [3, h, w]. Boxes may differ by 1 pixel, masks
+    must overlap by an IoU of 0.99, pixels may differ by what a JPEG codec changes. A sample stored smaller is compared
+    at its own size.
+
+    Example:
+        >>> target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 8, 8)}
+        >>> grey, white = torch.full((3, 8, 8), 128, dtype=torch.uint8), torch.ones(3, 8, 8)
+        >>> describe_difference((white, target), (grey, target))
+        'pixels differ by 127.0 of 255 on average, 127 at most'
+    """
+    (image, target), (wanted_image, wanted) = sample, reference
+    size, full = tuple(image.shape[-2:]), tuple(wanted_image.shape[-2:])
+    mean, peak = _KEPT_LEVELS if size == full else _SHRUNK_LEVELS
+    each = 1 + math.isqrt(math.prod(size) // _ALL_PIXELS) if size == full else 1
+    parts = image[:, ::each, ::each], wanted_image[:, ::each, ::each]
+    pixels, wanted_pixels = (part.cpu().float() * (255 if part.is_floating_point() else 1) for part in parts)
+    if size != full:
+        wanted_pixels = functional.interpolate(wanted_pixels[None], size=size, mode="bilinear", antialias=True)[0]
+    difference = (pixels - wanted_pixels).abs().numpy()
+    if difference.mean() > mean or np.percentile(difference, 99.9) > peak:
+        return f"pixels differ by {difference.mean():.1f} of 255 on average, {difference.max():.0f} at most"
+    if target["labels"].tolist() != wanted["labels"].tolist():
+        return f"labels are {target['labels'].tolist()}, not {wanted['labels'].tolist()}"
+    scale = torch.tensor([size[1] / full[1], size[0] / full[0]] * 2)
+    boxes = target["boxes"].cpu() - wanted["boxes"] * scale
+    if boxes.numel() and float(boxes.abs().max()) > 1:
+        return f"a box differs by {float(boxes.abs().max()):.1f} pixels"
+    rows, columns = map(nearest_indices, full, size)  # as torchvision's own transform shrinks masks
+    masks = target["masks"][:, ::each, ::each].cpu() > 0
+    wanted_masks = wanted["masks"][:, rows[::each]][..., columns[::each]] > 0
+    union = (masks | wanted_masks).sum((1, 2))
+    ious = ((masks & wanted_masks).sum((1, 2)) / union)[union > 0].tolist()
+    if min(ious, default=1) < 0.99:
+        return f"a mask overlaps the reference by an IoU of {min(ious):.2f}"
+    return ""
+
+
+def _find_difference(batches: Iterable[Any], reference: CocoFolder) -> str:
+    """How an epoch differs from the reference: every image once, and the first ones equal; empty where it does not."""
+    rows = {int(image_id): row for row, image_id in enumerate(reference.image_ids)}
+    samples = (sample for images, targets in batches for sample in zip(images, targets, strict=True))
+    for number, (image, target) in enumerate(samples):
+        image_id = int(target["image_id"])
+        row = rows.pop(image_id, None)
+        if row is None:
+            return f"image {image_id} is unknown, or came twice"
+        if number < _CHECKED_IMAGES and (difference := describe_difference((image, target), reference[row])):
+            return f"image {image_id}: {difference}"
+    return f"{len(rows)} images did not come, such as {min(rows)}" if rows else ""

@@ -1,17 +1,22 @@
-"""The strategies: each reads one kind of prepared data, by a dataset and a prefetcher or by `make_loader`."""
+"""The strategies: each reads one kind of prepared data, by a dataset and a prefetcher or by `make_loader`.
+
+First the data, the same images as loose files, saved tensors, arrays or shards; then what loads them; then the table.
+"""
 
 from __future__ import annotations
 
 import io
+import math
 import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,19 +25,25 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.comparison.prepared import PreparedData
-from colab_utils.drive import DriveProfile, read_file
+from colab_utils.data.coco import read_coco, write_subset
+from colab_utils.drive import DriveProfile, is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import BatchSampler, Loader, make_loader
-from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork
+from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork, require_space, show_progress
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.write import write_shards
 
 __all__ = [
-    "COURSE_STRATEGIES", "STRATEGIES", "PillowFolder", "Setting", "Strategy", "choose_strategies", "deliver",
+    "COURSE_STRATEGIES", "STRATEGIES", "PillowFolder", "PreparedData", "PreparedFiles", "Setting", "Strategy",
+    "choose_strategies", "deliver",
 ]  # fmt: skip
 
+_CURE = "or compare fewer images"  # where the disk is full
+_STREAMS = 4  # files read at the same time: as many as `copy_shards` reads
+_SHARD_BYTES = 128e6  # of the shards of a large dataset, as `write_shards` makes them
 _THREADS = 8  # that read into memory
 _MEMORY_SHARE = 0.5  # of the free memory, for all samples
 _CACHE_SHARE = 0.25  # of the free memory, for the tuned pipeline
@@ -40,7 +51,170 @@ _QUEUED = 4  # batches that a producer loads ahead
 _MOST_AHEAD = 16  # batches that the tuned pipeline loads ahead, at most
 
 _Sample = tuple[Tensor, dict[str, Any]]  # image uint8 [3, H, W] and torchvision's target
-_Prefetcher = Callable[..., Any]  # of a dataset and its ``batch_sampler``: an epoch of lists of samples at each pass
+
+
+@dataclass(frozen=True)
+class PreparedFiles:
+    """One kind of prepared data: its files and what they cost."""
+
+    folder: Path
+    """Where it lies."""
+    files: tuple[Path, ...]
+    """The files that a strategy reads, and no other file of the folder."""
+    once_s: float = 0.0
+    """Seconds to make it, once."""
+    session_s: float = 0.0
+    """Seconds to copy it to the empty disk of a new machine, in each session."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(path.stat().st_size for path in self.files)
+
+
+class PreparedData:
+    """The first ``count`` usable images of a dataset as files of several kinds, each made when it is first needed.
+
+    Attributes:
+        images: the image folder; it stands for Drive.
+        annotations: COCO JSON of the compared images.
+        reference: their samples, as torchvision's references give them.
+        total: images of the dataset.
+        fingerprint: of the dataset's annotations.
+        bad: why images were left out.
+
+    Args:
+        images: the image folder.
+        annotations: COCO instance JSON.
+        folder: where data is prepared.
+        profile: the speed of Drive, for the seconds of a copy; all is read at full speed.
+        count: images at most.
+
+    Raises:
+        ColabUtilsError: no image folder, no annotations, or no usable image.
+    """
+
+    def __init__(
+        self, images: str | Path, annotations: str | Path, folder: str | Path, *, count: int,
+        profile: DriveProfile | None,
+    ) -> None:  # fmt: skip
+        self.images, self.folder, self.profile = Path(images), Path(folder), profile
+        coco = read_coco(annotations)
+        self.total, self.fingerprint = len(coco), coco.fingerprint
+        self.drive = self.folder / "drive"
+        self.ssd = Path(tempfile.gettempdir(), "colab_utils-ssd") if is_on_drive(folder) else self.folder / "ssd"
+        rows = range(min(len(coco), count))
+        dataset = CocoFolder(images, write_subset(coco, rows, self.folder / "all.json"))
+        errors = _run_in_threads("decoding the images", partial(_explain_bad, dataset), rows)
+        self.bad = [error for error in errors if error]
+        usable = [row for row, error in enumerate(errors) if not error]
+        if not usable:
+            why = f"The first: {self.bad[0]}" if self.bad else f"{annotations} names none: name an instances file."
+            raise ColabUtilsError(f"expected usable images in {images}, found none. {why}")
+        self.annotations = write_subset(coco, usable, self.folder / "annotations.json")
+        self.reference = CocoFolder(images, self.annotations)
+        self.name = f"{coco.fingerprint[:8]}-{len(usable)}"
+        self._made: dict[str, PreparedFiles] = {}
+        self.ssd.mkdir(parents=True, exist_ok=True)
+
+    def __len__(self) -> int:
+        return len(self.reference)
+
+    def get(self, kind: str) -> PreparedFiles:
+        """One kind by its name: ``files``, ``tensors``, ``arrays`` or ``shards``, then ``_on_drive`` or ``_on_ssd``.
+
+        Raises:
+            ColabUtilsError: it cannot be made, or needs more disk than is free.
+        """
+        if kind not in self._made:
+            name, _, disk = kind.partition("_on_")
+            if disk == "ssd":
+                self._made[kind] = self._copy(name, self.get(f"{name}_on_drive"))
+            elif name == "files":
+                self._made[kind] = PreparedFiles(self.images, tuple(map(self.reference.find_path, range(len(self)))))
+            else:
+                self._made[kind] = self._make(name)
+        return self._made[kind]
+
+    def _make(self, name: str) -> PreparedFiles:
+        """Write one kind to Drive in each comparison, and time that."""
+        target = self.drive / f"{name}-{self.name}"
+        source = self.get("files_on_ssd" if name == "shards" else "shards_on_ssd")
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        began_s = perf_counter()
+        if name == "shards":
+            shard_mb = max(0.01, min(4.0, source.bytes / 8e6))  # 8 shards or more
+            write_shards(source.folder, self.annotations, shards=target, shard_mb=shard_mb)
+        else:
+            dataset = ShardDataset(source.folder)
+            image, found = dataset[0]
+            require_space(target, len(dataset) * (image.nbytes + found["masks"].nbytes), _CURE)
+            (_write_tensors if name == "tensors" else _write_arrays)(dataset, target)
+        once_s = source.once_s + source.session_s + perf_counter() - began_s
+        files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
+        return PreparedFiles(target, files, once_s)
+
+    def _copy(self, name: str, made: PreparedFiles) -> PreparedFiles:
+        """Copy one kind from Drive to the local disk in each comparison: at full speed, and time it at Drive's."""
+        target = self.ssd / f"{name}-{self.name}"
+        copies = tuple(target / path.relative_to(made.folder) for path in made.files)
+        began_s, opened = perf_counter(), float(len(made.files))
+        if name == "shards":
+            shutil.rmtree(target, ignore_errors=True)
+            copy_shards(made.folder, target)
+            opened = 2 * made.bytes / _SHARD_BYTES
+        else:
+            require_space(target, made.bytes, _CURE)
+            _run_in_threads("copying", _copy_file, list(zip(made.files, copies, strict=True)))
+        seconds = perf_counter() - began_s
+        if self.profile is not None:
+            seconds += opened * self.profile.open_s / _STREAMS + made.bytes / self.profile.bytes_per_s
+        return replace(made, folder=target, files=copies, session_s=seconds)
+
+
+def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    """What a call gives for each item, in order, by as many threads as `copy_shards` reads with."""
+    with show_progress(label, total=len(items), unit="file") as bar, ThreadPoolExecutor(_STREAMS) as pool:
+        found = []
+        for one in pool.map(call, items):
+            found.append(one)
+            bar.update(1)
+    return found
+
+
+def _explain_bad(dataset: CocoFolder, row: int) -> str:
+    """Why an image cannot be used; empty where it can."""
+    try:
+        dataset[row]
+    except ColabUtilsError as error:
+        return str(error)
+    return ""
+
+
+def _copy_file(paths: tuple[Path, Path]) -> None:
+    source, copy = paths
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_bytes(read_file(source))
+
+
+def _write_tensors(dataset: ShardDataset, target: Path) -> None:
+    """One ``.pt`` an image: the sample that goes to the model, as uint8."""
+    for row in range(len(dataset)):
+        image, found = dataset[row]
+        torch.save((image.contiguous(), found), target / f"{row:07d}.pt")
+
+
+def _write_arrays(dataset: ShardDataset, target: Path) -> None:
+    """One file of the planes of each image, its colours and its masks; the rest of the targets in a ``.pt``."""
+    places = []
+    with open(target / "planes.bin", "wb") as file:
+        for row in range(len(dataset)):
+            image, found = dataset[row]
+            planes = torch.cat([image, found.pop("masks")]).numpy()
+            places.append((file.tell(), planes.shape, found))
+            file.write(planes.tobytes())
+    torch.save(places, target / "places.pt")
 
 
 @dataclass(frozen=True)
@@ -75,8 +249,8 @@ class Strategy:
     reads: str
     """The kind of prepared data that it reads (see `PreparedData.get`)."""
     open: Callable[[Setting], Any]
-    """Gives an iterable of batches that `deliver` takes, such as ``(images, targets)`` on the device; each pass is an
-    epoch, and its ``close()`` ends what it started."""
+    """Gives an iterable of ``(images, targets)``, images uint8 or float32 in 0 to 1, or of packed batches; each pass is
+    an epoch, and its ``close()`` ends what it started."""
     keeps: bool = False
     """Whether it keeps the samples that it read: then only later epochs show its speed."""
     title: str = ""
@@ -92,61 +266,56 @@ class PillowFolder(CocoFolder):
         return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(2, 0, 1)
 
 
-class SavedTensors(Dataset[_Sample]):
-    """One ``.pt`` file an image."""
+class Items(Dataset[_Sample]):
+    """A dataset of what ``load`` makes of each item."""
 
-    def __init__(self, files: tuple[Path, ...], profile: DriveProfile | None) -> None:
-        self._files, self._profile = files, profile
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> _Sample:
-        sample: _Sample = torch.load(io.BytesIO(read_file(self._files[index], self._profile)), weights_only=True)
-        return sample
-
-
-class MappedArrays(Dataset[_Sample]):
-    """One file of all pixels and all bits of the masks, mapped into memory."""
-
-    def __init__(self, folder: Path) -> None:
-        self._data = np.memmap(folder / "samples.bin", np.uint8, "r")
-        self._targets = torch.load(folder / "targets.pt", weights_only=True)
+    def __init__(self, items: Sequence[Any], load: Callable[[Any], _Sample]) -> None:
+        self._items, self._load = items, load
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._items)
 
     def __getitem__(self, index: int) -> _Sample:
-        start, end, shape, target = self._targets[index]
-        size = shape[1] * shape[2]
-        pixels, bits = np.split(self._data[start:end], [3 * size])
-        masks = np.unpackbits(bits, count=shape[0] * size).reshape(shape)
-        image = torch.from_numpy(pixels.reshape(3, *shape[1:]).copy())
-        return image, {**target, "masks": torch.from_numpy(masks)}
+        return self._load(self._items[index])
+
+
+def _load_tensors(file: Path, profile: DriveProfile | None) -> _Sample:
+    return torch.load(io.BytesIO(read_file(file, profile)), weights_only=True)
+
+
+def _cut_planes(place: tuple[int, tuple[int, ...], dict[str, Any]], mapped: np.memmap) -> _Sample:
+    """A sample of a file of planes that is mapped into memory: three colours of an image, and then its masks."""
+    start, shape, target = place
+    planes = torch.from_numpy(mapped[start : start + math.prod(shape)].reshape(shape).copy())
+    return planes[:3], {**target, "masks": planes[3:]}
 
 
 def _count_bytes(sample: _Sample) -> int:
     return sample[0].nbytes + sum(part.nbytes for part in sample[1].values() if isinstance(part, Tensor))
 
 
-class Samples(list[_Sample]):
-    """A batch as the workers hand it over."""
+def _collate(samples: Iterable[_Sample]) -> tuple[Any, ...]:
+    """``(images, targets)``, as torchvision's references give them."""
+    return tuple(zip(*samples, strict=True))
 
 
 class EpochLoader:
-    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`."""
+    """Epochs of a dataset through a prefetcher, shuffled; a batch holds images of like shape, as in `make_loader`.
 
-    def __init__(self, setting: Setting, dataset: Any, prefetch: _Prefetcher) -> None:
+    A prefetcher, such as torch's ``DataLoader``, gives an epoch of ``(images, targets)`` at each pass.
+    """
+
+    def __init__(self, setting: Setting, dataset: Any, prefetcher: Callable[..., Any], **options: Any) -> None:
         sizes = setting.prepared.reference.sizes
         self._order = BatchSampler(len(dataset), setting.batch_size, 0, sizes=sizes)
         with quiet_fork():
-            self._batches = prefetch(dataset, batch_sampler=self._order)
+            self._batches = prefetcher(dataset, batch_sampler=self._order, **options)
         self.workers = getattr(self._batches, "num_workers", 0)
 
-    def __iter__(self) -> Iterator[Samples]:
+    def __iter__(self) -> Iterator[Any]:
         with quiet_fork():
             batches = iter(self._batches)
-        yield from map(Samples, batches)
+        yield from batches
         self._order.epoch += 1
 
     def close(self) -> None:
@@ -156,14 +325,12 @@ class EpochLoader:
 
 
 def deliver(batch: Any, device: str) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """A batch of samples, or a packed batch, as torchvision models take it: images float32 in 0 to 1, on the device."""
+    """A batch, packed or not, as torchvision models take it: images float32 in 0 to 1, on the device, and targets."""
     if isinstance(batch, PackedBatch):
         return batch.to_images(device), batch.to_targets(device)
-    if isinstance(batch, tuple):
-        return batch
-    images, targets = zip(*batch, strict=True)
+    images, targets = batch
     return (
-        [image.to(device).float().div_(255) for image in images],
+        [image.to(device) if image.is_floating_point() else image.to(device).div(255) for image in images],
         [{key: part.to(device) if isinstance(part, Tensor) else part for key, part in t.items()} for t in targets],
     )
 
@@ -180,11 +347,11 @@ class ThreadLoading:
         self._load, self._order = lru_cache(cached)(dataset.__getitem__), batch_sampler
         self._pool, self._ahead, self._most = ThreadPoolExecutor(threads), ahead, most
 
-    def __iter__(self) -> Iterator[list[_Sample]]:
-        todo, pending = iter(self._order), deque[Future[list[_Sample]]]()
+    def __iter__(self) -> Iterator[Any]:
+        todo, pending = iter(self._order), deque[Future[Any]]()
         while True:
             while len(pending) < self._ahead and (indices := next(todo, None)) is not None:
-                pending.append(self._pool.submit(lambda batch: [*map(self._load, batch)], indices))
+                pending.append(self._pool.submit(lambda batch: _collate(map(self._load, batch)), indices))
             if not pending:
                 return
             if not pending[0].done():
@@ -204,13 +371,37 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
     if name == "files":
         return PillowFolder(made.folder, setting.prepared.annotations, profile=profile)
     if name == "tensors":
-        return SavedTensors(made.files, profile)
-    return MappedArrays(made.folder) if name == "arrays" else ShardDataset(made.folder, profile=profile)
+        return Items(made.files, partial(_load_tensors, profile=profile))
+    if name == "arrays":
+        places = torch.load(made.folder / "places.pt", weights_only=True)
+        return Items(places, partial(_cut_planes, mapped=np.memmap(made.folder / "planes.bin", np.uint8, "r")))
+    return ShardDataset(made.folder, profile=profile)
 
 
-def _open_in_memory(setting: Setting) -> EpochLoader:
+def _by_workers(setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2) -> EpochLoader:
+    """Torch's ``DataLoader``, whose workers last from epoch to epoch; with 0 workers the training loop loads."""
+    workers = setting.workers if workers is None else workers
+    lasting = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
+    options = {"num_workers": workers, "collate_fn": _collate, **lasting}
+    return EpochLoader(setting, _open_dataset(setting, kind), DataLoader, **options)
+
+
+def _by_thread(setting: Setting, kind: str) -> EpochLoader:
+    return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, threads=1, ahead=_QUEUED, most=_QUEUED)
+
+
+def _tuned(setting: Setting, kind: str) -> EpochLoader:
+    """Threads load ahead, and what they loaded last stays in a part of the memory."""
+    prepared = setting.prepared
+    share = len(prepared) / prepared.total  # of the dataset, and so of the memory
+    cached = int(_CACHE_SHARE * share * find_free_memory() / _count_bytes(prepared.reference[0]))
+    tuned = {"threads": _THREADS, "ahead": 1, "most": _MOST_AHEAD, "cached": cached}
+    return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, **tuned)
+
+
+def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     """Read every sample; refused where those of the complete dataset would take more than half of the free memory."""
-    dataset, total = _open_dataset(setting, "files_on_drive"), setting.prepared.total
+    dataset, total = _open_dataset(setting, kind), setting.prepared.total
     few = [dataset[index] for index in range(min(4, len(dataset)))]
     needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
     if needed > _MEMORY_SHARE * free:
@@ -220,86 +411,54 @@ def _open_in_memory(setting: Setting) -> EpochLoader:
         )
     with ThreadPoolExecutor(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
-    return EpochLoader(setting, samples, _by_workers(0)(setting))
+    return EpochLoader(setting, samples, DataLoader, collate_fn=_collate)
 
 
-def _open_packed(setting: Setting, dataset: ShardDataset | None = None) -> Loader:
-    dataset = _open_dataset(setting, "shards_on_ssd") if dataset is None else dataset
+def _packed(setting: Setting, kind: str, dataset: ShardDataset | None = None) -> Loader:
+    dataset = _open_dataset(setting, kind) if dataset is None else dataset
     return make_loader(dataset, batch_size=setting.batch_size, workers=setting.workers, deliver="packed")
 
 
-class _ArrivingLoader:
+class ArrivingLoader:
     """`make_loader` over shards that are copied while it loads, to a folder that is empty at the start."""
 
-    def __init__(self, setting: Setting) -> None:
-        shards, ssd = setting.prepared.get("shards_on_drive").folder, setting.prepared.ssd
-        ssd.mkdir(parents=True, exist_ok=True)
+    def __init__(self, setting: Setting, kind: str) -> None:
+        shards = setting.prepared.get(kind).folder
         with ExitStack() as opened:
-            folder = tempfile.mkdtemp(dir=ssd)
-            opened.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = opened.enter_context(tempfile.TemporaryDirectory(dir=setting.prepared.ssd))
             dataset = ArrivingShards(shards, Path(folder, "shards"), profile=setting.profile)
             opened.callback(dataset.stop)
-            self._loader = opened.enter_context(closing(_open_packed(setting, dataset)))
+            self._loader = opened.enter_context(closing(_packed(setting, kind, dataset)))
             self.close = opened.pop_all().close
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
 
 
-def _by_workers(count: int | None = None, *, ahead: int = 2) -> Callable[[Setting], _Prefetcher]:
-    """Torch's ``DataLoader``, whose workers last from epoch to epoch; with ``count`` 0 the training loop loads."""
-
-    def prefetch(setting: Setting) -> _Prefetcher:
-        workers = setting.workers if count is None else count
-        options: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": ahead} if workers else {}
-        return partial(DataLoader, num_workers=workers, collate_fn=list, **options)
-
-    return prefetch
-
-
-def _by_thread(setting: Setting) -> _Prefetcher:
-    return partial(ThreadLoading, threads=1, ahead=_QUEUED, most=_QUEUED)
-
-
-def _tune(setting: Setting) -> _Prefetcher:
-    prepared = setting.prepared
-    share = len(prepared) / prepared.total  # of the dataset, and so of the memory
-    cached = int(_CACHE_SHARE * share * find_free_memory() / _count_bytes(prepared.reference[0]))
-    return partial(ThreadLoading, threads=_THREADS, ahead=1, most=_MOST_AHEAD, cached=cached)
-
-
-def _use(name: str, title: str, idea: str, reads: str, prefetch: Callable[[Setting], _Prefetcher]) -> Strategy:
-    """A strategy of a dataset and a prefetcher."""
-
-    def open_epochs(setting: Setting) -> EpochLoader:
-        return EpochLoader(setting, _open_dataset(setting, reads), prefetch(setting))
-
-    return Strategy(name, idea, reads, open_epochs, keeps=prefetch is _tune, title=title)
-
-
-_FILES, _WORKERS = "files_on_drive", _by_workers()
-_USES: tuple[tuple[str, str, str, str, Callable[[Setting], _Prefetcher]], ...] = (
-    ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _by_workers(0)),
+_FILES, _ALONE = "files_on_drive", partial(_by_workers, workers=0)
+_AHEAD = partial(_by_workers, workers=1, ahead=_QUEUED)
+_TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
+    ("sequential", "plain loop", "The training loop loads each image itself.", _FILES, _ALONE),
     ("thread_queue", "thread ahead", "A thread loads 4 batches ahead.", _FILES, _by_thread),
-    ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _by_workers(1, ahead=_QUEUED)),
-    ("dataloader", "{}", "A DataLoader's workers load ahead, as in torchvision's own.", _FILES, _WORKERS),
-    ("saved_tensors", ".pt files on Drive", "Resized, converted once: a .pt an image.", "tensors_on_drive", _WORKERS),
-    ("memory_mapped", "memory map on SSD", "All pixels and masks in one mapped file.", "arrays_on_ssd", _by_workers(0)),
-    ("autotuned", "tuned pipeline", "Cache, shuffle, batch and prefetch, with sizes chosen on the way.", _FILES, _tune),
-    ("dataloader_on_ssd", "loose files on SSD", "The image files are copied first.", "files_on_ssd", _WORKERS),
-    ("shards_on_drive", "shards on Drive", "Workers read single images out of shards.", "shards_on_drive", _WORKERS),
-    ("shards_on_ssd", "shards on SSD", "The shards are copied to the local disk first.", "shards_on_ssd", _WORKERS),
-)  # fmt: skip
-_OURS = (
-    Strategy("in_memory", "Every sample is read from Drive into memory at the start.", "files_on_drive",
-             _open_in_memory, keeps=True, title="all in memory"),
-    Strategy("packed", "From the same shards, make_loader's workers send packed masks through reused buffers.",
-             "shards_on_ssd", _open_packed, title="make_loader"),
-    Strategy("train_while_copying", "make_loader starts with the first shard that is copied (ArrivingShards).",
-             "arriving_shards_on_drive", _ArrivingLoader, title="make_loader while copying"),
+    ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _AHEAD),
+    ("dataloader", "{}", "A DataLoader's workers load ahead, as in torchvision's own.", _FILES, _by_workers),
+    ("saved_tensors", ".pt files on Drive", "Converted once: one .pt an image.", "tensors_on_drive", _by_workers),
+    ("memory_mapped", "memory map on SSD", "All pixels and masks in one mapped file.", "arrays_on_ssd", _ALONE),
+    ("autotuned", "tuned pipeline", "Cache, shuffle, batch, prefetch: sizes chosen on the way.", _FILES, _tuned),
+    ("dataloader_on_ssd", "loose files on SSD", "The image files are copied first.", "files_on_ssd", _by_workers),
+    ("shards_on_drive", "shards on Drive", "Workers read single images out of shards.", "shards_on_drive", _by_workers),
+    ("shards_on_ssd", "shards on SSD", "The shards are copied to the local disk first.", "shards_on_ssd", _by_workers),
+    ("in_memory", "all in memory", "Every sample is read from Drive into memory at the start.", _FILES, _in_memory),
+    ("packed", "make_loader", "From the same shards, make_loader's workers send packed masks through reused buffers.",
+     "shards_on_ssd", _packed),
+    ("train_while_copying", "make_loader while copying", "make_loader starts with the first shard that is copied.",
+     "shards_on_drive", ArrivingLoader),
 )  # fmt: skip
 
-STRATEGIES = {strategy.name: strategy for strategy in (*(_use(*row) for row in _USES), *_OURS)}
+STRATEGIES = {
+    name: Strategy(name, idea, kind, partial(load, kind=kind), keeps=load in (_tuned, _in_memory), title=title)
+    for name, title, idea, kind, load in _TABLE
+}
 """What people are told to use, and ours, by name; `compare` times them all where nothing is named."""
 
 COURSE_STRATEGIES = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")

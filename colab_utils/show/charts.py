@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from colab_utils.data.checks import DatasetStatistics
-from colab_utils.errors import ColabUtilsError
+from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.show.pictures import PALETTE, make_figure
 
-__all__ = ["format_figure", "label_axes", "plot_bars", "plot_first_seconds", "plot_statistics"]
+if TYPE_CHECKING:
+    from colab_utils.comparison.compare import Comparison
 
+__all__ = [
+    "COCO_IMAGES", "describe_gain", "plot_bars", "plot_cold_start", "plot_comparison", "plot_epochs",
+    "plot_first_seconds", "plot_receipts", "plot_statistics", "read_receipts", "summarise_receipt",
+]  # fmt: skip
+
+COCO_IMAGES = 118_287  # to which hours are scaled
 _CLASSES = 20  # that a chart has room for
-_BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#B8B8B8", "#1a1a1a"
+_BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#949494", "#1a1a1a"
+_COURSE = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")  # as COURSE_STRATEGIES
+_SESSION_EPOCHS, _SESSIONS = 3, 3  # epochs before Colab takes the machine, and its disk, away
+_TIE = 0.95  # closer than this, the order of two bars means nothing
+_TIMES = "times as fast"
+_Content = Mapping[str, Any]  # what a receipt's ``comparison.json`` holds, or one of its rows
 
 
 def plot_first_seconds(
@@ -44,10 +62,9 @@ def plot_first_seconds(
     if not steps:
         raise ColabUtilsError("expected steps to draw, found none: train for longer")
     shown_s = seconds or min(spans[-1][1] for spans in steps.values())
-    ends_s, waits = {name: min(shown_s, spans[-1][1]) for name, spans in steps.items()}, {}
-    for name, spans in steps.items():
-        worked_s = sum(max(0.0, min(end_s, shown_s) - begin_s) for begin_s, end_s in spans)
-        waits[name] = f"{max(0.0, 1 - worked_s / ends_s[name]):.0%}"
+    ends_s = {name: min(shown_s, spans[-1][1]) for name, spans in steps.items()}
+    worked_s = {name: np.diff(np.minimum(spans, shown_s)).sum() for name, spans in steps.items()}
+    waits = {name: f"{max(0.0, 1 - worked_s[name] / ends_s[name]):.0%}" for name in steps}
     first, last = next(iter(waits)), next(reversed(waits))
     against = f"({first}) → {waits[last]} ({last})" if len(waits) > 1 else "of the time"
     title = title or f"The step waits {waits[first]} {against}"
@@ -104,7 +121,7 @@ def plot_bars(
             axis.barh(row, value, height=0.62, color=colour)
         if high > low:
             axis.plot([low, high], [row, row], color=_INK, linewidth=1.5, marker="|", markersize=9)
-        text = f"{format_figure(value)}  {notes.get(name, '')}".rstrip()
+        text = f"{_format_figure(value)}  {notes.get(name, '')}".rstrip()
         inside = low * letters > longest * (len(text) + 5) and not log
         ink = "white" if inside and name in lit else _INK
         _write(axis, text, low if inside else high, row, inside=inside, color=ink)
@@ -112,12 +129,12 @@ def plot_bars(
         value, name = limit
         axis.axvline(value, color=_RED, linestyle="--", linewidth=2, zorder=0)
         axis.text(
-            value, 1.02, f"{name}: {format_figure(value)}", fontsize=14, color=_RED, parse_math=False, ha="center",
+            value, 1.02, f"{name}: {_format_figure(value)}", fontsize=14, color=_RED, parse_math=False, ha="center",
             va="bottom", transform=axis.get_xaxis_transform(),
         )  # fmt: skip
     if log:
         axis.set_xscale("log")
-        axis.xaxis.set_major_formatter(lambda value, _: format_figure(value))
+        axis.xaxis.set_major_formatter(lambda value, _: _format_figure(value))
     else:
         axis.set_xlim(0, 1.02 * (longest or 1))
     return figure
@@ -141,18 +158,215 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
     size = max(statistics.sizes, key=lambda name: statistics.sizes[name]).partition(",")[0]
     title = f"{statistics.objects:,} objects of {len(statistics.classes)} classes, {share:.0%} of them {size}"
     figure = make_figure(title, width=12, height=7.2)
-    grid = figure.add_gridspec(3, 2)
-    for place, (name, values) in zip((grid[:, 0], *(grid[row, 1] for row in range(3))), panels.items(), strict=True):
-        axis = figure.add_subplot(place)
+    axes = figure.subplot_mosaic("AB;AC;AD").values()
+    for axis, (name, values) in zip(axes, panels.items(), strict=True):
+        _lay_rows(axis, [textwrap.shorten(one, 28) for one in values], fontsize=12)
         bars = axis.barh(range(len(values)), [*values.values()], color=_BLUE)
-        axis.bar_label(bars, [f"{value:,}" for value in values.values()], padding=4, fontsize=12)
-        axis.set_yticks(
-            range(len(values)), [textwrap.shorten(one, 28) for one in values], fontsize=12, parse_math=False
-        )
+        axis.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=12)
         axis.set_title(name, loc="left", fontsize=14)
-        axis.set(xticks=[], xlim=(0, 1.2 * max([1, *values.values()])), ylim=(len(values) - 0.4, -0.6))
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.set(xticks=[], xlim=(0, 1.2 * max([1, *values.values()])))
+        axis.spines["bottom"].set_visible(False)
     return figure
+
+
+def plot_comparison(comparison: Comparison | _Content) -> Figure:
+    """Images per second of every strategy, how long its step waits, and the speed of the step itself as a line.
+
+    The five strategies of the course are named as its steps. What is not timed yet has no bar.
+
+    Args:
+        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    content = _read(comparison)
+    timed = content["timed"].values()
+    limit = max(row["images_per_second"] / max(1 - row["wait_share"], 1e-3) for row in timed)
+    notes, spread = dict[str, str](), dict[str, tuple[float, float]]()
+    for row in timed:
+        notes[row["label"]] = f"waits {row['wait_share']:.0%}" + ("" if row["comparable"] else ", NOT the same data")
+        spread[row["label"]] = min(row["repeats_images_per_second"]), max(row["repeats_images_per_second"])
+    figure = plot_bars(
+        {row["label"]: row["images_per_second"] or 0.0 for row in content["rows"].values()},
+        title=describe_gain(content), unit=f"images/s, step {content['step']}, batches of {content['batch_size']}",
+        notes=notes, spread=spread, highlight=[_find_gain(content)[1]["label"]], limit=(limit, "the step alone"),
+    )  # fmt: skip
+    for row, text in zip(content["strategies"], figure.axes[0].texts, strict=False):
+        if row["name"] not in content["timed"]:
+            text.set_text("not timed" if row["note"] else "…")
+    return figure
+
+
+def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
+    """`plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of them ran.
+
+    Of more than five strategies, those of the course are drawn.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    timed = _read(comparison)["timed"]
+    course = [name for name in timed if name in _COURSE] if len(timed) > len(_COURSE) else []
+    drawn = [timed[name] for name in course or timed]
+    all_s = min(row["timeline"][-1][1] for row in drawn)
+    shown_s = seconds or all_s // 1 or all_s
+    done = [f"{sum(ended <= shown_s for _, ended in row['timeline'])} with {row['title']}" for row in drawn]
+    title = f"Batches in the first {_format_figure(shown_s)} seconds: {', '.join(dict.fromkeys((done[0], done[-1])))}"
+    return plot_first_seconds({row["label"]: row["timeline"] for row in drawn}, seconds=shown_s, title=title)
+
+
+def plot_epochs(comparison: Comparison | _Content) -> Figure:
+    """Hours since the beginning over the epochs of a dataset as large as COCO, in sessions of three epochs.
+
+    What was measured is scaled to COCO's images. Converting counts once, copying in each session. Drawn are the
+    first way, the workers, and `make_loader`, or the way that ends first where it was not timed.
+
+    Args:
+        comparison: from `compare`, or what a receipt's ``comparison.json`` holds.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    rows = _read(comparison)["fair"]
+    lines, first = {name: _add_up(row, _SESSIONS) for name, row in rows.items()}, next(iter(rows))
+    total = {name: float(hours[-1]) for name, (_, hours) in lines.items()}
+    best = "packed" if "packed" in total else min(total, key=lambda name: total[name])
+    drawn = [name for name in dict.fromkeys((first, "dataloader", best)) if name in total]
+    rival = min((name for name in drawn if name != best), key=lambda name: total[name], default=best)
+    epochs = _SESSION_EPOCHS * _SESSIONS
+    spent = {name: f"{_format_figure(hours)} hours" for name, hours in total.items()}
+    title = f"{epochs} epochs of {COCO_IMAGES:,} images: {spent[best]}, {spent[rival]} with {rows[rival]['title']}"
+    if (paid := _find_pay_back(rows[best], rows[rival])) is not None:
+        title = f"Paid back {'in the first epoch' if paid <= 1 else f'after {paid:.1f} epochs'}. {title}"
+    figure = make_figure(title, width=12, height=5.5)
+    axis, label_at = figure.add_subplot(), 0.0
+    for name in sorted(drawn, key=lambda name: total[name]):
+        colour = _BLUE if name == best else _GREY if name == first else _ORANGE
+        axis.plot(*lines[name], color=colour, linewidth=4)
+        label_at = max(total[name], label_at + 0.08 * max(total[name] for name in drawn))  # names do not overlap
+        text = f" {rows[name]['label']}: {spent[name]}"
+        axis.text(epochs, label_at, text, fontsize=15, va="center", color=_INK, parse_math=False)
+    for session in range(1, _SESSIONS):
+        axis.axvline(session * _SESSION_EPOCHS, color=_GREY, linewidth=1, linestyle=":")
+    axis.set(xlim=(0, epochs), ylim=(0, None), xticks=range(epochs + 1))
+    axis.set_xlabel("epochs; at a dotted line a new session copies again", fontsize=14)
+    axis.set_ylabel("hours", fontsize=14)
+    axis.tick_params(labelsize=12)
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def plot_receipts(receipts: Sequence[str | Path]) -> Figure:
+    """How many times as fast each machine trains, and how long its step waits before and after; the fastest first.
+
+    Args:
+        receipts: ``comparison.json`` files of many machines.
+
+    Raises:
+        ColabUtilsError: no file, or one that is no receipt.
+    """
+    found = sorted(read_receipts(receipts), key=lambda line: -line[_TIMES])
+    lines = {f"{number}. {line['receipt']}: {line['machine']}": line for number, line in enumerate(found, start=1)}
+    before, after, times = (median(line[key] for line in found) for key in ("waits before", "waits after", _TIMES))
+    title = f"{len(found)} receipts: the step waits {before:.0%} → {after:.0%} of the time"
+    return plot_bars(
+        {name: line[_TIMES] for name, line in lines.items()},
+        title=f"{title}, and trains {_format_figure(times)} times as fast (medians)",
+        unit="times as many images/s as before",
+        notes={name: f"waits {line['waits before']:.0%} → {line['waits after']:.0%}" for name, line in lines.items()},
+        highlight=[*lines],
+    )
+
+
+def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """`summarise_receipt` of each ``comparison.json``; a receipt has the name of its file, or of its folder.
+
+    Raises:
+        ColabUtilsError: no file, or one that is no receipt.
+    """
+    found, place = list[dict[str, Any]](), Path()
+    try:
+        for place in [Path(one).absolute() for one in receipts or ("no file",)]:
+            name = place.parent.name if place.stem == "comparison" else place.stem
+            found.append({"receipt": name, **summarise_receipt(json.loads(place.read_text(encoding="utf-8")))})
+        return found
+    except (ColabUtilsError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ColabUtilsError(
+            f"expected receipts (comparison.json), found {place} ({describe_error(error)}). Name what compare wrote."
+        ) from None
+
+
+def summarise_receipt(comparison: Comparison | _Content) -> dict[str, Any]:
+    """A line for the class sheet: the machine, and the first way beside the best way.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    content = _read(comparison)
+    machine, (before, after) = content["machine"], _find_gain(content)
+    line = {"machine": f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores", "step": content["step"]}
+    line["drive"] = content["drive"].partition(",")[0]
+    for when, row in (("before", before), ("after", after)):
+        line |= {when: row["title"], f"waits {when}": round(row["wait_share"], 3)}
+        line |= {f"images/s {when}": round(row["images_per_second"], 1)}
+    return line | {_TIMES: round(after["images_per_second"] / before["images_per_second"], 1)}
+
+
+def describe_gain(comparison: Comparison | _Content) -> str:
+    """The finding in one sentence: how long the step waits before and after, and how many times as fast it trains.
+
+    Raises:
+        ColabUtilsError: no strategy was timed.
+    """
+    now, best = _find_gain(_read(comparison))
+    waits = f"The step waits {now['wait_share']:.0%}"
+    gain = best["images_per_second"] / now["images_per_second"]
+    if gain < 1.1:
+        return f"{waits} of the time with the {now['title']}" + ("" if now is best else ": no way is 10% faster")
+    times = f"{_format_figure(gain)} times as many images/s as the {now['title']}"
+    return f"{waits} → {best['wait_share']:.0%} of the time, and trains {times}"
+
+
+def _find_gain(content: _Content) -> tuple[_Content, _Content]:
+    """The first way that delivers the same samples, and the best; of those that tie, `make_loader` or the last."""
+    fair = content["fair"]
+    least = _TIE * max(row["images_per_second"] for row in fair.values())
+    best = [name for name, row in fair.items() if row["images_per_second"] >= least]
+    return next(iter(fair.values())), fair["packed" if "packed" in best else best[-1]]
+
+
+def _read(comparison: Comparison | _Content) -> _Content:
+    """The comparison as ``comparison.json`` has it, and its strategies by name, each with a ``label`` for charts.
+
+    ``timed`` are those that were timed; ``fair``, of these, those that deliver the same samples, or else all. In the
+    course each stands on top of the one before.
+    """
+    content = dict(comparison) if isinstance(comparison, Mapping) else asdict(comparison)
+    rows = content["rows"] = {row["name"]: {**row, "label": row["title"]} for row in content["strategies"]}
+    if tuple(rows) == _COURSE:
+        for name in _COURSE[1:]:
+            rows[name]["label"] = f"+ {rows[name]['title']}"
+    timed = content["timed"] = {name: row for name, row in rows.items() if row["images_per_second"]}
+    if not timed:
+        raise ColabUtilsError("expected a strategy that was timed, found none: compare at least one")
+    content["fair"] = {name: row for name, row in timed.items() if row["comparable"]} or timed
+    return content
+
+
+def _add_up(row: _Content, sessions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Epochs done, and the hours since the beginning, at each corner of a strategy's line."""
+    later, ms = _SESSION_EPOCHS - 1, 1000 / row["images_per_second"]
+    session = [(0, row["session_ms_per_image"]), (1, row["cold_ms_per_image"]), (later, later * ms)]
+    epochs, spent_ms = np.cumsum([(0, row["once_ms_per_image"]), *session * sessions], axis=0).T
+    return epochs, spent_ms * COCO_IMAGES / 3.6e6
+
+
+def _find_pay_back(own: _Content, other: _Content) -> float | None:
+    """Epochs after which one strategy stays ahead of the other; None where it does not, or is from the start."""
+    at = np.arange(0, 100 * _SESSION_EPOCHS + 0.005, 0.01)
+    behind = np.flatnonzero(np.interp(at, *_add_up(own, 100)) >= np.interp(at, *_add_up(other, 100)))
+    return float(at[behind[-1] + 1]) if len(behind) > 0 and behind[-1] + 1 < len(at) else None
 
 
 def _write(axis: Axes, text: str, x: float, y: float, *, inside: bool = False, color: str = _INK) -> None:
@@ -164,32 +378,29 @@ def _write(axis: Axes, text: str, x: float, y: float, *, inside: bool = False, c
     )  # fmt: skip
 
 
-def label_axes(axis: Axes, across: str, up: str) -> None:
-    """Name both axes, begin the upright one at 0, and leave out what frames the drawing."""
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel(across, fontsize=14, parse_math=False)
-    axis.set_ylabel(up, fontsize=14)
-    axis.tick_params(labelsize=12)
-    axis.spines[["top", "right"]].set_visible(False)
+def _lay_rows(axis: Axes, names: Collection[str], *, fontsize: float) -> None:
+    """A row for each name, the first on top, without what frames the drawing."""
+    axis.set_yticks(range(len(names)), [*names], fontsize=fontsize, parse_math=False)
+    axis.set_ylim(len(names) - 0.45, -0.55)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _make_rows(title: str, names: Collection[str], *, unit: str, height: float) -> tuple[Figure, Axes]:
-    """A figure with a row for each name, the first on top."""
+    """A figure with a row for each name."""
     figure = make_figure(title, width=12, height=height)
     axis = figure.add_subplot()
-    label_axes(axis, unit, "")
-    axis.spines["left"].set_visible(False)
-    axis.set_yticks(range(len(names)), [*names], fontsize=15, parse_math=False)
-    axis.set_ylim(len(names) - 0.45, -0.55)
-    axis.tick_params(axis="y", length=0)
+    _lay_rows(axis, names, fontsize=15)
+    axis.set_xlabel(unit, fontsize=14, parse_math=False)
+    axis.tick_params(axis="x", labelsize=12)
     return figure, axis
 
 
-def format_figure(value: float) -> str:
+def _format_figure(value: float) -> str:
     """A figure as it is written at a bar's end.
 
     Example:
-        >>> format_figure(1234.5), format_figure(0.1234)
+        >>> _format_figure(1234.5), _format_figure(0.1234)
         ('1,234', '0.12')
     """
     return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}"

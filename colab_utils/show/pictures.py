@@ -8,23 +8,22 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from markupsafe import Markup
+from matplotlib import colors
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
-from PIL import Image, ImageOps
+from PIL import Image
 from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import open_image
-from colab_utils.data.decoding import to_rgb as convert_to_rgb
+from colab_utils.data.decoding import open_image, to_rgb, turn_upright
 from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
@@ -113,15 +112,13 @@ def draw_annotations(
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
     """A small copy of an image, and its annotations at the same scale."""
     height, width = (int(side) if side > 0 else 480 for side in dataset.sizes[i])
-    picture: Image.Image | None = None
+    picture = Image.new("RGB", (width, height), "#dddddd")
     with suppress(Exception):  # whatever is wrong with the file, the page says it in words
-        stored = open_image(read_file(dataset.find_image(images, i)[0]))
-        upright = ImageOps.exif_transpose(stored) if stored.size != (width, height) else stored
-        picture = convert_to_rgb(upright if upright.size == (width, height) else stored)
-        width, height = picture.size
+        picture = to_rgb(open_image(read_file(dataset.find_image(images, i)[0])))
+        picture = turn_upright(picture, height, width)
+    width, height = picture.size
     scale = min(1, 640 / max(width, height))
-    size = max(1, round(width * scale)), max(1, round(height * scale))
-    small = picture.resize(size) if picture else Image.new("RGB", size, "#dddddd")
+    small = picture.resize((max(1, round(width * scale)), max(1, round(height * scale))))
     annotations, encoder, masks = dataset.read_annotations(i)[0], MaskEncoder(height, width), list[Any]()
     annotations = sorted(annotations, key=lambda one: -abs(math.prod(one["bbox"][2:])))[:_DRAWN]
     for one in annotations:
@@ -149,12 +146,13 @@ def make_figure(title: str, *, width: float, height: float) -> Figure:
     return figure
 
 
-def embed_figure(figure: Figure, *, alt: str) -> str:
-    """The figure as an ``<img>`` that holds its own drawing (SVG), with ``alt`` for screen readers."""
-    drawing = io.BytesIO()
+def embed_figure(figure: Figure) -> Markup:
+    """The figure as an ``<img>`` that holds its own drawing (SVG), its title not drawn but for screen readers."""
+    title, drawing = figure.get_suptitle().replace("\n", " "), io.BytesIO()
+    figure.suptitle("")
     figure.savefig(drawing, format="svg", metadata={"Date": None})
     data = base64.b64encode(drawing.getvalue()).decode("ascii")
-    return f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}">'
+    return Markup('<img alt="{}" src="data:image/svg+xml;base64,{}">').format(title, data)
 
 
 def _draw_grid(
@@ -190,7 +188,7 @@ def _draw_objects(axis: Axes, image: Any, objects: Mapping[str, Any], names: Map
         colour = PALETTE[([*names].index(labels[n]) if len(fits) else n) % len(PALETTE)]
         thick = 4 if len(fits) and fits[n] else 1.5 if len(fits) else 2
         inside = masks[n, ::each, ::each].astype(bool)
-        canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.asarray(to_rgb(colour), np.float32)
+        canvas[inside] = 0.6 * canvas[inside] + 0.4 * np.array(colors.to_rgb(colour), np.float32)
         if inside.any():
             (top, bottom), (left, right) = (np.flatnonzero(inside.any(side))[[0, -1]] for side in (1, 0))
             edge = np.pad(inside[top : bottom + 1, left : right + 1], 1).astype(float)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
+from markupsafe import Markup
+
 from colab_utils.errors import ColabUtilsError
+from colab_utils.show import render
 
 __all__ = ["Table", "make_table"]
 
 _NUMBER = r"–|not tried|[-+]?[\d.,]+(e[-+]\d+)?( ?[^\d\s]{1,8})?"  # 7.97e-05, +7%, 4.2 s
-_CELL = "padding:.4em .7em;border-bottom:1px solid #d9d9d9;font-size:15px;"
 
 
 @dataclass(frozen=True)
@@ -24,25 +25,11 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     is_number: tuple[bool, ...]
 
-    def to_html(self) -> str:
+    def to_html(self) -> Markup:
         """The table as one HTML element, every text escaped; it brings its own style."""
+        return render("table", headings=self.headings, rows=self.rows, is_number=self.is_number)
 
-        def write_row(tag: str, texts: Sequence[str], style: str = "") -> str:
-            cells = (
-                f'<{tag} style="{_CELL}{style}text-align:{"right" if number else "left"};'
-                f'min-width:{min(len(text), 24) / 2}em">{escape(text)}</{tag}>'
-                for text, number in zip(texts, self.is_number, strict=True)
-            )
-            return f"<tr>{''.join(cells)}</tr>"
-
-        head = write_row("th", self.headings, "background:#f2f4f7;color:#1a1a1a;position:sticky;top:0;")
-        body = "".join(write_row("td", row) for row in self.rows)
-        style = "border-collapse:collapse;margin:.5em 0;font-variant-numeric:tabular-nums"
-        table = f'<table style="{style}"><thead>{head}</thead><tbody>{body}</tbody></table>'
-        box = "display:inline-block;max-width:100%;max-height:36em;overflow:auto"
-        return f'<div tabindex="0" style="{box}">{table}</div>'
-
-    _repr_html_ = to_html
+    _repr_html_ = __html__ = to_html
 
     def __str__(self) -> str:
         lines = [self.headings, *self.rows]

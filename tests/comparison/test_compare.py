@@ -19,10 +19,8 @@ import torch
 import colab_utils
 from colab_utils.comparison import compare as comparing
 from colab_utils.comparison import strategies as strategies_module
-from colab_utils.comparison.compare import compare
-from colab_utils.comparison.equality import describe_difference, find_difference
-from colab_utils.comparison.prepared import PreparedData
-from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, Setting, Strategy, deliver
+from colab_utils.comparison.compare import compare, describe_difference
+from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, PreparedData, Setting, Strategy, deliver
 from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep
 from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
@@ -65,7 +63,7 @@ def fake(name, change=list, *, keeps=False):
         rows = range(0, len(reference), setting.batch_size)
         samples = [reference[row] for row in range(len(reference))]
         groups = [samples[first : first + setting.batch_size] for first in rows]
-        return Batches(change([deliver(group, "cpu") for group in groups]))
+        return Batches(change([deliver(zip(*group, strict=True), "cpu") for group in groups]))
 
     return Strategy(name, "Made for the test.", "files_on_drive", open_fake, keeps)
 
@@ -85,19 +83,14 @@ def test_every_strategy_gives_the_same_samples(race):
         assert (row.comparable, row.difference, row.note) == (True, "", "")
         assert row.images_per_second > 0
         assert len(row.repeats_images_per_second) == 1
-        assert row.timeline[0][0] == 0
-        assert all(asked <= began < ended for asked, began, ended in row.timeline)
-        assert row.ratio > 0
+        assert all(0 <= began < ended for began, ended in row.timeline)
         assert row.cold_ms_per_image > 0
         assert row.title
-    assert found.baseline == "sequential"
-    assert rows["sequential"].ratio == 1
     assert rows["dataloader"].title == "1 worker"
     # what each needs: files copied, shards made once and copied, arrays larger than files
     assert (rows["sequential"].once_ms_per_image, rows["sequential"].session_ms_per_image) == (0, 0)
     assert rows["dataloader_on_ssd"].session_ms_per_image > 0
     assert rows["packed"].once_ms_per_image > 0 < rows["packed"].session_ms_per_image
-    assert rows["memory_mapped"].ssd_bytes > rows["dataloader_on_ssd"].ssd_bytes
     assert found.step == "emulated 2 ms"
     assert found.dataset["images"] == 12
     text = json.dumps(dataclasses.asdict(found), allow_nan=False)
@@ -197,7 +190,7 @@ def test_shrunk_images_are_compared_at_their_stored_size(prepare, tmp_path):
         loader = STRATEGIES[name].open(Setting(prepared, None, 4, 0, "cpu"))
         batches = [deliver(batch, "cpu") for batch in islice(loader, 3)]
         loader.close()
-        assert find_difference(batches, prepared.reference) == "", name
+        assert comparing._find_difference(batches, prepared.reference) == "", name
         shorter = max(min(image.shape[1:]) for images, _ in batches for image in images)
         assert (shorter == 800) == (name != "dataloader_on_ssd"), name
 
@@ -282,7 +275,6 @@ def test_a_strategy_that_changes_the_data_is_not_comparable(race, change, words)
     assert words in rows["changed"].difference
     assert rows["changed"].images_per_second > 0
     assert "NOT COMPARABLE" in str(found)
-    assert found.baseline == "same"
 
 
 def test_what_the_step_trained_and_the_random_state_are_put_back(race):
@@ -335,7 +327,6 @@ def test_the_comparison_so_far_is_given_after_each_run(race):
     assert timed[-1] == ["sequential", "second"]
     assert [row.name for row in seen[0].strategies] == ["sequential", "second"]  # who is to come is known
     assert seen[0].strategies[1].wait_share is None
-    assert {one.baseline for one in seen} == {"sequential"}
     assert len(rows["second"].repeats_images_per_second) == 2
     assert seen[-1].strategies == found.strategies
 
@@ -369,12 +360,11 @@ def test_a_drive_that_is_lost_in_the_middle_costs_its_rows_only(race, tiny_datas
     samples = []
     other = dataclasses.replace(fake("other"), open=lambda setting: samples[0])
     reference = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
-    samples.append(Batches(deliver([reference[row]], "cpu") for row in range(12)))
-    rows, found = race("sequential", other, images=images, batch_size=1)
+    samples.append(Batches(deliver(zip(reference[row], strict=True), "cpu") for row in range(12)))
+    rows, _ = race("sequential", other, images=images, batch_size=1)
     assert "expected an image folder, found none" in rows["sequential"].note
     assert rows["sequential"].images_per_second is None
     assert rows["other"].images_per_second > 0
-    assert found.baseline == "other"
 
 
 @pytest.fixture
@@ -448,7 +438,7 @@ def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, worker
     """The row of a strategy whose steps take 0.1 s for 4 images, with a first batch that comes ``first_s`` later."""
     batches = compared // 4
     cold = BatchTimes((first_s, *[0.0] * (batches - 1)), (0.1,) * batches, compared, 0.0, 0.0)
-    costs = {"ssd_bytes": 0, "once_s": 0.0, "session_s": 0.0} | files
+    costs = {"once_s": 0.0, "session_s": 0.0} | files
 
     class Prepared:
         images = Path("somewhere")
@@ -472,7 +462,7 @@ def test_a_start_is_no_cost_of_an_image():
     row = summarise(total=118_287, compared=96, opened_s=0.5, first_s=1.0)
     assert row.cold_ms_per_image == pytest.approx(100 / 4)
     assert row.first_batch_s == 1.5
-    assert row.timeline[:2] == ((0.0, 1.5, 1.6), (1.6, 1.6, 1.7))
+    assert row.timeline[:2] == ((1.5, 1.6), (1.6, 1.7))
     row = summarise(total=960, compared=96, once_s=6.0, session_s=3.0)
     assert row.once_ms_per_image == pytest.approx(6000 / 96)
     assert row.session_ms_per_image == pytest.approx(3000 / 96)

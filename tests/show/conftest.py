@@ -41,10 +41,8 @@ def make_timing():
             first_batch_s=1.5,
             cpu_ms_per_image=20.0,
             repeats_images_per_second=(0.95 * rate, rate, 1.02 * rate),
-            ratio=rate / COURSE["sequential"][0],
-            ssd_bytes=8_000_000,
             cold_ms_per_image=1000 / rate,
-            timeline=tuple((n * 4 / rate, (n + waits) * 4 / rate, (n + 1) * 4 / rate) for n in range(int(2 * rate))),
+            timeline=tuple(((n + waits) * 4 / rate, (n + 1) * 4 / rate) for n in range(int(2 * rate))),
             **costs,
         )
         return replace(timing, **settings)
@@ -62,7 +60,7 @@ def make_comparison():
     def make(*timings, **settings):
         comparison = Comparison(
             machine=describe_machine(),
-            dataset={"name": "images", "fingerprint": "abc", "images": 40, "total": 160},
+            dataset={"name": "images", "fingerprint": "abc", "images": 40},
             strategies=timings,
             step="emulated 100 ms",
             drive="bad: 606 ms per file, 65 MB/s. 1.65 images/s, as somebody measured.",
@@ -71,7 +69,6 @@ def make_comparison():
             repeats=3,
             workers=2,
             note="",
-            baseline=timings[0].name,
         )
         return replace(comparison, **settings)
 
@@ -83,8 +80,8 @@ def lose():
     """A row that was never timed."""
 
     def make(timing, note="", difference=""):
-        names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "first_batch_s", "ratio")
-        names += ("cpu_ms_per_image", "ssd_bytes", "once_ms_per_image", "session_ms_per_image", "cold_ms_per_image")
+        names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "first_batch_s")
+        names += ("cpu_ms_per_image", "once_ms_per_image", "session_ms_per_image", "cold_ms_per_image")
         lost = replace(timing, **dict.fromkeys(names), repeats_images_per_second=(), timeline=())
         return replace(lost, note=note, comparable=not difference, difference=difference)
 

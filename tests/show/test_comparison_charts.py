@@ -10,7 +10,7 @@ from matplotlib.text import Text
 
 from colab_utils.comparison.strategies import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
-from colab_utils.show.comparison_charts import (
+from colab_utils.show.charts import (
     describe_gain,
     plot_cold_start,
     plot_comparison,
@@ -70,13 +70,13 @@ def test_other_strategies_are_named_by_what_they_are(make_timing, make_compariso
 
 
 def test_a_null_result_is_said(make_timing, make_comparison):
-    equal = make_timing("shards_on_ssd", images_per_second=1.7, ratio=1.06)
+    equal = make_timing("shards_on_ssd", images_per_second=1.7)
     title = describe_gain(make_comparison(make_timing("sequential"), equal))
     assert title == "The step waits 96% of the time with the plain loop: no way is 10% faster"
 
 
 def test_of_ways_that_tie_make_loader_is_named(make_timing, make_comparison):
-    close = make_timing("train_while_copying", images_per_second=38.5, wait_share=0.03, ratio=24.1)
+    close = make_timing("train_while_copying", images_per_second=38.5, wait_share=0.03)
     comparison = make_comparison(make_timing("sequential"), make_timing("packed"), close)
     assert describe_gain(comparison).startswith("The step waits 96% → 4%")
 
