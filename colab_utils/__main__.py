@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -21,26 +20,19 @@ from colab_utils.runtime import write_file
 __all__ = ["main"]
 
 _JSON_START = b'{\n "command": '
-_REPAIR = "Write a repaired annotations file with --repair OUT.json, or repair the files."
-# where that alone does not help, by the first defect
-_CURES = {
-    "no instances": "Export the masks as polygons or RLE, or draw them.",
-    "many crowds": "Where they are objects, as CVAT's brush masks are: --repair OUT.json --crowds objects.",
-    "missing image": "Name the right image folder, or write an annotations file without them with --repair OUT.json.",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on Ctrl-C."""
     options = vars(_make_parser().parse_args(arguments))  # the rest is passed on to the command's function
-    command, run, target = options.pop("command"), options.pop("run"), options.pop("json")
+    command, function, target = options.pop("command"), options.pop("function"), options.pop("json")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
-            _check_json(target, [options.get("repair"), options.get("report")])
+            _check_json(target, options)
             with redirect_stdout(sys.stderr):  # torch announces a download there; standard output is the result's
-                report = run(**options)
+                report = function(**options)
             return 0 if report is None else _finish(report, command, target)
         except ColabUtilsError as error:
             return _fail(error)
@@ -58,44 +50,34 @@ def _finish(report: Any, command: str, target: str) -> int:
     if "stages" in content:  # the older name stays in the JSON
         content["layers"] = content.pop("stages")
     text = _to_json(content)
-    if target == "-":
-        _print(text)
-    else:
-        if target:
-            write_file(Path(target), text.encode())
-        _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
+    if target not in ("", "-"):
+        write_file(Path(target), text.encode())
+    _print(text if target == "-" else "".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     if getattr(getattr(report, "change", None), "fails", False):
         _fail(ColabUtilsError("expected no slower loop than --fail-below allows, found one. See the last line."))
         return 3
-    bad = getattr(report, "bad", ())
-    if bad:
-        more = f" ({len(bad)} bad shards in all)" if len(bad) > 1 else ""
-        raise ColabUtilsError(
-            f"expected complete shards, found {bad[0].reason}{more}. Copy the named file again from a good folder, "
-            "or delete it and run preprocess again: it makes what is missing."
-        )
-    if getattr(report, "ok", True) is False:
+    if bad := getattr(report, "bad", ()):
+        cure = "Copy the named file again from a good folder, or delete it and run preprocess again."
+        raise ColabUtilsError(f"expected complete shards, found {bad[0].reason}. {cure}")
+    if not getattr(report, "ok", True):
         first = next(problem for problem in report.problems if not problem.effect.startswith("note"))
-        found = f"{first.count:,} x {first.kind} ({first.examples[0]})"
-        cure = _CURES.get(first.kind, _REPAIR)
+        found = f"{first.count:,} x {first.kind} ({first.examples[0]}): {first.effect}"
+        cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
         raise ColabUtilsError(f"expected a dataset without defects, found {found}. {cure}")
     return 0
 
 
-def _check_json(target: str, others: Sequence[Any]) -> None:
+def _check_json(target: str, options: Mapping[str, Any]) -> None:
     """Before the work: can the JSON be written where it is to go, over nobody's file and no other result?"""
     if target in ("", "-"):
         return
-    path = Path(target)
-    if path.resolve() in [Path(other).resolve() for other in others if other]:
-        raise ColabUtilsError(f"expected a file of its own for --json, found {path} for another result. Name another.")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ColabUtilsError(f"expected a folder to write to for --json, found none at {path.parent}. Make it first.")
-    if path.exists() and not (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START)):
-        raise ColabUtilsError(
-            f"expected a new file for --json or an earlier result, found something else at {path}. Name another: "
-            "nothing of yours is overwritten."
-        )
+    path, others = Path(target), [options.get("repair"), options.get("report")]
+    is_taken = path.resolve() in [Path(other).resolve() for other in others if other]
+    can_write = path.parent.is_dir() and os.access(path.parent, os.W_OK)
+    is_free = not path.exists() or (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START))
+    if is_taken or not can_write or not is_free:
+        cure = "Name another: nothing of yours is overwritten, and no folder is made."
+        raise ColabUtilsError(f"expected a file of its own for --json, new or an earlier result, found {path}. {cure}")
 
 
 def _to_json(content: dict[str, Any]) -> str:
@@ -192,9 +174,9 @@ def _preprocess(
     return report
 
 
-def _train(shards: str, run_folder: str, **options: Any) -> Any:
+def _train(shards: str, run: str, **options: Any) -> Any:
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
-    report = colab_utils.train(shards, run_folder, **options, log=log)
+    report = colab_utils.train(shards, run, **options, log=log)
     return None if os.environ.get("RANK", "0") != "0" else report  # of several processes one speaks
 
 
@@ -230,29 +212,25 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {escape(' '.join(message.split()))}. See {self.prog} --help.\n")
 
 
-def positive_number(text: str) -> float:
-    """In argparse's messages: "invalid positive_number value: ..."."""
-    if not 0 < (value := float(text)) < math.inf:
-        raise ValueError(text)
-    return value
-
-
 def number_or_auto(text: str) -> int | str:
-    """The same, for what may be chosen here."""
+    """In argparse's messages: "invalid number_or_auto value: ..."."""
     return text if text == "auto" else int(text)
 
 
 _DIR = {"metavar": "DIR", "required": True}
 _FILE = {"metavar": "FILE", "required": True}
 _COUNT = {"metavar": "N", "type": int}
-_NUMBER = {"metavar": "X", "type": positive_number}
+_NUMBER = {"metavar": "X", "type": float}
 _AUTO = {"metavar": "N", "type": number_or_auto}
 _COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
     "check": (_check, "Look over a COCO dataset: every defect by name."),
     "diagnose": (_diagnose, "What is training waiting for, and which fix wins most?"),
     "preprocess": (_preprocess, "Write a COCO dataset as shards."),
-    "verify": (lambda **options: colab_utils.verify_shards(**options), "Check every shard against its checksum."),
-    "copy": (lambda **options: colab_utils.copy_shards(**options), "Copy shards from Drive to the local SSD."),
+    "verify": (lambda shards: colab_utils.verify_shards(shards), "Check every shard against its checksum."),
+    "copy": (
+        lambda shards, to, **options: colab_utils.copy_shards(shards, to, **options),
+        "Copy shards to the SSD.",
+    ),
     "train": (_train, "Train a torchvision Mask R-CNN on shards; continues where it stopped."),
     "compare": (_compare, "Time every way of loading, side by side, and write a receipt."),
 }
@@ -269,11 +247,9 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("diagnose compare", "--images", {"metavar": "DIR"}, "image folder"),
     ("diagnose compare", "--annotations", {"metavar": "FILE"}, "COCO instance JSON"),
     ("diagnose", "--shards", {"metavar": "DIR"}, "folder of shards, in place of images and annotations"),
-    ("verify", "--shards", {**_DIR, "dest": "folder"}, "folder of shards"),
-    ("copy", "--shards", {**_DIR, "dest": "source"}, "folder of shards to copy from"),
-    ("copy", "--to", {**_DIR, "dest": "target"}, "folder to copy to"),
-    ("preprocess train", "--shards", _DIR, "folder of shards"),
-    ("train", "--run", {**_DIR, "dest": "run_folder"}, "folder for checkpoints"),
+    ("preprocess verify copy train", "--shards", _DIR, "folder of shards"),
+    ("copy", "--to", _DIR, "folder to copy to"),
+    ("train", "--run", _DIR, "folder for checkpoints"),
     ("train", "--local", {"metavar": "DIR"}, "folder on the SSD: copy the shards there while it trains"),
     ("copy train", "--limit-gb", _NUMBER, "most to hold there, GB: copy takes the first that fit, train takes turns"),
     ("train", "--val-shards", {"metavar": "DIR"}, "shards to evaluate on: box and mask AP"),
@@ -289,8 +265,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("diagnose", "--fail-below", {"metavar": "RATIO", "type": float}, "exit status 3 if images/s fall below it: 0.9"),
     ("preprocess train", "--min-size", _COUNT, "shorter side in training, px (800)"),
     ("preprocess train", "--max-size", _COUNT, "limit of the longer side, px (1333; train: 5/3 of --min-size)"),
-    ("preprocess", "--storage", {"choices": ("auto", "keep", "shrink", "pixels")},
-     "shrink larger images, keep every file's bytes, or raw pixels (auto: what a short trial here picks)"),
+    ("preprocess", "--storage", {"choices": ("auto", "keep", "shrink", "pixels")}, "of the images (auto: by a trial)"),
     ("preprocess", "--step-ms", _NUMBER, "your training step for a batch of 4, ms"),
     ("preprocess", "--plan", {"action": "store_true"}, "print the plan with its estimate, and write nothing"),
     ("preprocess", "--shard-mb", _NUMBER, "size of a shard to aim at, MB (128)"),
@@ -316,9 +291,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN.")
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for name, (run, text) in _COMMANDS.items():
+    for name, (function, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
-        command.set_defaults(run=run)
+        command.set_defaults(function=function)
         command.add_argument("--json", metavar="FILE", default="", help="write the result as JSON (-: standard output)")
         for names, flag, kind, meaning in _OPTIONS:
             if name in names.split():

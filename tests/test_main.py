@@ -384,9 +384,9 @@ def test_repair_writes_what_check_then_finds_whole(run, world):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ({"iscrowd": 1}, "--repair OUT.json --crowds objects."),
-        ({"segmentation": []}, "Export the masks as polygons or RLE, or draw them."),
-        (None, "Name the right image folder, or write an annotations file without them with --repair OUT.json."),
+        ({"iscrowd": 1}, "--repair with --crowds objects."),
+        ({"segmentation": []}, "stops training: masks are needed, as polygons or RLE."),
+        (None, "image is skipped. Write a repaired annotations file with --repair OUT.json"),
         ({"bbox": "none"}, "Write a repaired annotations file with --repair OUT.json, or repair the files."),
     ],
 )

@@ -259,7 +259,7 @@ def show_notes(content: Mapping[str, Any]) -> list[str]:
     quiet = (
         f"{images}, batches of {content['batch_size']}, {content['workers']} workers. Each figure is the median of "
         f"{times} of {content['batches']} batches, taken in turns; warm-up and first batch are left out.",
-        f"Machine: {machine}, torchvision {machine.torchvision}, Python {machine.python}.",
+        f"Machine: {machine}.",
     )
     return [_to_html("p", note, "note") for note in notes if note] + [_to_html("p", text, "quiet") for text in quiet]
 
