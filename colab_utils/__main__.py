@@ -8,12 +8,13 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import colab_utils
+from colab_utils.drive import get_profile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import write_file
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
-            _check_json(target, options)
+            _check_json(target)
             with redirect_stdout(sys.stderr):  # torch announces a download there; standard output is the result's
                 report = function(**options)
             return 0 if report is None else _finish(report, command, target)
@@ -51,6 +52,7 @@ def _finish(report: Any, command: str, target: str) -> int:
         content["layers"] = content.pop("stages")
     text = _to_json(content)
     if target not in ("", "-"):
+        _check_json(target)  # by now --repair or --report may lie there
         write_file(Path(target), text.encode())
     _print(text if target == "-" else "".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     if getattr(getattr(report, "change", None), "fails", False):
@@ -67,15 +69,14 @@ def _finish(report: Any, command: str, target: str) -> int:
     return 0
 
 
-def _check_json(target: str, options: Mapping[str, Any]) -> None:
-    """Before the work: can the JSON be written where it is to go, over nobody's file and no other result?"""
+def _check_json(target: str) -> None:
+    """Can the JSON be written where it is to go, over nobody's file?"""
     if target in ("", "-"):
         return
-    path, others = Path(target), [options.get("repair"), options.get("report")]
-    is_taken = path.resolve() in [Path(other).resolve() for other in others if other]
+    path = Path(target)
     can_write = path.parent.is_dir() and os.access(path.parent, os.W_OK)
     is_free = not path.exists() or (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START))
-    if is_taken or not can_write or not is_free:
+    if not (can_write and is_free):
         cure = "Name another: nothing of yours is overwritten, and no folder is made."
         raise ColabUtilsError(f"expected a file of its own for --json, new or an earlier result, found {path}. {cure}")
 
@@ -158,11 +159,9 @@ def _preprocess(
         storage = begun["storage"]  # what is not asked for stays as it was begun
     if plan or storage == "auto":
         from colab_utils.shards.plan import plan_shards
-        from colab_utils.show.table import make_table
 
         found = plan_shards(images, annotations, shards=shards, storage=storage, step_ms=step_ms, **settings)
         if plan:
-            print(make_table([dataclasses.asdict(option) for option in found.options]), file=sys.stderr)
             return found
         storage = found.picked.storage
         print(f"note: {found}", file=sys.stderr)
@@ -181,28 +180,15 @@ def _train(shards: str, run: str, **options: Any) -> Any:
 
 
 def _compare(
-    report: str, strategies: str = "", seconds: float = 30, step_ms: float = 100, against: Sequence[str] = (),
-    **options: Any,
-) -> Any:  # fmt: skip
-    from colab_utils.drive import get_profile
+    images: str, report: str, strategies: str = "", seconds: float = 30, step_ms: float = 100, **options: Any
+) -> Any:
+    from colab_utils.diagnosis.timing import EmulatedStep
     from colab_utils.show.report import check_receipt_folder, write_receipt
 
-    if against:
-        from colab_utils.show.comparison_charts import plot_receipts, read_receipts
-        from colab_utils.show.table import make_table
-
-        figure = plot_receipts(against)
-        Path(report).mkdir(parents=True, exist_ok=True)
-        figure.savefig(Path(report, "receipts.png"))
-        return make_table(read_receipts(against))
-    if not {"images", "annotations"} <= set(options):
-        raise ColabUtilsError("expected --images and --annotations, or --against, found neither. See --help.")
     check_receipt_folder(report)
-    from colab_utils.diagnosis.timing import EmulatedStep
-
-    options.setdefault("drive_profile", get_profile(None, options["images"]) or "typical")
+    options.setdefault("drive_profile", get_profile(None, images) or "typical")
     options |= {"strategies": strategies.split(",") if strategies else None, "step": EmulatedStep(step_ms)}
-    found = colab_utils.compare(**options, folder=Path(report) / "work", timeline_s=seconds)
+    found = colab_utils.compare(images, **options, folder=Path(report) / "work", timeline_s=seconds)
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
     return found
 
@@ -236,16 +222,16 @@ _COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 # the commands that take it, the option, its kind, what it is and its default
 _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("check preprocess", "--images", _DIR, "image folder"),
-    ("check preprocess", "--annotations", _FILE, "COCO instance JSON"),
+    ("check preprocess compare", "--images", _DIR, "image folder"),
+    ("check preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
     ("check", "--deep", {"action": "store_true"}, "decode each image: finds damage in the middle"),
     ("check", "--repair", {"metavar": "OUT.json"}, "write a repaired copy of the annotations"),
     ("check", "--report", {"metavar": "FILE.html"}, "write a page: what to do, the worst images, the data in numbers"),
     ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),
     ("check", "--val-images", {"metavar": "DIR"}, "image folder of the validation set (that of --images)"),
     ("check", "--val-annotations", {"metavar": "FILE"}, "its JSON: is a picture in both?"),
-    ("diagnose compare", "--images", {"metavar": "DIR"}, "image folder"),
-    ("diagnose compare", "--annotations", {"metavar": "FILE"}, "COCO instance JSON"),
+    ("diagnose", "--images", {"metavar": "DIR"}, "image folder"),
+    ("diagnose", "--annotations", {"metavar": "FILE"}, "COCO instance JSON"),
     ("diagnose", "--shards", {"metavar": "DIR"}, "folder of shards, in place of images and annotations"),
     ("preprocess verify copy train", "--shards", _DIR, "folder of shards"),
     ("copy", "--to", _DIR, "folder to copy to"),
@@ -271,9 +257,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("preprocess", "--shard-mb", _NUMBER, "size of a shard to aim at, MB (128)"),
     ("preprocess", "--max-bad", {"metavar": "SHARE", "type": float}, "share of bad images to allow, 0 to 1 (0.01)"),
     ("train", "--learning-rate", _NUMBER, "the highest (follows the batch size)"),
-    ("train", "--augment", {"choices": ("none", "flip", "multiscale")}, "how images are varied (flip)"),
-    ("train", "--norms", {"choices": ("frozen", "trained")}, "batch norms of pretrained weights (frozen)"),
-    ("train", "--ema", _NUMBER, "decay: average the weights, say 0.999, and evaluate those"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),
     ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
     ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one a minute, and at an epoch's end)"),
@@ -282,7 +265,6 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),
     ("compare", "--seconds", _NUMBER, "that each runs cold, for its timeline (30)"),
     ("compare", "--report", _DIR, "folder for the receipt"),
-    ("compare", "--against", {"metavar": "JSON", "nargs": "+"}, "only chart these receipts (comparison.json files)"),
 )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
         typical: 59 ms per file, 65 MB/s
         >>> slow_down("no/such/folder", None)
     """
-    speed, table = get_profile(profile), json.loads(os.environ.get(_SLOWED, "{}"))
+    speed, table = get_profile(profile), json.loads(os.environ.get(_SLOWED) or "{}")
     if speed or table:
         table[os.path.realpath(folder)] = speed and asdict(speed)
         os.environ[_SLOWED] = json.dumps(table)
@@ -107,12 +107,11 @@ def read_at_full_speed() -> Iterator[None]:
         ...     get_profile(None, "anywhere") is None
         True
     """
-    table = os.environ.pop(_SLOWED, None)
+    table, os.environ[_SLOWED] = os.environ.get(_SLOWED, ""), ""
     try:
         yield
     finally:
-        if table is not None:
-            os.environ[_SLOWED] = table
+        os.environ[_SLOWED] = table
 
 
 def get_profile(name: str | DriveProfile | None, path: str | Path | None = None) -> DriveProfile | None:

@@ -73,12 +73,12 @@ class Workspace:
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
             raise ColabUtilsError(f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one")
-        for name, named, folder, profile in (("DRIVE_FOLDER", drive, slow, speed), ("SSD_FOLDER", ssd, fast, None)):
+        for setting, named, folder, profile in (("DRIVE_FOLDER", drive, slow, speed), ("SSD_FOLDER", ssd, fast, None)):
             try:
                 with guard_drive(folder):
                     folder.mkdir(parents=not named, exist_ok=True)  # a typing error in a name is noticed
             except OSError as error:
-                found = f"found {error.strerror}: name another {name}"
+                found = f"found {error.strerror}: name another {setting}"
                 raise ColabUtilsError(f"expected to make {folder}, {found}") from error
             slow_down(folder, profile)
         return cls(slow, fast, speed)
