@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -112,6 +112,7 @@ def _check(
     images: str, annotations: str, repair: str = "", crowds: Any = "leave", val_images: str = "",
     val_annotations: str = "", report: str = "", deep: bool = False,
 ) -> Any:  # fmt: skip
+    """Look over a COCO dataset: every defect by name."""
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
@@ -129,6 +130,7 @@ def _diagnose(
     images: str = "", annotations: str = "", shards: str = "", step_ms: float = 100, batch_size: int = 4,
     workers: int | Literal["auto"] = "auto", verify: bool = False, against: str = "", fail_below: float | None = None,
 ) -> Any:  # fmt: skip
+    """What is training waiting for, and which fix wins most?"""
     from colab_utils.diagnosis.diagnose import compare_runs, read_run
     from colab_utils.diagnosis.timing import EmulatedStep
 
@@ -153,6 +155,7 @@ def _preprocess(
     images: str, annotations: str, shards: str, plan: bool = False, step_ms: float | None = None,
     storage: Any = "auto", shard_mb: float = 128, max_bad: float = 0.01, **settings: Any,
 ) -> Any:  # fmt: skip
+    """Write a COCO dataset as shards."""
     from colab_utils.shards.write import find_recipe
 
     if storage == "auto" and (begun := find_recipe(shards)):
@@ -173,7 +176,18 @@ def _preprocess(
     return report
 
 
+def _verify(shards: str) -> Any:
+    """Check every shard against its checksum."""
+    return colab_utils.verify_shards(shards)
+
+
+def _copy(shards: str, to: str, **options: Any) -> Any:
+    """Copy shards from Drive to the local SSD."""
+    return colab_utils.copy_shards(shards, to, **options)
+
+
 def _train(shards: str, run: str, **options: Any) -> Any:
+    """Train a torchvision Mask R-CNN on shards; continues where it stopped."""
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
     report = colab_utils.train(shards, run, **options, log=log)
     return None if os.environ.get("RANK", "0") != "0" else report  # of several processes one speaks
@@ -182,6 +196,7 @@ def _train(shards: str, run: str, **options: Any) -> Any:
 def _compare(
     images: str, report: str, strategies: str = "", seconds: float = 30, step_ms: float = 100, **options: Any
 ) -> Any:
+    """Time every way of loading, side by side, and write a receipt."""
     from colab_utils.diagnosis.timing import EmulatedStep
     from colab_utils.show.report import check_receipt_folder, write_receipt
 
@@ -208,18 +223,7 @@ _FILE = {"metavar": "FILE", "required": True}
 _COUNT = {"metavar": "N", "type": int}
 _NUMBER = {"metavar": "X", "type": float}
 _AUTO = {"metavar": "N", "type": number_or_auto}
-_COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
-    "check": (_check, "Look over a COCO dataset: every defect by name."),
-    "diagnose": (_diagnose, "What is training waiting for, and which fix wins most?"),
-    "preprocess": (_preprocess, "Write a COCO dataset as shards."),
-    "verify": (lambda shards: colab_utils.verify_shards(shards), "Check every shard against its checksum."),
-    "copy": (
-        lambda shards, to, **options: colab_utils.copy_shards(shards, to, **options),
-        "Copy shards to the SSD.",
-    ),
-    "train": (_train, "Train a torchvision Mask R-CNN on shards; continues where it stopped."),
-    "compare": (_compare, "Time every way of loading, side by side, and write a receipt."),
-}
+_COMMANDS = (_check, _diagnose, _preprocess, _verify, _copy, _train, _compare)
 # the commands that take it, the option, its kind, what it is and its default
 _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("check preprocess compare", "--images", _DIR, "image folder"),
@@ -273,7 +277,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN.")
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for name, (function, text) in _COMMANDS.items():
+    for function in _COMMANDS:
+        name, text = function.__name__.removeprefix("_"), function.__doc__
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
         command.set_defaults(function=function)
         command.add_argument("--json", metavar="FILE", default="", help="write the result as JSON (-: standard output)")

@@ -209,7 +209,7 @@ def ensure_dataset(
     """
     name, paths = _choose_source(workspace, images, annotations, part)
     folder = workspace.drive / ("dataset" if part == "train" else "dataset_val")
-    pictures, text = map(Path, paths or [folder / "images", folder / "annotations.json"])
+    pictures, text = [Path(path) for path in paths] or [folder / "images", folder / "annotations.json"]
     if paths and is_archive(paths[0]):
         pictures, text = unpack_dataset(paths[0], workspace.ssd / "datasets", paths[1])
     with guard_drive(pictures):
