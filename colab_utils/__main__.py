@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import warnings
@@ -213,15 +214,22 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {escape(' '.join(message.split()))}. See {self.prog} --help.\n")
 
 
+def positive_number(text: str) -> float:
+    """In argparse's messages: "invalid positive_number value: ..."."""
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value
+
+
 def number_or_auto(text: str) -> int | str:
-    """In argparse's messages: "invalid number_or_auto value: ..."."""
+    """The same, for what may be chosen here."""
     return text if text == "auto" else int(text)
 
 
 _DIR = {"metavar": "DIR", "required": True}
 _FILE = {"metavar": "FILE", "required": True}
 _COUNT = {"metavar": "N", "type": int}
-_NUMBER = {"metavar": "X", "type": float}
+_NUMBER = {"metavar": "X", "type": positive_number}
 _AUTO = {"metavar": "N", "type": number_or_auto}
 _COMMANDS = (_check, _diagnose, _preprocess, _verify, _copy, _train, _compare)
 # the commands that take it, the option, its kind, what it is and its default

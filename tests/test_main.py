@@ -157,7 +157,8 @@ BAD = [
     *[(["train", "--shards", "{}/shards", "--run", "{}/run", *option], "") for option in (
         ("--steps", 0), ("--steps", -1), ("--steps", "nan"), ("--epochs", 0), ("--steps", 1, "--epochs", 1),
         ("--batch-size", 0), ("--batch-size", -1), ("--batch-size", "big"), ("--seed", -1), ("--seed", "x"),
-        ("--checkpoint-steps", 0), ("--local", "{}/local", "--seed", -1))],
+        ("--checkpoint-steps", 0), ("--local", "{}/local", "--seed", -1),
+        ("--local", "{}/local", "--limit-gb", "nan"))],
     # one thing in place of another
     (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
     (["diagnose", "--images", "{}/images"], "or --shards alone"),
