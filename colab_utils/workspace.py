@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import xxhash
 
 from colab_utils.data.archive import is_archive, unpack_dataset
-from colab_utils.data.coco import read_bytes
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
@@ -207,8 +206,10 @@ def ensure_dataset(
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    name, paths = _choose_source(workspace, images, annotations, part)
-    folder = workspace.drive / ("dataset" if part == "train" else "dataset_val")
+    settings = _read_settings(workspace)
+    if images or annotations:
+        settings[part] = _locate(images, annotations)
+    paths, folder = settings.get(part, []), workspace.drive / ("dataset" if part == "train" else "dataset_val")
     pictures, text = [Path(path) for path in paths] or [folder / "images", folder / "annotations.json"]
     if paths and is_archive(paths[0]):
         pictures, text = unpack_dataset(paths[0], workspace.ssd / "datasets", paths[1])
@@ -224,41 +225,30 @@ def ensure_dataset(
         note += f" The scene slows down what is read of its images: {workspace.profile}."
     slow_down(pictures, workspace.profile)
     if images:
-        _write_json(workspace.drive / "settings.json", {**_read_settings(workspace), part: paths})
+        _write_json(workspace.drive / "settings.json", settings)
+    name = _name_dataset(paths, part)
     return EnsuredDataset(name, pictures, text, note, workspace.drive / "shards" / name)
 
 
-def ensure_shards(
-    workspace: Workspace, *, images: str = "", annotations: str = "", n: int = 160, part: str = "train"
-) -> EnsuredShards:
-    """The dataset's shards on Drive: those that are there, else made now or completed, from `ensure_dataset`'s dataset.
+def ensure_shards(workspace: Workspace, data: EnsuredDataset) -> EnsuredShards:
+    """The dataset's shards on Drive: those that are there, else made now or completed.
 
     They are made at full speed in every scene: to see what that takes on Drive, call `write_shards`.
 
     Args:
         workspace: where Drive is.
-        images: as for `ensure_dataset`; where it is empty, shards that are there need no dataset.
-        annotations: as for `ensure_dataset`.
-        n: as for `ensure_dataset`.
-        part: as for `ensure_dataset`.
+        data: what `ensure_dataset` found or made.
 
     Raises:
-        ColabUtilsError: as `ensure_dataset` and `write_shards` do; the shards there are of another dataset.
+        ColabUtilsError: as `write_shards` does; the shards there are of another dataset.
     """
-    name, paths = _choose_source(workspace, images, annotations, part)
-    folder = workspace.drive / "shards" / name
+    folder = data.shards_on_drive
     with guard_drive(folder), read_at_full_speed():
-        is_there, text, changed = (folder / INDEX_NAME).is_file(), Path(*paths[1:]), False
-        if is_there and text.is_file():  # your own annotations, which have changed since, perhaps
-            changed = xxhash.xxh3_128_hexdigest(read_bytes(text)) != read_index(folder).fingerprint
-    if images or changed or not is_there:
-        data = ensure_dataset(workspace, images=images, annotations=annotations, n=n, part=part)
-        with read_at_full_speed():
-            begun = find_recipe(folder) or {"shard_mb": 8}  # another notebook's settings, which stopped half-way
-            settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
-            write_shards(data.images, data.annotations, shards=folder, **settings)
-    note = "Found on Drive." if is_there else "Made now."
-    return EnsuredShards(folder, workspace.ssd / "shards" / name, read_index(folder), note)
+        note = "Found on Drive." if (folder / INDEX_NAME).is_file() else "Made now."
+        begun = find_recipe(folder) or {"shard_mb": 8}  # another notebook's settings, which stopped half-way
+        settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
+        write_shards(data.images, data.annotations, shards=folder, **settings)
+    return EnsuredShards(folder, workspace.ssd / "shards" / data.name, read_index(folder), note)
 
 
 def _read_settings(workspace: Workspace) -> dict[str, list[str]]:
@@ -268,18 +258,22 @@ def _read_settings(workspace: Workspace) -> dict[str, list[str]]:
     return {}
 
 
-def _choose_source(workspace: Workspace, images: str, annotations: str, part: str) -> tuple[str, list[str]]:
-    """The dataset's name; if it is your own, where its images and annotations are, as you name or named them."""
-    if bool(images) != bool(annotations) and not is_archive(images) and images != BUILT_IN:
+def _locate(images: str, annotations: str) -> list[str]:
+    """Where the images and annotations are that you name; nothing for the built-in ones."""
+    if images == BUILT_IN:
+        return []
+    if is_archive(images):  # the annotations' name is one in the zip
+        return [images if "://" in images else str(_to_path(images)), annotations]
+    if not (images and annotations):
         raise ColabUtilsError("expected IMAGES and ANNOTATIONS, found only one of them: name both or neither")
-    paths = _read_settings(workspace).get(part, [])
-    if images:
-        paths = [images if "://" in images else str(_to_path(images)), annotations]
-        if not is_archive(images):  # else it is a name in the zip
-            paths[1] = str(_to_path(annotations))
-    if not paths or images == BUILT_IN:
-        return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}", []
-    stem, text = Path(paths[0]).name, Path(paths[1]).stem
+    return [str(_to_path(images)), str(_to_path(annotations))]
+
+
+def _name_dataset(paths: list[str], part: str) -> str:
+    """What folders are called after."""
+    if not paths:
+        return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}"
+    stem = Path(paths[0]).name
     if is_archive(paths[0]):  # many exports have the same name
         stem = f"{Path(urlsplit(paths[0]).path).stem}-{xxhash.xxh32_hexdigest(paths[0].encode())}"
-    return re.sub(r"[^\w.-]+", "_", f"{stem}-{text}").strip("-"), paths
+    return re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")

@@ -309,7 +309,7 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
     assert (builtin.name, mine.name) == ("built-in", "images-annotations")
     for data in (builtin, mine):
         assert data.shards_on_drive == workspace.drive / "shards" / data.name
-    shards = ensure_shards(workspace)
+    shards = ensure_shards(workspace, mine)
     assert shards.folder == mine.shards_on_drive
     assert shards.local == workspace.ssd / "shards" / mine.name
 
@@ -327,8 +327,8 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
         ),
     ],
 )
-def test_names_of_datasets(workspace, images, annotations, name):
-    assert module._choose_source(workspace, images, annotations, "train")[0] == name
+def test_names_of_datasets(images, annotations, name):
+    assert module._name_dataset(module._locate(images, annotations), "train") == name
 
 
 def test_your_own_data_is_remembered_on_drive(workspace, own, tmp_path):
@@ -375,13 +375,11 @@ def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
     assert data.name.startswith("export-")
     assert data.images.is_relative_to(workspace.ssd)
     assert data.annotations.is_relative_to(workspace.ssd)
-    shards = ensure_shards(workspace, images=source)
+    shards = ensure_shards(workspace, data)
     assert (shards.index.images, shards.folder) == (12, workspace.drive / "shards" / data.name)
     assert not list(workspace.drive.rglob("*.jpg"))
-    os.remove(source)  # a fresh machine, a lost upload: the shards are enough
+    os.remove(source)  # a fresh machine, a lost upload
     again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", scene=REAL)
-    kept = replace(shards, local=again.ssd / "shards" / data.name, note="Found on Drive.")
-    assert ensure_shards(again) == kept
     with pytest.raises(ColabUtilsError, match=r"expected a zip at .*export\.zip, found none"):
         ensure_dataset(again)
 
@@ -391,9 +389,9 @@ def test_a_second_run_all_does_nothing_twice(tmp_path, tiny_dataset, monkeypatch
 
     def run_all():
         workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
-        shards = ensure_shards(workspace, images=source)
+        shards = ensure_shards(workspace, ensure_dataset(workspace, images=source))
         copy_shards(shards.folder, shards.local)
-        ensure_shards(workspace, n=2, part="val")
+        ensure_shards(workspace, ensure_dataset(workspace, n=2, part="val"))
         workspace.publish("03", shards=len(shards.index.shards))
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".tar", ".jpg")}
 
@@ -471,38 +469,35 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         assert waits() == list_shards
 
     def test_what_a_notebook_finds_missing_is_made_at_full_speed(self, tmp_path, waits):
-        shards = ensure_shards(Workspace.open(tmp_path / "d", ssd=tmp_path / "s"), n=2)
+        workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
+        shards = ensure_shards(workspace, ensure_dataset(workspace, n=2))
         assert waits() == {"index.json"}
         read_file(shards.folder / "shard-000000.tar")
         assert waits() == {"index.json", "shard-000000.tar"}
 
 
-def test_shards_are_made_then_found(workspace, tiny_dataset):
-    names = {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
-    made = ensure_shards(workspace, **names)
+def test_shards_are_made_then_found(workspace, own):
+    data = ensure_dataset(workspace, **own)
+    made = ensure_shards(workspace, data)
     assert made.folder == workspace.drive / "shards" / "images-annotations"
     assert (made.index.images, made.note) == (12, "Made now.")
-    assert ensure_shards(workspace, **names).note == "Found on Drive."
-    assert ensure_shards(workspace).note == "Found on Drive."  # without names: those that are there
+    assert ensure_shards(workspace, data) == replace(made, note="Found on Drive.")
     assert "12 images" in str(made)
 
 
 def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path, tiny_dataset):
     """Two datasets whose folders have the same names."""
-    folder = ensure_shards(workspace, **own).folder
+    folder = ensure_shards(workspace, ensure_dataset(workspace, **own)).folder
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     content = json.loads(tiny_dataset.annotations.read_text())
     content |= {"images": content["images"][:3], "annotations": []}
     (tmp_path / "annotations.json").write_text(json.dumps(content))
     other = own | {"annotations": str(tmp_path / "annotations.json")}
-    with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
-        ensure_shards(workspace, **other)
     ensure_dataset(workspace, **other)  # as notebook 01 remembers it, for notebook 03
     with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
-        ensure_shards(workspace)
+        ensure_shards(workspace, ensure_dataset(workspace))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    ensure_dataset(workspace, **own)
-    assert ensure_shards(workspace).note == "Found on Drive."
+    assert ensure_shards(workspace, ensure_dataset(workspace, **own)).note == "Found on Drive."
 
 
 def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own, monkeypatch):
@@ -514,18 +509,19 @@ def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own
             write_shards(**own, shards=folder, shard_mb=0.02, min_size=32, max_size=64, workers=1)
     left = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
     assert len(left) > 1
-    shards = ensure_shards(workspace, **own)
+    shards = ensure_shards(workspace, ensure_dataset(workspace, **own))
     assert (shards.index.recipe["shard_mb"], shards.index.recipe["min_size"], shards.index.images) == (0.02, 32, 12)
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")} == left
 
 
 def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own):
-    train, val = ensure_shards(workspace, n=2), ensure_shards(workspace, n=2, part="val")
-    assert (train.folder.name, val.folder.name) == ("built-in", "built-in-val")
+    parts = [ensure_dataset(workspace, n=2, part=part) for part in ("train", "val")]
+    train, val = (ensure_shards(workspace, data) for data in parts)
+    assert [data.name for data in parts] == ["built-in", "built-in-val"]
     assert train.index.fingerprint != val.index.fingerprint
-    named = ensure_shards(workspace, **own, part="val")
-    assert (named.index.images, ensure_shards(workspace, part="val").folder) == (12, named.folder)
-    assert ensure_shards(workspace).folder == train.folder  # the training data stay what they are
+    named = ensure_dataset(workspace, **own, part="val")
+    assert ensure_dataset(workspace, part="val").name == named.name
+    assert ensure_dataset(workspace).name == "built-in"  # the training data stay what they are
 
 
 def test_published_numbers_replace_those_before(workspace):
