@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_ISREG
 from statistics import NormalDist
-from tempfile import gettempdir
 from time import perf_counter, sleep
 from typing import Any, BinaryIO, TypeVar
 
@@ -35,7 +34,7 @@ _Result = TypeVar("_Result")
 
 _SLOWED = "COLAB_UTILS_SLOWED"  # the slowed folders as JSON, where child processes find them
 # when the link to Drive is free again, in a file: all that this user runs on this machine shares one link
-_LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else gettempdir()}/colab_utils-link-{getattr(os, 'getuid', int)()}"
+_LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else '/tmp'}/colab_utils-link-{getattr(os, 'getuid', int)()}"
 
 
 class DriveLostError(ColabUtilsError):
@@ -350,10 +349,8 @@ class DriveFile(io.IOBase):
                 self._open()  # a descriptor of a mount that was lost stays lost
             failed = True
             with guard_drive(self.path):
-                while got < len(view):  # a network file may give less than was asked for
-                    count = os.preadv(self._descriptors[-1], [view[got:]], offset + got)
-                    if not count:
-                        break
+                # a network file may give less than was asked for
+                while got < len(view) and (count := os.preadv(self._descriptors[-1], [view[got:]], offset + got)):
                     got += count
 
         self.retries.run(fill) if self.retries else fill()
