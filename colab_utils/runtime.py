@@ -147,15 +147,21 @@ def describe_machine() -> Machine:
     return Machine(cpu, count_cores(), psutil.virtual_memory().total, gpu, software)
 
 
-def show_progress(label: str, *, total: int | None, unit: str = "it", scale: bool = False) -> Any:
+def show_progress(
+    label: str, items: Any = None, *, total: int | None = None, unit: str = "it", scale: bool = False
+) -> Any:
     """A tqdm bar on a terminal or in a notebook, silent elsewhere, or where one runs already; ``scale`` counts bytes.
+
+    It gives ``items`` one after the other, if there are any, and counts them.
 
     Example:
         >>> with show_progress("copying", total=2) as bar:
         ...     _ = bar.update(2)
+        >>> list(show_progress("reading", "ab"))
+        ['a', 'b']
     """
     silent = not is_watched() or len(tqdm._instances) > 0  # a bar in a bar leaves stale lines in notebooks
-    return _Bar(total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=silent)
+    return _Bar(items, total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=silent)
 
 
 class _Bar(tqdm):

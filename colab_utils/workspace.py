@@ -16,12 +16,11 @@ import xxhash
 from colab_utils.data.archive import is_archive, unpack_dataset
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
+from colab_utils.runtime import COLAB_ROOT, is_colab, write_file
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
-from colab_utils.shards.write import find_recipe, write_shards
+from colab_utils.shards.write import ShardReport, find_recipe, write_shards
 
-__all__ = ["SCENES", "EnsuredDataset", "EnsuredShards", "Workspace", "ensure_dataset", "ensure_shards"]
+__all__ = ["SCENES", "EnsuredDataset", "Workspace", "ensure_dataset", "ensure_shards"]
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
 """What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive, as it is."""
@@ -157,26 +156,11 @@ class EnsuredDataset:
     """Where it comes from."""
     shards_on_drive: Path
     """Where its shards belong."""
+    shards_on_ssd: Path
+    """Where their copy belongs."""
 
     def __str__(self) -> str:
         return f"{self.note}\nimages: {self.images}\nannotations: {self.annotations}"
-
-
-@dataclass(frozen=True)
-class EnsuredShards:
-    """Shards that are there, and the folders that bear their dataset's name."""
-
-    folder: Path
-    """Where they lie, on Drive."""
-    local: Path
-    """Where their copy belongs, on the SSD."""
-    index: ShardIndex
-    note: str
-    """Where they come from."""
-
-    def __str__(self) -> str:
-        count, size = len(self.index.shards), format_bytes(self.index.bytes)
-        return f"{count} shard{'s' * (count != 1)}, {self.index.images:,} images, {size} in {self.folder}\n{self.note}"
 
 
 def ensure_dataset(
@@ -227,28 +211,23 @@ def ensure_dataset(
     if images:
         _write_json(workspace.drive / "settings.json", settings)
     name = _name_dataset(paths, part)
-    return EnsuredDataset(name, pictures, text, note, workspace.drive / "shards" / name)
+    places = [root / "shards" / name for root in (workspace.drive, workspace.ssd)]
+    return EnsuredDataset(name, pictures, text, note, *places)
 
 
-def ensure_shards(workspace: Workspace, data: EnsuredDataset) -> EnsuredShards:
-    """The dataset's shards on Drive: those that are there, else made now or completed.
+def ensure_shards(data: EnsuredDataset) -> ShardReport:
+    """A dataset's shards on Drive: those that are there, else made now or completed.
 
     They are made at full speed in every scene: to see what that takes on Drive, call `write_shards`.
-
-    Args:
-        workspace: where Drive is.
-        data: what `ensure_dataset` found or made.
 
     Raises:
         ColabUtilsError: as `write_shards` does; the shards there are of another dataset.
     """
     folder = data.shards_on_drive
     with guard_drive(folder), read_at_full_speed():
-        note = "Found on Drive." if (folder / INDEX_NAME).is_file() else "Made now."
         begun = find_recipe(folder) or {"shard_mb": 8}  # another notebook's settings, which stopped half-way
         settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
-        write_shards(data.images, data.annotations, shards=folder, **settings)
-    return EnsuredShards(folder, workspace.ssd / "shards" / data.name, read_index(folder), note)
+        return write_shards(data.images, data.annotations, shards=folder, **settings)
 
 
 def _read_settings(workspace: Workspace) -> dict[str, list[str]]:

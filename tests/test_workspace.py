@@ -26,6 +26,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards, verify_shards
+from colab_utils.shards.format import read_index
 from colab_utils.shards.write import write_shards
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint
@@ -309,9 +310,7 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
     assert (builtin.name, mine.name) == ("built-in", "images-annotations")
     for data in (builtin, mine):
         assert data.shards_on_drive == workspace.drive / "shards" / data.name
-    shards = ensure_shards(workspace, mine)
-    assert shards.folder == mine.shards_on_drive
-    assert shards.local == workspace.ssd / "shards" / mine.name
+        assert data.shards_on_ssd == workspace.ssd / "shards" / data.name
 
 
 @pytest.mark.parametrize(
@@ -375,8 +374,7 @@ def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
     assert data.name.startswith("export-")
     assert data.images.is_relative_to(workspace.ssd)
     assert data.annotations.is_relative_to(workspace.ssd)
-    shards = ensure_shards(workspace, data)
-    assert (shards.index.images, shards.folder) == (12, workspace.drive / "shards" / data.name)
+    assert ensure_shards(data).images == read_index(data.shards_on_drive).images == 12
     assert not list(workspace.drive.rglob("*.jpg"))
     os.remove(source)  # a fresh machine, a lost upload
     again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", scene=REAL)
@@ -389,10 +387,11 @@ def test_a_second_run_all_does_nothing_twice(tmp_path, tiny_dataset, monkeypatch
 
     def run_all():
         workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
-        shards = ensure_shards(workspace, ensure_dataset(workspace, images=source))
-        copy_shards(shards.folder, shards.local)
-        ensure_shards(workspace, ensure_dataset(workspace, n=2, part="val"))
-        workspace.publish("03", shards=len(shards.index.shards))
+        data = ensure_dataset(workspace, images=source)
+        shards = ensure_shards(data)
+        copy_shards(data.shards_on_drive, data.shards_on_ssd)
+        ensure_shards(ensure_dataset(workspace, n=2, part="val"))
+        workspace.publish("03", shards=shards.shards)
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".tar", ".jpg")}
 
     monkeypatch.setattr(drive, "sleep", lambda seconds: None)
@@ -470,24 +469,28 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
 
     def test_what_a_notebook_finds_missing_is_made_at_full_speed(self, tmp_path, waits):
         workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
-        shards = ensure_shards(workspace, ensure_dataset(workspace, n=2))
-        assert waits() == {"index.json"}
-        read_file(shards.folder / "shard-000000.tar")
-        assert waits() == {"index.json", "shard-000000.tar"}
+        data = ensure_dataset(workspace, n=2)
+        ensure_shards(data)
+        assert waits() == set()
+        read_file(data.shards_on_drive / "shard-000000.tar")
+        assert waits() == {"shard-000000.tar"}
 
 
 def test_shards_are_made_then_found(workspace, own):
     data = ensure_dataset(workspace, **own)
-    made = ensure_shards(workspace, data)
-    assert made.folder == workspace.drive / "shards" / "images-annotations"
-    assert (made.index.images, made.note) == (12, "Made now.")
-    assert ensure_shards(workspace, data) == replace(made, note="Found on Drive.")
+    made = ensure_shards(data)
+    before = {path: path.stat().st_mtime_ns for path in data.shards_on_drive.iterdir()}
+    assert data.shards_on_drive == workspace.drive / "shards" / "images-annotations"
+    assert replace(ensure_shards(data), seconds=made.seconds) == made
+    assert {path: path.stat().st_mtime_ns for path in data.shards_on_drive.iterdir()} == before
     assert "12 images" in str(made)
 
 
 def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path, tiny_dataset):
     """Two datasets whose folders have the same names."""
-    folder = ensure_shards(workspace, ensure_dataset(workspace, **own)).folder
+    data = ensure_dataset(workspace, **own)
+    ensure_shards(data)
+    folder = data.shards_on_drive
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     content = json.loads(tiny_dataset.annotations.read_text())
     content |= {"images": content["images"][:3], "annotations": []}
@@ -495,9 +498,9 @@ def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path
     other = own | {"annotations": str(tmp_path / "annotations.json")}
     ensure_dataset(workspace, **other)  # as notebook 01 remembers it, for notebook 03
     with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
-        ensure_shards(workspace, ensure_dataset(workspace))
+        ensure_shards(ensure_dataset(workspace))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert ensure_shards(workspace, ensure_dataset(workspace, **own)).note == "Found on Drive."
+    assert ensure_shards(ensure_dataset(workspace, **own)).images == 12
 
 
 def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own, monkeypatch):
@@ -509,16 +512,19 @@ def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own
             write_shards(**own, shards=folder, shard_mb=0.02, min_size=32, max_size=64, workers=1)
     left = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
     assert len(left) > 1
-    shards = ensure_shards(workspace, ensure_dataset(workspace, **own))
-    assert (shards.index.recipe["shard_mb"], shards.index.recipe["min_size"], shards.index.images) == (0.02, 32, 12)
+    ensure_shards(ensure_dataset(workspace, **own))
+    index = read_index(folder)
+    assert (index.recipe["shard_mb"], index.recipe["min_size"], index.images) == (0.02, 32, 12)
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")} == left
 
 
 def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own):
     parts = [ensure_dataset(workspace, n=2, part=part) for part in ("train", "val")]
-    train, val = (ensure_shards(workspace, data) for data in parts)
+    for data in parts:
+        ensure_shards(data)
+    train, val = (read_index(data.shards_on_drive) for data in parts)
     assert [data.name for data in parts] == ["built-in", "built-in-val"]
-    assert train.index.fingerprint != val.index.fingerprint
+    assert train.fingerprint != val.fingerprint
     named = ensure_dataset(workspace, **own, part="val")
     assert ensure_dataset(workspace, part="val").name == named.name
     assert ensure_dataset(workspace).name == "built-in"  # the training data stay what they are
