@@ -118,7 +118,7 @@ class Machine:
     """Those that this process may use."""
     ram_bytes: int
     gpu: str | None
-    """Name and memory."""
+    """Its name."""
     software: str
     """Versions of Python, torch and torchvision."""
 
@@ -136,12 +136,9 @@ def describe_machine() -> Machine:
     """
     import torch
 
-    gpu, cpu = None, platform.machine()
-    if torch.cuda.is_available():
-        gpu = f"{torch.cuda.get_device_name(0)} ({format_bytes(torch.cuda.get_device_properties(0).total_memory)})"
-    if sys.platform == "linux":
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), cpu)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "torchvision")]
     software = ", ".join([f"Python {platform.python_version()}", *versions])
     return Machine(cpu, count_cores(), psutil.virtual_memory().total, gpu, software)

@@ -190,7 +190,9 @@ def ensure_dataset(
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    settings = _read_settings(workspace)
+    settings = dict[str, list[str]]()  # of each part of the data, where its images and annotations are
+    with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
+        settings.update(json.loads((workspace.drive / "settings.json").read_bytes()))
     if images or annotations:
         settings[part] = _locate(images, annotations)
     paths, folder = settings.get(part, []), workspace.drive / ("dataset" if part == "train" else "dataset_val")
@@ -228,13 +230,6 @@ def ensure_shards(data: EnsuredDataset) -> ShardReport:
         begun = find_recipe(folder) or {"shard_mb": 8}  # another notebook's settings, which stopped half-way
         settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
         return write_shards(data.images, data.annotations, shards=folder, **settings)
-
-
-def _read_settings(workspace: Workspace) -> dict[str, list[str]]:
-    """What is remembered on Drive: of each part of the data, images and annotations."""
-    with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
-        return dict(json.loads((workspace.drive / "settings.json").read_bytes()))
-    return {}
 
 
 def _locate(images: str, annotations: str) -> list[str]:
