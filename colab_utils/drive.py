@@ -206,8 +206,8 @@ def explain_write(folder: Path) -> Iterator[None]:
             yield
     except (OSError, ValueError) as error:  # the latter of a name that is none
         found = getattr(error, "strerror", None) or error
-        cure = "Free some space, or make it a folder that you may write to, and run the same again: it continues there."
-        raise ColabUtilsError(f"expected to write into {folder}, found: {found}. {cure}") from None
+        cure = "free some space, or make it a folder that you may write to, and run the same again: it continues there"
+        raise ColabUtilsError(f"expected to write into {folder}, found: {found}: {cure}") from None
 
 
 class Retries:
@@ -264,7 +264,7 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     Example:
         >>> open_file("/dev/zero")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a file that memory holds at /dev/zero, found a device ...
+        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, found a device ...
     """
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
     status = os.fstat(file.fileno())
@@ -275,7 +275,7 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     else:
         return file
     file.close()
-    raise ColabUtilsError(f"expected a file that memory holds at {path}, found {found}")
+    raise ColabUtilsError(f"expected a file at {path} that memory holds, found {found}")
 
 
 def _open_at_once(path: str, flags: int) -> int:
