@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
 import warnings
@@ -216,7 +215,7 @@ class _Parser(argparse.ArgumentParser):
 
 def positive_number(text: str) -> float:
     """In argparse's messages: "invalid positive_number value: ..."."""
-    if not 0 < (value := float(text)) < math.inf:
+    if not 0 < (value := float(text)) < float("inf"):
         raise ValueError(text)
     return value
 

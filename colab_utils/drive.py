@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from stat import S_ISREG
 from statistics import NormalDist
 from time import perf_counter, sleep
 from typing import Any, BinaryIO, TypeVar
@@ -199,7 +198,7 @@ def explain_write(folder: Path) -> Iterator[None]:
         >>> with explain_write(Path("shards")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device. ...
+        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device: ...
     """
     try:
         with guard_drive(folder):
@@ -267,11 +266,10 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
         colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, found a device ...
     """
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
-    status = os.fstat(file.fileno())
-    if not S_ISREG(status.st_mode):
+    if not os.path.isfile(file.fileno()):
         found = "a device or a pipe: put the file there"
-    elif status.st_size > most_bytes:
-        found = f"{format_bytes(status.st_size)}, more than {format_bytes(most_bytes)}: split it, or save it smaller"
+    elif (size := os.path.getsize(file.fileno())) > most_bytes:
+        found = f"{format_bytes(size)}, more than {format_bytes(most_bytes)}: split it, or save it smaller"
     else:
         return file
     file.close()

@@ -9,14 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-import xxhash
 
 from colab_utils.data.archive import is_archive, unpack_dataset
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.runtime import COLAB_ROOT, is_colab, write_file
+from colab_utils.runtime import COLAB_ROOT, hash_bytes, is_colab, write_file
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import ShardReport, find_recipe, write_shards
 
@@ -249,5 +246,5 @@ def _name_dataset(paths: list[str], part: str) -> str:
         return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}"
     stem = Path(paths[0]).name
     if is_archive(paths[0]):  # many exports have the same name
-        stem = f"{Path(urlsplit(paths[0]).path).stem}-{xxhash.xxh32_hexdigest(paths[0].encode())}"
+        stem = f"{Path(re.split('[?#]', paths[0])[0]).stem}-{hash_bytes(paths[0].encode())[:8]}"
     return re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")

@@ -318,11 +318,11 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
     [
         ("/a/val2017", "/b/instances_val2017.json", "val2017-instances_val2017"),
         ("/a/my photos/", "/b/été (2).json", "my_photos-été_2_"),  # what a shell would stumble over
-        ("/content/export.zip", "", "export-6c5c05b7"),
+        ("/content/export.zip", "", "export-09809c19"),
         (
             "https://a.org/b/my%20data.v2.zip?key=3#x",
             "train/_annotations.coco.json",
-            "my_20data.v2-404a5c2f-_annotations.coco",
+            "my_20data.v2-09ba2782-_annotations.coco",
         ),
     ],
 )
