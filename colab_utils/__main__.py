@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import os
 import sys
@@ -41,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\nstopped: what was finished is safe, the same command continues there", file=sys.stderr)
             return 130
         except OSError as error:
-            text = f"expected to read and write files, found: {error}. Check the disk, or mount Drive again."
-            return _fail(ColabUtilsError(text))
+            return _fail(ColabUtilsError(f"expected to read and write files, found: {error}. Check disk and Drive."))
 
 
 def _finish(report: Any, command: str, target: str) -> int:
@@ -153,7 +153,7 @@ def _diagnose(
 
 def _preprocess(
     images: str, annotations: str, shards: str, plan: bool = False, step_ms: float | None = None,
-    storage: Any = "auto", shard_mb: float = 128, max_bad: float = 0.01, **settings: Any,
+    storage: Any = "auto", **settings: Any,
 ) -> Any:  # fmt: skip
     """Write a COCO dataset as shards."""
     from colab_utils.shards.write import find_recipe
@@ -163,14 +163,13 @@ def _preprocess(
     if plan or storage == "auto":
         from colab_utils.shards.plan import plan_shards
 
-        found = plan_shards(images, annotations, shards=shards, storage=storage, step_ms=step_ms, **settings)
+        sizes = {name: settings[name] for name in settings.keys() & {"min_size", "max_size", "workers"}}
+        found = plan_shards(images, annotations, shards=shards, storage=storage, step_ms=step_ms, **sizes)
         if plan:
             return found
         storage = found.picked.storage
         print(f"note: {found}", file=sys.stderr)
-    report = colab_utils.write_shards(
-        images, annotations, shards=shards, storage=storage, shard_mb=shard_mb, max_bad=max_bad, **settings
-    )
+    report = colab_utils.write_shards(images, annotations, shards=shards, storage=storage, **settings)
     for image in report.skipped:
         print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     return report
@@ -194,7 +193,7 @@ def _train(shards: str, run: str, **options: Any) -> Any:
 
 
 def _compare(
-    images: str, report: str, strategies: str = "", seconds: float = 30, step_ms: float = 100, **options: Any
+    images: str, annotations: str, report: str, strategies: str = "", step_ms: float = 100, **options: Any
 ) -> Any:
     """Time every way of loading, side by side, and write a receipt."""
     from colab_utils.diagnosis.timing import EmulatedStep
@@ -203,7 +202,7 @@ def _compare(
     check_receipt_folder(report)
     options.setdefault("drive_profile", get_profile(None, images) or "typical")
     options |= {"strategies": strategies.split(",") if strategies else None, "step": EmulatedStep(step_ms)}
-    found = colab_utils.compare(images, **options, folder=Path(report) / "work", timeline_s=seconds)
+    found = colab_utils.compare(images, annotations, **options, folder=Path(report) / "work")
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
     return found
 
@@ -225,31 +224,28 @@ def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_DIR = {"metavar": "DIR", "required": True}
-_FILE = {"metavar": "FILE", "required": True}
+_DIR = {"metavar": "DIR"}
+_FILE = {"metavar": "FILE"}
 _COUNT = {"metavar": "N", "type": int}
 _NUMBER = {"metavar": "X", "type": positive_number}
 _AUTO = {"metavar": "N", "type": number_or_auto}
 _COMMANDS = (_check, _diagnose, _preprocess, _verify, _copy, _train, _compare)
 # the commands that take it, the option, its kind, what it is and its default
 _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("check preprocess compare", "--images", _DIR, "image folder"),
-    ("check preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
+    ("check diagnose preprocess compare", "--images", _DIR, "image folder"),
+    ("check diagnose preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
     ("check", "--deep", {"action": "store_true"}, "decode each image: finds damage in the middle"),
     ("check", "--repair", {"metavar": "OUT.json"}, "write a repaired copy of the annotations"),
     ("check", "--report", {"metavar": "FILE.html"}, "write a page: what to do, the worst images, the data in numbers"),
     ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),
-    ("check", "--val-images", {"metavar": "DIR"}, "image folder of the validation set (that of --images)"),
-    ("check", "--val-annotations", {"metavar": "FILE"}, "its JSON: is a picture in both?"),
-    ("diagnose", "--images", {"metavar": "DIR"}, "image folder"),
-    ("diagnose", "--annotations", {"metavar": "FILE"}, "COCO instance JSON"),
-    ("diagnose", "--shards", {"metavar": "DIR"}, "folder of shards, in place of images and annotations"),
-    ("preprocess verify copy train", "--shards", _DIR, "folder of shards"),
+    ("check", "--val-images", _DIR, "image folder of the validation set (that of --images)"),
+    ("check", "--val-annotations", _FILE, "its JSON: is a picture in both?"),
+    ("diagnose preprocess verify copy train", "--shards", _DIR, "folder of shards"),
     ("copy", "--to", _DIR, "folder to copy to"),
     ("train", "--run", _DIR, "folder for checkpoints"),
-    ("train", "--local", {"metavar": "DIR"}, "folder on the SSD: copy the shards there while it trains"),
+    ("train", "--local", _DIR, "folder on the SSD: copy the shards there while it trains"),
     ("copy train", "--limit-gb", _NUMBER, "most to hold there, GB: copy takes the first that fit, train takes turns"),
-    ("train", "--val-shards", {"metavar": "DIR"}, "shards to evaluate on: box and mask AP"),
+    ("train", "--val-shards", _DIR, "shards to evaluate on: box and mask AP"),
     ("train", "--steps", _COUNT, "train for N steps in all"),
     ("train", "--epochs", _COUNT, "or for N epochs in all (1)"),
     ("train", "--model", {"metavar": "NAME"}, "model by torchvision's name (depends on the device)"),
@@ -273,24 +269,25 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("compare", "--strategies", {"metavar": "A,B,C"}, "names, separated by commas (13 of them)"),
     ("compare", "--drive-profile", {"metavar": "NAME"}, "speed of Drive (that of a slowed folder, else typical)"),
     ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),
-    ("compare", "--seconds", _NUMBER, "that each runs cold, for its timeline (30)"),
+    ("compare", "--seconds", {**_NUMBER, "dest": "timeline_s"}, "that each runs cold, for its timeline (30)"),
     ("compare", "--report", _DIR, "folder for the receipt"),
 )  # fmt: skip
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """An option that is not given is left to the default of the command's function."""
+    """An option that is not given is left to the default of the command's function; one without a default is needed."""
     parser = _Parser(prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN.")
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     for function in _COMMANDS:
         name, text = function.__name__.removeprefix("_"), function.__doc__
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+        needed = {one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty}
         command.set_defaults(function=function)
         command.add_argument("--json", metavar="FILE", default="", help="write the result as JSON (-: standard output)")
         for names, flag, kind, meaning in _OPTIONS:
             if name in names.split():
-                command.add_argument(flag, **kind, help=meaning)
+                command.add_argument(flag, **kind, required=flag.removeprefix("--") in needed, help=meaning)
     return parser
 
 

@@ -62,8 +62,8 @@ def find_free_memory() -> int:
     limit = _read_limit("memory.max")
     if limit.isdigit():
         stat = dict(line.split() for line in _read_limit("memory.stat").splitlines())
-        cache = int(stat["inactive_file"])  # which can be dropped
-        free = min(free, int(limit) - int(_read_limit("memory.current")) + cache)
+        # the cache can be dropped
+        free = min(free, int(limit) - int(_read_limit("memory.current")) + int(stat["inactive_file"]))
     return max(0, free)
 
 
@@ -144,9 +144,7 @@ def describe_machine() -> Machine:
     return Machine(cpu, count_cores(), psutil.virtual_memory().total, gpu, software)
 
 
-def show_progress(
-    label: str, items: Any = None, *, total: int | None = None, unit: str = "it", scale: bool = False
-) -> Any:
+def show_progress(label: str, items: Any = None, *, total: Any = None, unit: str = "it", scale: bool = False) -> Any:
     """A tqdm bar on a terminal or in a notebook, silent elsewhere, or where one runs already; ``scale`` counts bytes.
 
     It gives ``items`` one after the other, if there are any, and counts them.
@@ -200,9 +198,8 @@ class _ForkPool(ProcessPoolExecutor):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
-            text = "expected every process to finish, found one that the system ended, most often for want of memory"
-            cure = "Close what else runs here, or use fewer workers (--workers 1), and run the same again."
-            raise ColabUtilsError(f"{text}. {cure}") from None
+            found = "found one that the system ended, most often for want of memory"
+            raise ColabUtilsError(f"expected every process to finish, {found}: use fewer (--workers 1)") from None
 
 
 def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:
@@ -298,9 +295,8 @@ def hash_bytes(*parts: Any) -> str:
 
 def drop_cached(path: Path) -> None:
     """Drop what Linux keeps of a written file in memory; elsewhere, and where there is no file, do nothing."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with suppress(OSError, AttributeError), path.open("rb") as file:  # reading it will say what is wrong
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def find_free_space(folder: Path) -> int:
