@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_file(options.json, json.dumps(results, indent=1, default=str).encode())
         if options.device == "cuda":
             machine = results["machine"]
-            about = f"{machine['gpu']}, torch {machine['torch']}, {machine['cpu']}. Tests: {results['tests']}"
+            about = f"{machine['gpu']}, {machine['software']}, {machine['cpu']}. Tests: {results['tests']}"
             write_table(f"{about}\n\n{tabulate_results(results['rows'])}")
 
     return run_to_end(measure, lambda: tabulate_results(results["rows"]))

@@ -222,7 +222,7 @@ def _run_all(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     )
     options.work.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
-        "machine": asdict(describe_machine(options.work)), "date": date.today().isoformat(),
+        "machine": asdict(describe_machine()), "date": date.today().isoformat(),
         "command": _describe_command(options), "versions": {}, "samples": options.samples,
         "repeats": options.repeats, "seconds": options.seconds, "batch_size": BATCH_SIZE, "scenarios": [],
     }  # fmt: skip
@@ -260,8 +260,7 @@ def _read_earlier(path: Path, results: dict[str, Any], anew: Sequence[str]) -> d
     if not path.exists():
         return {}
     earlier, same = json.loads(path.read_text()), ("samples", "repeats", "seconds", "batch_size")
-    machines = [{**one["machine"], "disk_free_bytes": 0} for one in (earlier, results)]
-    if machines[0] != machines[1] or any(earlier[name] != results[name] for name in same):
+    if earlier["machine"] != results["machine"] or any(earlier[name] != results[name] for name in same):
         raise ColabUtilsError(
             f"expected results of this machine with these settings in {path}, found others. Name another --json file."
         )

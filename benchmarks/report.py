@@ -64,8 +64,8 @@ def _describe_run(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(results["versions"].items()))
     return (
         f"Measured on {results['date']}: {machine['cores']} cores ({machine['cpu']}), "
-        f"{format_bytes(machine['ram_bytes'])} RAM, Python {machine['python']}, torch {machine['torch']}, "
-        f"torchvision {machine['torchvision']}. {results['repeats']} repeats of about {results['seconds']:g} s, in "
+        f"{format_bytes(machine['ram_bytes'])} RAM, {machine['software']}. "
+        f"{results['repeats']} repeats of about {results['seconds']:g} s, in "
         f"turns; medians [lowest-highest]. The fixed control job beside each repeat took {drift}.\n\n"
         f"Peers: {versions or 'none'}.\n\n```\n{results['command']}\n```"
     )

@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import colab_utils
+from colab_utils.drive import get_profile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import write_file
 
 __all__ = ["main"]
 
 _JSON_START = b'{\n "command": '
-_REPAIR = "Write a repaired annotations file with --repair OUT.json, or repair the files."
-# where that alone does not help, by the first defect
-_CURES = {
-    "no instances": "Export the masks as polygons or RLE, or draw them.",
-    "many crowds": "Where they are objects, as CVAT's brush masks are: --repair OUT.json --crowds objects.",
-    "missing image": "Name the right image folder, or write an annotations file without them with --repair OUT.json.",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 on bad input, 3 below --fail-below, 130 on Ctrl-C."""
     options = vars(_make_parser().parse_args(arguments))  # the rest is passed on to the command's function
-    command, run, target = options.pop("command"), options.pop("run"), options.pop("json")
+    command, function, target = options.pop("command"), options.pop("function"), options.pop("json")
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         warnings.simplefilter("always", ColabUtilsWarning)
         try:
-            _check_json(target, [options.get("repair"), options.get("report")])
+            _check_json(target)
             with redirect_stdout(sys.stderr):  # torch announces a download there; standard output is the result's
-                report = run(**options)
+                report = function(**options)
             return 0 if report is None else _finish(report, command, target)
         except ColabUtilsError as error:
             return _fail(error)
@@ -48,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\nstopped: what was finished is safe, the same command continues there", file=sys.stderr)
             return 130
         except OSError as error:
-            text = f"expected to read and write files, found: {error}. Check the disk, or mount Drive again."
-            return _fail(ColabUtilsError(text))
+            return _fail(ColabUtilsError(f"expected to read and write files, found: {error}. Check disk and Drive."))
 
 
 def _finish(report: Any, command: str, target: str) -> int:
@@ -58,44 +51,34 @@ def _finish(report: Any, command: str, target: str) -> int:
     if "stages" in content:  # the older name stays in the JSON
         content["layers"] = content.pop("stages")
     text = _to_json(content)
-    if target == "-":
-        _print(text)
-    else:
-        if target:
-            write_file(Path(target), text.encode())
-        _print("".join(f"{escape(line)}\n" for line in str(report).split("\n")))
+    if target not in ("", "-"):
+        _check_json(target)  # by now --repair or --report may lie there
+        write_file(Path(target), text.encode())
+    _print(text if target == "-" else "".join(f"{escape(line)}\n" for line in str(report).split("\n")))
     if getattr(getattr(report, "change", None), "fails", False):
         _fail(ColabUtilsError("expected no slower loop than --fail-below allows, found one. See the last line."))
         return 3
-    bad = getattr(report, "bad", ())
-    if bad:
-        more = f" ({len(bad)} bad shards in all)" if len(bad) > 1 else ""
-        raise ColabUtilsError(
-            f"expected complete shards, found {bad[0].reason}{more}. Copy the named file again from a good folder, "
-            "or delete it and run preprocess again: it makes what is missing."
-        )
-    if getattr(report, "ok", True) is False:
+    if bad := getattr(report, "bad", ()):
+        cure = "Copy the named file again from a good folder, or delete it and run preprocess again."
+        raise ColabUtilsError(f"expected complete shards, found {bad[0].reason}. {cure}")
+    if not getattr(report, "ok", True):
         first = next(problem for problem in report.problems if not problem.effect.startswith("note"))
-        found = f"{first.count:,} x {first.kind} ({first.examples[0]})"
-        cure = _CURES.get(first.kind, _REPAIR)
+        found = f"{first.count:,} x {first.kind} ({first.examples[0]}): {first.effect}"
+        cure = "Write a repaired annotations file with --repair OUT.json, or repair the files."
         raise ColabUtilsError(f"expected a dataset without defects, found {found}. {cure}")
     return 0
 
 
-def _check_json(target: str, others: Sequence[Any]) -> None:
-    """Before the work: can the JSON be written where it is to go, over nobody's file and no other result?"""
+def _check_json(target: str) -> None:
+    """Can the JSON be written where it is to go, over nobody's file?"""
     if target in ("", "-"):
         return
     path = Path(target)
-    if path.resolve() in [Path(other).resolve() for other in others if other]:
-        raise ColabUtilsError(f"expected a file of its own for --json, found {path} for another result. Name another.")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ColabUtilsError(f"expected a folder to write to for --json, found none at {path.parent}. Make it first.")
-    if path.exists() and not (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START)):
-        raise ColabUtilsError(
-            f"expected a new file for --json or an earlier result, found something else at {path}. Name another: "
-            "nothing of yours is overwritten."
-        )
+    can_write = path.parent.is_dir() and os.access(path.parent, os.W_OK)
+    is_free = not path.exists() or (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START))
+    if not (can_write and is_free):
+        cure = "Name another: nothing of yours is overwritten, and no folder is made."
+        raise ColabUtilsError(f"expected a file of its own for --json, new or an earlier result, found {path}. {cure}")
 
 
 def _to_json(content: dict[str, Any]) -> str:
@@ -129,6 +112,7 @@ def _check(
     images: str, annotations: str, repair: str = "", crowds: Any = "leave", val_images: str = "",
     val_annotations: str = "", report: str = "", deep: bool = False,
 ) -> Any:  # fmt: skip
+    """Look over a COCO dataset: every defect by name."""
     from colab_utils.data.repair import repair_annotations
     from colab_utils.show.report import write_check
 
@@ -146,6 +130,7 @@ def _diagnose(
     images: str = "", annotations: str = "", shards: str = "", step_ms: float = 100, batch_size: int = 4,
     workers: int | Literal["auto"] = "auto", verify: bool = False, against: str = "", fail_below: float | None = None,
 ) -> Any:  # fmt: skip
+    """What is training waiting for, and which fix wins most?"""
     from colab_utils.diagnosis.diagnose import compare_runs, read_run
     from colab_utils.diagnosis.timing import EmulatedStep
 
@@ -167,56 +152,64 @@ def _diagnose(
 
 
 def _preprocess(
-    images: str, annotations: str, shards: str, plan: bool = False, storage: Any = "auto", shard_mb: float = 128,
-    max_bad: float = 0.01, **settings: Any,
-) -> Any:  # fmt: skip
+    images: str, annotations: str, shards: str, plan: bool = False, storage: Any = "auto", **settings: Any
+) -> Any:
+    """Write a COCO dataset as shards."""
     from colab_utils.shards.write import find_recipe, plan_shards
 
     if storage == "auto" and (begun := find_recipe(shards)):
         storage = begun["storage"]  # what is not asked for stays as it was begun
     if plan or storage == "auto":
-        found = plan_shards(images, annotations, storage=storage, **settings)
+        sizes = {name: settings[name] for name in settings.keys() & {"min_size", "max_size", "workers"}}
+        found = plan_shards(images, annotations, storage=storage, **sizes)
         if plan:
             return found
         storage = found.storage
         print(f"note: {found}", file=sys.stderr)
-    report = colab_utils.write_shards(
-        images, annotations, shards=shards, storage=storage, shard_mb=shard_mb, max_bad=max_bad, **settings
-    )
+    report = colab_utils.write_shards(images, annotations, shards=shards, storage=storage, **settings)
     for image in report.skipped:
         print(escape(f"skipped {image.file_name}: {image.reason}"), file=sys.stderr)
     return report
 
 
-def _train(shards: str, run_folder: str, **options: Any) -> Any:
+def _verify(shards: str) -> Any:
+    """Check every shard against its checksum."""
+    return colab_utils.verify_shards(shards)
+
+
+def _copy(shards: str, to: str, **options: Any) -> Any:
+    """Copy shards from Drive to the local SSD."""
+    return colab_utils.copy_shards(shards, to, **options)
+
+
+def _train(shards: str, run: str, **options: Any) -> Any:
+    """Train a torchvision Mask R-CNN on shards; continues where it stopped."""
     log = None if sys.stderr.isatty() else lambda line: print(line, file=sys.stderr)
-    report = colab_utils.train(shards, run_folder, **options, log=log)
+    report = colab_utils.train(shards, run, **options, log=log)
     return None if os.environ.get("RANK", "0") != "0" else report  # of several processes one speaks
 
 
 def _compare(
-    report: str, strategies: str = "", seconds: float = 30, step_ms: float = 100, against: Sequence[str] = (),
-    **options: Any,
+    report: str, images: str = "", annotations: str = "", strategies: str = "", step_ms: float = 100,
+    against: Sequence[str] = (), **options: Any,
 ) -> Any:  # fmt: skip
-    from colab_utils.drive import get_profile
+    """Time every way of loading, side by side, and write a receipt."""
+    from colab_utils.diagnosis.timing import EmulatedStep
+    from colab_utils.show.charts import plot_receipts, read_receipts
     from colab_utils.show.report import check_receipt_folder, write_receipt
+    from colab_utils.show.table import make_table
 
     if against:
-        from colab_utils.show.charts import plot_receipts, read_receipts
-        from colab_utils.show.table import make_table
-
         figure = plot_receipts(against)
         Path(report).mkdir(parents=True, exist_ok=True)
         figure.savefig(Path(report, "receipts.png"))
         return make_table(read_receipts(against))
-    if not {"images", "annotations"} <= set(options):
+    if not (images and annotations):
         raise ColabUtilsError("expected --images and --annotations, or --against, found neither. See --help.")
     check_receipt_folder(report)
-    from colab_utils.diagnosis.timing import EmulatedStep
-
-    options.setdefault("drive_profile", get_profile(None, options["images"]) or "typical")
+    options.setdefault("drive_profile", get_profile(None, images) or "typical")
     options |= {"strategies": strategies.split(",") if strategies else None, "step": EmulatedStep(step_ms)}
-    found = colab_utils.compare(**options, folder=Path(report) / "work", timeline_s=seconds)
+    found = colab_utils.compare(images, annotations, **options, folder=Path(report) / "work")
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)
     return found
 
@@ -228,7 +221,7 @@ class _Parser(argparse.ArgumentParser):
 
 def positive_number(text: str) -> float:
     """In argparse's messages: "invalid positive_number value: ..."."""
-    if not 0 < (value := float(text)) < math.inf:
+    if not 0 < (value := float(text)) < float("inf"):
         raise ValueError(text)
     return value
 
@@ -238,48 +231,35 @@ def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_DIR = {"metavar": "DIR", "required": True}
-_FILE = {"metavar": "FILE", "required": True}
+_DIR = {"metavar": "DIR"}
+_FILE = {"metavar": "FILE"}
 _COUNT = {"metavar": "N", "type": int}
 _NUMBER = {"metavar": "X", "type": positive_number}
 _AUTO = {"metavar": "N", "type": number_or_auto}
-_COMMANDS: dict[str, tuple[Callable[..., Any], str]] = {
-    "check": (_check, "Look over a COCO dataset: every defect by name."),
-    "diagnose": (_diagnose, "What is training waiting for, and which fix wins most?"),
-    "preprocess": (_preprocess, "Write a COCO dataset as shards."),
-    "verify": (lambda **options: colab_utils.verify_shards(**options), "Check every shard against its checksum."),
-    "copy": (lambda **options: colab_utils.copy_shards(**options), "Copy shards from Drive to the local SSD."),
-    "train": (_train, "Train a torchvision Mask R-CNN on shards; continues where it stopped."),
-    "compare": (_compare, "Time every way of loading, side by side, and write a receipt."),
-}
+_COMMANDS = (_check, _diagnose, _preprocess, _verify, _copy, _train, _compare)
 # the commands that take it, the option, its kind, what it is and its default
 _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("check preprocess", "--images", _DIR, "image folder"),
-    ("check preprocess", "--annotations", _FILE, "COCO instance JSON"),
+    ("check diagnose preprocess compare", "--images", _DIR, "image folder"),
+    ("check diagnose preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
     ("check", "--deep", {"action": "store_true"}, "decode each image: finds damage in the middle"),
     ("check", "--repair", {"metavar": "OUT.json"}, "write a repaired copy of the annotations"),
     ("check", "--report", {"metavar": "FILE.html"}, "write a page: what to do, the worst images, the data in numbers"),
     ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),
-    ("check", "--val-images", {"metavar": "DIR"}, "image folder of the validation set (that of --images)"),
-    ("check", "--val-annotations", {"metavar": "FILE"}, "its JSON: is a picture in both?"),
-    ("diagnose compare", "--images", {"metavar": "DIR"}, "image folder"),
-    ("diagnose compare", "--annotations", {"metavar": "FILE"}, "COCO instance JSON"),
-    ("diagnose", "--shards", {"metavar": "DIR"}, "folder of shards, in place of images and annotations"),
-    ("verify", "--shards", {**_DIR, "dest": "folder"}, "folder of shards"),
-    ("copy", "--shards", {**_DIR, "dest": "source"}, "folder of shards to copy from"),
-    ("copy", "--to", {**_DIR, "dest": "target"}, "folder to copy to"),
-    ("preprocess train", "--shards", _DIR, "folder of shards"),
-    ("train", "--run", {**_DIR, "dest": "run_folder"}, "folder for checkpoints"),
-    ("train", "--local", {"metavar": "DIR"}, "folder on the SSD: copy the shards there while it trains"),
+    ("check", "--val-images", _DIR, "image folder of the validation set (that of --images)"),
+    ("check", "--val-annotations", _FILE, "its JSON: is a picture in both?"),
+    ("diagnose preprocess verify copy train", "--shards", _DIR, "folder of shards"),
+    ("copy", "--to", _DIR, "folder to copy to"),
+    ("train", "--run", _DIR, "folder for checkpoints"),
+    ("train", "--local", _DIR, "folder on the SSD: copy the shards there while it trains"),
     ("copy train", "--limit-gb", _NUMBER, "most to hold there, GB: copy takes the first that fit, train takes turns"),
-    ("train", "--val-shards", {"metavar": "DIR"}, "shards to evaluate on: box and mask AP"),
+    ("train", "--val-shards", _DIR, "shards to evaluate on: box and mask AP"),
     ("train", "--steps", _COUNT, "train for N steps in all"),
     ("train", "--epochs", _COUNT, "or for N epochs in all (1)"),
     ("train", "--model", {"metavar": "NAME"}, "model by torchvision's name (depends on the device)"),
     ("train", "--batch-size", _AUTO, "images in a batch (auto)"),
     ("diagnose compare", "--batch-size", _COUNT, "images in a batch (4)"),
     ("diagnose preprocess", "--workers", _AUTO, "worker processes (auto)"),
-    ("diagnose compare", "--step-ms", _NUMBER, "emulated step, ms a batch (100)"),
+    ("diagnose preprocess compare", "--step-ms", _NUMBER, "training step, ms a batch of 4: emulated (100), or yours"),
     ("diagnose", "--verify", {"action": "store_true"}, "apply the fixes that can be applied here, and measure"),
     ("diagnose", "--against", {"metavar": "JSON"}, "say what changed since this earlier result"),
     ("diagnose", "--fail-below", {"metavar": "RATIO", "type": float}, "exit status 3 if images/s fall below it: 0.9"),
@@ -291,33 +271,32 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("preprocess", "--shard-mb", _NUMBER, "size of a shard to aim at, MB (128)"),
     ("preprocess", "--max-bad", {"metavar": "SHARE", "type": float}, "share of bad images to allow, 0 to 1 (0.01)"),
     ("train", "--learning-rate", _NUMBER, "the highest (follows the batch size)"),
-    ("train", "--augment", {"choices": ("none", "flip")}, "how images are varied (flip)"),
-    ("train", "--norms", {"choices": ("frozen", "trained")}, "batch norms of pretrained weights (frozen)"),
-    ("train", "--ema", _NUMBER, "decay: average the weights, say 0.999, and evaluate those"),
     ("train", "--resume", {"choices": ("auto", "never")}, "continue a run, or begin anew (auto)"),
     ("train", "--seed", _COUNT, "of the order and of random weights (0)"),
     ("train", "--checkpoint-steps", _COUNT, "steps between checkpoints (one a minute, and at an epoch's end)"),
     ("compare", "--strategies", {"metavar": "A,B,C"}, "names, separated by commas (13 of them)"),
     ("compare", "--drive-profile", {"metavar": "NAME"}, "speed of Drive (that of a slowed folder, else typical)"),
     ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),
-    ("compare", "--seconds", _NUMBER, "that each runs cold, for its timeline (30)"),
+    ("compare", "--seconds", {**_NUMBER, "dest": "timeline_s"}, "that each runs cold, for its timeline (30)"),
     ("compare", "--report", _DIR, "folder for the receipt"),
-    ("compare", "--against", {"metavar": "JSON", "nargs": "+"}, "only chart these receipts (comparison.json files)"),
+    ("compare", "--against", {"metavar": "JSON", "nargs": "+"}, "draw these receipts of many machines, time nothing"),
 )  # fmt: skip
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """An option that is not given is left to the default of the command's function."""
+    """An option that is not given is left to the default of the command's function; one without a default is needed."""
     parser = _Parser(prog="python -m colab_utils", description="Find and cure data-loading stalls of Mask R-CNN.")
     parser.add_argument("--version", action="version", version=colab_utils.__version__)
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for name, (run, text) in _COMMANDS.items():
+    for function in _COMMANDS:
+        name, text = function.__name__.removeprefix("_"), function.__doc__
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
-        command.set_defaults(run=run)
+        needed = {one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty}
+        command.set_defaults(function=function)
         command.add_argument("--json", metavar="FILE", default="", help="write the result as JSON (-: standard output)")
         for names, flag, kind, meaning in _OPTIONS:
             if name in names.split():
-                command.add_argument(flag, **kind, help=meaning)
+                command.add_argument(flag, **kind, required=flag.removeprefix("--") in needed, help=meaning)
     return parser
 
 

@@ -7,18 +7,16 @@ import io
 import json
 import math
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from stat import S_ISREG
 from statistics import NormalDist
-from tempfile import gettempdir
 from time import perf_counter, sleep
 from typing import Any, BinaryIO, TypeVar
 
+import psutil
 import xxhash
 
 from colab_utils.errors import ColabUtilsError
@@ -35,7 +33,7 @@ _Result = TypeVar("_Result")
 
 _SLOWED = "COLAB_UTILS_SLOWED"  # the slowed folders as JSON, where child processes find them
 # when the link to Drive is free again, in a file: all that this user runs on this machine shares one link
-_LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else gettempdir()}/colab_utils-link-{getattr(os, 'getuid', int)()}"
+_LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else '/tmp'}/colab_utils-link-{getattr(os, 'getuid', int)()}"
 
 
 class DriveLostError(ColabUtilsError):
@@ -73,14 +71,10 @@ class DriveProfile:
         return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
 
 
-_COPIES = "newbe.dev, 'Google Colab is very slow compared to my PC'"
-_IMAGES = "GrinkoL/skillbox_thesis_project, data_strategy.ipynb"
 _PROFILES = (
-    DriveProfile("fast", 0.015, 130e6, f"130 MB/s: the best reported ({_COPIES}). 15 ms per file: assumed"),
-    DriveProfile("typical", 0.059, 65e6, f"59 ms per file: cold ones ({_IMAGES}). 65 MB/s: at most ({_COPIES})"),
-    DriveProfile(
-        "bad", 0.606, 65e6, "1.65 images/s (googlecolab/colabtools#3651), tail assumed. 65 MB/s: as above", 0.8
-    ),
+    DriveProfile("fast", 0.015, 130e6, "130 MB/s: the best reported (newbe.dev). 15 ms per file: assumed"),
+    DriveProfile("typical", 0.059, 65e6, "59 ms per file: GrinkoL/skillbox_thesis_project. 65 MB/s: newbe.dev"),
+    DriveProfile("bad", 0.606, 65e6, "1.65 images/s: googlecolab/colabtools#3651. Tail: assumed", tail=0.8),
 )
 DRIVE_PROFILES = {profile.name: profile for profile in _PROFILES}
 
@@ -96,7 +90,7 @@ def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
         typical: 59 ms per file, 65 MB/s
         >>> slow_down("no/such/folder", None)
     """
-    speed, table = get_profile(profile), json.loads(os.environ.get(_SLOWED, "{}"))
+    speed, table = get_profile(profile), json.loads(os.environ.get(_SLOWED) or "{}")
     if speed or table:
         table[os.path.realpath(folder)] = speed and asdict(speed)
         os.environ[_SLOWED] = json.dumps(table)
@@ -111,12 +105,11 @@ def read_at_full_speed() -> Iterator[None]:
         ...     get_profile(None, "anywhere") is None
         True
     """
-    table = os.environ.pop(_SLOWED, None)
+    table, os.environ[_SLOWED] = os.environ.get(_SLOWED, ""), ""
     try:
         yield
     finally:
-        if table is not None:
-            os.environ[_SLOWED] = table
+        os.environ[_SLOWED] = table
 
 
 def get_profile(name: str | DriveProfile | None, path: str | Path | None = None) -> DriveProfile | None:
@@ -162,18 +155,14 @@ def find_mount(path: str | Path) -> Path | None:
         >>> find_mount("/tmp") is None
         True
     """
-    lines = list[str]()
-    with suppress(OSError):  # Linux alone has the table
-        lines = Path("/proc/self/mounts").read_text().splitlines()
-    mounts = [(at.replace(r"\040", " "), kind) for _, at, kind, *_ in map(str.split, lines)]  # a space
+    kinds = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
+    if is_colab():
+        kinds[str(COLAB_ROOT / "drive")] = "fuse.drive"  # before it is mounted, too
     for find in (os.path.abspath, os.path.realpath):  # the second asks the mounts on its way
         place = Path(find(path))
-        around = [(len(at), kind, at) for at, kind in mounts if place.is_relative_to(at)]
-        _, kind, mount = max(around, default=(0, "", ""))
-        if kind == "fuse.drive":
-            return Path(mount)
-        if is_colab() and place.is_relative_to(COLAB_ROOT / "drive"):
-            return COLAB_ROOT / "drive"
+        mount = next((folder for folder in (place, *place.parents) if str(folder) in kinds), place)
+        if kinds.get(str(mount)) == "fuse.drive":
+            return mount
     return None
 
 
@@ -192,15 +181,12 @@ def guard_drive(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        refused = error.errno == errno.EIO and is_on_drive(path)
-        if error.errno != errno.ENOTCONN and not refused:
+        if error.errno != errno.ENOTCONN and not (error.errno == errno.EIO and is_on_drive(path)):
             raise
-        why = " or refuses (its quota, or too many files in one folder)" if refused else ""
+        found = f"Drive got disconnected or refuses, for its quota or too full a folder (errno {error.errno})"
         mount = find_mount(path) or COLAB_ROOT / "drive"
-        raise DriveLostError(
-            f"expected to read {path}, found that Drive got disconnected{why} (errno {error.errno}): remount it with "
-            f"drive.mount('{mount}', force_remount=True), or restart the session; then run again: what is done is safe"
-        ) from error
+        cure = f"remount it with drive.mount('{mount}', force_remount=True), or restart the session; then run again"
+        raise DriveLostError(f"expected to read {path}, found that {found}: {cure}: what is done is safe") from error
 
 
 @contextmanager
@@ -212,17 +198,15 @@ def explain_write(folder: Path) -> Iterator[None]:
         >>> with explain_write(Path("shards")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device. ...
+        colab_utils.errors.ColabUtilsError: expected to write into shards, found: No space left on device: ...
     """
     try:
         with guard_drive(folder):
             yield
     except (OSError, ValueError) as error:  # the latter of a name that is none
         found = getattr(error, "strerror", None) or error
-        raise ColabUtilsError(
-            f"expected to write into {folder}, found: {found}. What is finished is safe: free some space, or "
-            "make the folder one that you may write to, and run the same command: it continues there."
-        ) from None
+        cure = "free some space, or make it a folder that you may write to, and run the same again: it continues there"
+        raise ColabUtilsError(f"expected to write into {folder}, found: {found}: {cure}") from None
 
 
 class Retries:
@@ -266,8 +250,7 @@ class Retries:
         return Retries, ()  # another process counts its own
 
     def __str__(self) -> str:
-        times = f"{self.count} time{'s' * (self.count != 1)}"
-        return f"Drive failed {times} and was tried again" if self.count else ""
+        return f"Drive failed {self.count} time{'s' * (self.count != 1)} and was tried again" if self.count else ""
 
 
 def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
@@ -280,17 +263,17 @@ def open_file(path: str | Path, *, most_bytes: float = MOST_BYTES) -> BinaryIO:
     Example:
         >>> open_file("/dev/zero")
         Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero, found a device or a pipe: put the file there
+        colab_utils.errors.ColabUtilsError: expected a file at /dev/zero that memory holds, found a device ...
     """
     file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115
-    found = os.fstat(file.fileno())
-    if S_ISREG(found.st_mode) and found.st_size <= most_bytes:
+    if not os.path.isfile(file.fileno()):
+        found = "a device or a pipe: put the file there"
+    elif (size := os.path.getsize(file.fileno())) > most_bytes:
+        found = f"{format_bytes(size)}, more than {format_bytes(most_bytes)}: split it, or save it smaller"
+    else:
         return file
     file.close()
-    if not S_ISREG(found.st_mode):
-        raise ColabUtilsError(f"expected a file at {path}, found a device or a pipe: put the file there")
-    sizes = f"found {format_bytes(found.st_size)}, more than {format_bytes(most_bytes)}"
-    raise ColabUtilsError(f"expected a file that memory holds at {path}, {sizes}: split it, or save it smaller")
+    raise ColabUtilsError(f"expected a file at {path} that memory holds, found {found}")
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -331,9 +314,9 @@ def read_file(
 class DriveFile(io.IOBase):
     """A file read in pieces, no faster than ``profile``, or else its slowed folder, allows; Linux only.
 
-    Opening waits ``open_s``, which covers the first read; each later read that does not start where the last one ended
-    waits it again. Close it when you are done, or use it as a context manager. Raises what `read_file` raises; where
-    Drive fails, ``retries`` open the file anew and go on where they were.
+    The first read waits ``open_s``, and so does each later one that does not start where the last one ended. Close it
+    when you are done, or use it as a context manager. Raises what `read_file` raises; where Drive fails, ``retries``
+    open the file anew and go on where they were.
 
     Example:
         >>> with DriveFile(__file__, get_profile("none")) as file:
@@ -345,11 +328,8 @@ class DriveFile(io.IOBase):
         self._descriptors: list[int] = []  # the last one is read, the others belong to a mount that was lost
         require_linux("read files in pieces")
         self.path, self.profile, self.retries = Path(path), get_profile(profile, path), retries
-        started = perf_counter()
         retries.run(self._open) if retries else self._open()
-        self.size = os.fstat(self._descriptors[-1]).st_size
         self._next: int | None = None  # where a contiguous read would start
-        _wait(self.profile, path, 0, 0, started)
 
     def pread(self, n: int, offset: int) -> bytes:
         """Read ``n`` bytes from ``offset``; fewer only at the end of the file."""
@@ -367,14 +347,12 @@ class DriveFile(io.IOBase):
                 self._open()  # a descriptor of a mount that was lost stays lost
             failed = True
             with guard_drive(self.path):
-                while got < len(view):  # a network file may give less than was asked for
-                    count = os.preadv(self._descriptors[-1], [view[got:]], offset + got)
-                    if not count:
-                        break
+                # a network file may give less than was asked for
+                while got < len(view) and (count := os.preadv(self._descriptors[-1], [view[got:]], offset + got)):
                     got += count
 
         self.retries.run(fill) if self.retries else fill()
-        _wait(self.profile, self.path, None if self._next in (None, offset) else offset, got, started)
+        _wait(self.profile, self.path, None if offset == self._next else offset, got, started)
         self._next = offset + got
         return got
 
@@ -393,27 +371,19 @@ class DriveFile(io.IOBase):
 def _wait(profile: DriveProfile | None, path: str | Path, place: int | None, count: int, started: float) -> None:
     """Sleep until a Drive of this speed would have given ``count`` bytes, asked for at ``started``.
 
-    ``place``: where in the file it had to begin; None goes on where it was.
+    ``place``: where in the file it had to begin; None goes on where it was. All share one link: each sends in turn.
     """
-    if profile is None:
+    if profile is None or not count:
         return
-    sends_s = count / profile.bytes_per_s
-    ends = started + sends_s + (0.0 if place is None else profile.draw_open_s(path, place))
-    rest_s = max(ends, _take_link(started, sends_s) if count else 0.0) - perf_counter()
-    if rest_s > 0:
-        sleep(rest_s)
-
-
-def _take_link(started: float, sends_s: float) -> float:
-    """Send for so many seconds over the one link that all share; returns when it is free again."""
     import fcntl
 
-    link = os.open(_LINK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    opens_s, sends_s = 0.0 if place is None else profile.draw_open_s(path, place), count / profile.bytes_per_s
+    with open(_LINK, "a+") as link:
         fcntl.flock(link, fcntl.LOCK_EX)  # until it is closed
-        (free,) = struct.unpack("d", os.pread(link, 8, 0) or bytes(8))
-        free = max(free, started) + sends_s  # every process has the same clock
-        os.pwrite(link, struct.pack("d", free), 0)
-    finally:
-        os.close(link)
-    return free
+        link.seek(0)
+        free = max(float(link.read() or 0), started) + sends_s  # every process has the same clock
+        link.truncate(0)
+        link.write(str(free))
+    rest_s = max(started + opens_s + sends_s, free) - perf_counter()
+    if rest_s > 0:
+        sleep(rest_s)

@@ -31,7 +31,7 @@ from colab_utils.errors import ColabUtilsError
 __all__ = [
     "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
     "find_free_space", "fork_pool", "format_bytes", "format_seconds", "hash_bytes", "is_colab", "is_notebook",
-    "is_watched", "list_children", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_space",
+    "is_watched", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_space",
     "show_progress", "write_file",
 ]  # fmt: skip
 
@@ -62,8 +62,8 @@ def find_free_memory() -> int:
     limit = _read_limit("memory.max")
     if limit.isdigit():
         stat = dict(line.split() for line in _read_limit("memory.stat").splitlines())
-        cache = int(stat["inactive_file"])  # which can be dropped
-        free = min(free, int(limit) - int(_read_limit("memory.current")) + cache)
+        # the cache can be dropped
+        free = min(free, int(limit) - int(_read_limit("memory.current")) + int(stat["inactive_file"]))
     return max(0, free)
 
 
@@ -75,27 +75,13 @@ def list_processes() -> list[psutil.Process]:
         True
     """
     main = psutil.Process()
-    try:
-        return [main, *map(psutil.Process, list_children(main.pid))]
-    except (OSError, psutil.Error):  # one ended meanwhile, or the system has no such lists
-        return [main, *main.children(recursive=True)]
-
-
-def list_children(pid: int) -> list[int]:
-    """The processes that a process or its children started, by the kernel's own lists: psutil takes 20 times as long.
-
-    Raises:
-        OSError: the system has no such lists, or one of the processes has ended meanwhile.
-
-    Example:
-        >>> os.getpid() in list_children(os.getppid())
-        True
-    """
-    children = list[int]()
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
-            children += map(int, file.read().split())
-    return [*children, *(below for child in children for below in list_children(child))]
+    with suppress(OSError, psutil.Error):  # one ended meanwhile, or the system has no such lists
+        pids = [main.pid]
+        for pid in pids:  # which grow; by the kernel's own lists, as psutil takes 20 times as long
+            for task in os.listdir(f"/proc/{pid}/task"):
+                pids += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
+        return [*map(psutil.Process, pids)]
+    return [main, *main.children(recursive=True)]
 
 
 def _read_limit(name: str) -> str:
@@ -131,24 +117,18 @@ class Machine:
     cores: int
     """Those that this process may use."""
     ram_bytes: int
-    disk_free_bytes: int
     gpu: str | None
-    """Name and memory."""
-    python: str
-    torch: str
-    torchvision: str
-    colab: bool
-    """Whether it is a Colab virtual machine."""
+    """Its name."""
+    software: str
+    """Versions of Python, torch and torchvision."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.cores} cores ({self.cpu}), {format_bytes(self.ram_bytes)} RAM, {self.gpu or 'no GPU'}, "
-            f"{format_bytes(self.disk_free_bytes)} free disk, torch {self.torch}" + (", Colab" if self.colab else "")
-        )
+        memory = format_bytes(self.ram_bytes)
+        return f"{self.cores} cores ({self.cpu}), {memory} RAM, {self.gpu or 'no GPU'}, {self.software}"
 
 
-def describe_machine(folder: str | Path = ".") -> Machine:
-    """Describe this machine; ``folder`` names the disk whose free space counts.
+def describe_machine() -> Machine:
+    """Describe this machine.
 
     Example:
         >>> describe_machine().cores == count_cores()
@@ -156,32 +136,27 @@ def describe_machine(folder: str | Path = ".") -> Machine:
     """
     import torch
 
-    gpu = None
-    if torch.cuda.is_available():
-        gpu = f"{torch.cuda.get_device_name(0)} ({format_bytes(torch.cuda.get_device_properties(0).total_memory)})"
-    cpu_lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    return Machine(
-        cpu=next((line.partition(": ")[2] for line in cpu_lines if line.startswith("model name")), platform.machine()),
-        cores=count_cores(),
-        ram_bytes=psutil.virtual_memory().total,
-        disk_free_bytes=shutil.disk_usage(folder).free,
-        gpu=gpu,
-        python=platform.python_version(),
-        torch=metadata.version("torch"),
-        torchvision=metadata.version("torchvision"),
-        colab=is_colab(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    versions = [f"{name} {metadata.version(name)}" for name in ("torch", "torchvision")]
+    software = ", ".join([f"Python {platform.python_version()}", *versions])
+    return Machine(cpu, count_cores(), psutil.virtual_memory().total, gpu, software)
 
 
-def show_progress(label: str, *, total: int | None, unit: str = "it", scale: bool = False) -> Any:
+def show_progress(label: str, items: Any = None, *, total: Any = None, unit: str = "it", scale: bool = False) -> Any:
     """A tqdm bar on a terminal or in a notebook, silent elsewhere, or where one runs already; ``scale`` counts bytes.
+
+    It gives ``items`` one after the other, if there are any, and counts them.
 
     Example:
         >>> with show_progress("copying", total=2) as bar:
         ...     _ = bar.update(2)
+        >>> list(show_progress("reading", "ab"))
+        ['a', 'b']
     """
     silent = not is_watched() or len(tqdm._instances) > 0  # a bar in a bar leaves stale lines in notebooks
-    return _Bar(total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=silent)
+    return _Bar(items, total=total, desc=label, unit=unit, unit_scale=scale, unit_divisor=1024, disable=silent)
 
 
 class _Bar(tqdm):
@@ -223,10 +198,8 @@ class _ForkPool(ProcessPoolExecutor):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
-            raise ColabUtilsError(
-                "expected every process to finish, found one that the system ended, most often for want of memory. "
-                "Close what else runs here, or use fewer workers (--workers 1), and run the same again."
-            ) from None
+            found = "found one that the system ended, most often for want of memory"
+            raise ColabUtilsError(f"expected every process to finish, {found}: use fewer (--workers 1)") from None
 
 
 def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:
@@ -322,9 +295,8 @@ def hash_bytes(*parts: Any) -> str:
 
 def drop_cached(path: Path) -> None:
     """Drop what Linux keeps of a written file in memory; elsewhere, and where there is no file, do nothing."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), path.open("rb") as file:  # reading it will say what is wrong
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with suppress(OSError, AttributeError), path.open("rb") as file:  # reading it will say what is wrong
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def find_free_space(folder: Path) -> int:

@@ -9,20 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-
-import xxhash
 
 from colab_utils.data.archive import is_archive, unpack_dataset
-from colab_utils.data.coco import read_bytes
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
-from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, write_file
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.runtime import COLAB_ROOT, hash_bytes, is_colab, write_file
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.format import INDEX_NAME, ShardIndex, read_index
-from colab_utils.shards.write import find_recipe, write_shards
+from colab_utils.shards.write import ShardReport, find_recipe, write_shards
 
-__all__ = ["SCENES", "EnsuredDataset", "EnsuredShards", "Workspace", "ensure_dataset", "ensure_shards"]
+__all__ = ["SCENES", "EnsuredDataset", "Workspace", "ensure_dataset", "ensure_shards"]
 
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
 """What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive, as it is."""
@@ -39,8 +34,6 @@ class Workspace:
     ssd: Path
     profile: DriveProfile | None
     """The speed at which ``drive`` is read: ``None`` for a real Google Drive and for full speed."""
-    note: str
-    """How ``drive`` was chosen, in one line."""
 
     @classmethod
     def open(
@@ -71,21 +64,19 @@ class Workspace:
         """
         if scene not in SCENES:
             raise ColabUtilsError(f"expected SCENE as one of {', '.join(SCENES)}; found {scene!r}: choose one of them")
-        slow, note = _choose_drive(drive, scene)
+        slow, speed = _choose_drive(drive, scene), get_profile(SCENES[scene])
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):
             raise ColabUtilsError(f"expected ssd on this machine's own disk, found {fast}, on Drive: name another one")
-        speed = None if is_on_drive(slow) else get_profile(SCENES[scene])
-        for folder, named in ((slow, drive), (fast, ssd)):
+        for setting, named, folder, profile in (("DRIVE_FOLDER", drive, slow, speed), ("SSD_FOLDER", ssd, fast, None)):
             try:
                 with guard_drive(folder):
                     folder.mkdir(parents=not named, exist_ok=True)  # a typing error in a name is noticed
             except OSError as error:
-                cure = f"name another {'DRIVE_FOLDER' if folder == slow else 'SSD_FOLDER'}"
-                raise ColabUtilsError(f"expected to make {folder}, found {error.strerror}: {cure}") from error
-        slow_down(slow, speed)
-        slow_down(fast, None)
-        return cls(slow, fast, speed, note)
+                found = f"found {error.strerror}: name another {setting}"
+                raise ColabUtilsError(f"expected to make {folder}, {found}") from error
+            slow_down(folder, profile)
+        return cls(slow, fast, speed)
 
     @property
     def emulated(self) -> bool:
@@ -93,11 +84,6 @@ class Workspace:
         import torch
 
         return self.profile is not None or not torch.cuda.is_available()
-
-    @property
-    def runs(self) -> Path:
-        """Checkpoints and reports; on Drive, because they must outlast the machine."""
-        return self.drive / "runs"
 
     def publish(self, notebook: str, /, **numbers: Any) -> Path:
         """Write a notebook's numbers to ``results/NOTEBOOK.json`` on Drive, for the other notebooks and the demo.
@@ -108,48 +94,47 @@ class Workspace:
             >>> Workspace.open(folder / "drive", ssd=folder / "ssd").publish("03", shards=2).read_text()
             '{"shards": 2}'
         """
-        path = self.drive / "results" / f"{notebook}.json"
-        with guard_drive(path):
-            path.parent.mkdir(exist_ok=True)
-            write_file(path, json.dumps(numbers).encode())
-        return path
+        return _write_json(self.drive / "results" / f"{notebook}.json", numbers)
 
     def __str__(self) -> str:
-        real = "Google Drive" if is_on_drive(self.drive) else "full speed"
-        return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}\nNote: {self.note}"
+        real = "Google Drive: drive.flush_and_unmount() uploads it" if is_on_drive(self.drive) else "full speed"
+        return f"Drive: {self.drive} ({self.profile or real})\nSSD: {self.ssd}"
 
 
-def _choose_drive(drive: str | Path | None, scene: str) -> tuple[Path, str]:
-    """The slow folder, and one line on why it was chosen."""
-    mount, mounts, chosen = COLAB_ROOT / "drive", SCENES[scene] is None, _to_path(drive) if drive else None
-    if chosen and not mounts and is_on_drive(chosen):
-        cure = "leave it empty, or choose the SCENE that mounts Drive"
-        raise ColabUtilsError(f"expected a DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: {cure}")
-    if not (mounts and is_colab() and (chosen is None or chosen.is_relative_to(mount))):
-        folder = chosen or (COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive"))
-        return folder, f"{folder} {'lies on' if is_on_drive(folder) else 'takes the place of'} Google Drive"
-    if failure := _mount_google_drive(mount):
+def _write_json(path: Path, content: dict[str, Any]) -> Path:
+    with guard_drive(path):
+        path.parent.mkdir(exist_ok=True)
+        write_file(path, json.dumps(content).encode())
+    return path
+
+
+def _choose_drive(drive: str | Path | None, scene: str) -> Path:
+    """The slow folder; Google Drive is mounted where it lies there."""
+    mount, chosen = COLAB_ROOT / "drive", _to_path(drive) if drive else None
+    if SCENES[scene] is not None:
+        if chosen and is_on_drive(chosen):
+            cure = "leave it empty, or choose the SCENE that mounts Drive"
+            raise ColabUtilsError(f"expected DRIVE_FOLDER on this machine for SCENE {scene!r}, found {chosen}: {cure}")
+    elif is_colab() and (chosen is None or chosen.is_relative_to(mount)):
+        _mount_google_drive(mount)
+        return chosen or mount / "MyDrive" / "colab_utils"
+    return chosen or (COLAB_ROOT / "slow_drive" if is_colab() else _to_path("runs/drive"))
+
+
+def _mount_google_drive(mount: Path) -> None:
+    """Mount Google Drive where it is not mounted."""
+    failure = "no MyDrive appeared there"
+    if not os.path.isdir(mount / "MyDrive"):
+        try:
+            from google.colab import drive as google_drive
+
+            # a mount that died is still in the table of mounts: only a forced mount replaces it
+            google_drive.mount(str(mount), force_remount=True, timeout_ms=120_000)
+        except Exception as error:  # Colab's message errors have no public base class
+            failure = describe_error(error)
+    if not os.path.isdir(mount / "MyDrive"):
         cure = f"sign in when it asks, choose another SCENE, or name a DRIVE_FOLDER outside {mount}"
-        raise ColabUtilsError(
-            f"expected {chosen or 'files'} in Google Drive, found Drive not mounted ({failure}): {cure}"
-        )
-    return chosen or mount / "MyDrive" / "colab_utils", (
-        "Google Drive is mounted: what you put there lasts; at the end, drive.flush_and_unmount() uploads it"
-    )
-
-
-def _mount_google_drive(mount: Path) -> str:
-    """Mount Google Drive where it is not mounted; returns what went wrong, "" if nothing did."""
-    if os.path.isdir(mount / "MyDrive"):
-        return ""
-    try:
-        from google.colab import drive as google_drive
-
-        # a mount that died is still in the table of mounts: only a forced mount replaces it
-        google_drive.mount(str(mount), force_remount=True, timeout_ms=120_000)
-    except Exception as error:  # Colab's message errors have no public base class
-        return " ".join(f"{type(error).__name__}: {error}".split())[:200].removesuffix(":")
-    return "" if os.path.isdir(mount / "MyDrive") else f"no MyDrive appeared in {mount}"
+        raise ColabUtilsError(f"expected Google Drive in {mount}, found Drive not mounted ({failure}): {cure}")
 
 
 def _to_path(path: str | Path) -> Path:
@@ -168,28 +153,11 @@ class EnsuredDataset:
     """Where it comes from."""
     shards_on_drive: Path
     """Where its shards belong."""
+    shards_on_ssd: Path
+    """Where their copy belongs."""
 
     def __str__(self) -> str:
         return f"{self.note}\nimages: {self.images}\nannotations: {self.annotations}"
-
-
-@dataclass(frozen=True)
-class EnsuredShards:
-    """Shards that are there, and the folders that bear their dataset's name."""
-
-    name: str
-    """The dataset's name."""
-    folder: Path
-    """Where they lie, on Drive."""
-    local: Path
-    """Where their copy belongs, on the SSD."""
-    index: ShardIndex
-    note: str
-    """Where they come from."""
-
-    def __str__(self) -> str:
-        count, size = len(self.index.shards), format_bytes(self.index.bytes)
-        return f"{count} shard{'s' * (count != 1)}, {self.index.images:,} images, {size} in {self.folder}\n{self.note}"
 
 
 def ensure_dataset(
@@ -219,82 +187,64 @@ def ensure_dataset(
         >>> ensure_dataset(workspace, n=2).note, ensure_dataset(workspace, n=2).note
         ('The built-in dataset, made now.', 'The built-in dataset, found on Drive.')
     """
-    name, paths = _choose_source(workspace, images, annotations, part)
-    folder, note = workspace.drive / ("dataset" if part == "train" else "dataset_val"), "Your own dataset."
-    found = [Path(path) for path in paths] or [folder / "images", folder / "annotations.json"]
+    settings = dict[str, list[str]]()  # of each part of the data, where its images and annotations are
+    with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
+        settings.update(json.loads((workspace.drive / "settings.json").read_bytes()))
+    if images or annotations:
+        settings[part] = _locate(images, annotations)
+    paths, folder = settings.get(part, []), workspace.drive / ("dataset" if part == "train" else "dataset_val")
+    pictures, text = [Path(path) for path in paths] or [folder / "images", folder / "annotations.json"]
     if paths and is_archive(paths[0]):
-        found = [*unpack_dataset(paths[0], workspace.ssd / "datasets", paths[1])]
-    with guard_drive(found[0]):
-        if not paths:
-            note = f"The built-in dataset, {'found on Drive' if found[1].is_file() else 'made now'}."
-            if not found[1].is_file():
-                make_dataset(folder, n=n, seed=0 if part == "train" else 1, photos=n // 13)
-        elif not (found[0].is_dir() and found[1].is_file()):
-            cure = f"check IMAGES and ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}"
-            raise ColabUtilsError(f"expected your own dataset in {' and '.join(paths)}, found none: {cure}")
-        elif workspace.profile:
-            note += f" The scene slows down what is read of its images: {workspace.profile}."
-    slow_down(found[0], workspace.profile)
+        pictures, text = unpack_dataset(paths[0], workspace.ssd / "datasets", paths[1])
+    with guard_drive(pictures):
+        is_there = pictures.is_dir() and text.is_file()
+        if not (paths or is_there):
+            make_dataset(folder, n=n, seed=0 if part == "train" else 1, photos=n // 13)
+    if paths and not is_there:
+        cure = f"check IMAGES and ANNOTATIONS, choose the SCENE that mounts Drive, or set IMAGES to {BUILT_IN!r}"
+        raise ColabUtilsError(f"expected your own dataset in {' and '.join(paths)}, found none: {cure}")
+    note = "Your own dataset." if paths else f"The built-in dataset, {'found on Drive' if is_there else 'made now'}."
+    if paths and workspace.profile:
+        note += f" The scene slows down what is read of its images: {workspace.profile}."
+    slow_down(pictures, workspace.profile)
     if images:
-        settings = {**_read_settings(workspace), part: paths}
-        with guard_drive(workspace.drive):
-            write_file(workspace.drive / "settings.json", json.dumps(settings).encode())
-    return EnsuredDataset(name, found[0], found[1], note, workspace.drive / "shards" / name)
+        _write_json(workspace.drive / "settings.json", settings)
+    name = _name_dataset(paths, part)
+    places = [root / "shards" / name for root in (workspace.drive, workspace.ssd)]
+    return EnsuredDataset(name, pictures, text, note, *places)
 
 
-def ensure_shards(
-    workspace: Workspace, *, images: str = "", annotations: str = "", n: int = 160, part: str = "train"
-) -> EnsuredShards:
-    """The dataset's shards on Drive: those that are there, else made now or completed, from `ensure_dataset`'s dataset.
+def ensure_shards(data: EnsuredDataset) -> ShardReport:
+    """A dataset's shards on Drive: those that are there, else made now or completed.
 
     They are made at full speed in every scene: to see what that takes on Drive, call `write_shards`.
 
-    Args:
-        workspace: where Drive is.
-        images: as for `ensure_dataset`; where it is empty, shards that are there need no dataset.
-        annotations: as for `ensure_dataset`.
-        n: as for `ensure_dataset`.
-        part: as for `ensure_dataset`.
-
     Raises:
-        ColabUtilsError: as `ensure_dataset` and `write_shards` do; the shards there are of another dataset.
+        ColabUtilsError: as `write_shards` does; the shards there are of another dataset.
     """
-    name, paths = _choose_source(workspace, images, annotations, part)
-    folder = workspace.drive / "shards" / name
+    folder = data.shards_on_drive
     with guard_drive(folder), read_at_full_speed():
-        is_there, text, changed = (folder / INDEX_NAME).is_file(), Path(*paths[1:]), False
-        if is_there and text.is_file():  # your own annotations, which have changed since, perhaps
-            changed = xxhash.xxh3_128_hexdigest(read_bytes(text)) != read_index(folder).fingerprint
-    if images or changed or not is_there:
-        data = ensure_dataset(workspace, images=images, annotations=annotations, n=n, part=part)
-        with read_at_full_speed():
-            begun = find_recipe(folder) or {"shard_mb": 8}  # another notebook's settings, which stopped half-way
-            settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
-            write_shards(data.images, data.annotations, shards=folder, **settings)
-    note = "Found on Drive." if is_there else "Made now."
-    return EnsuredShards(name, folder, workspace.ssd / "shards" / name, read_index(folder), note)
+        begun = find_recipe(folder) or {"shard_mb": 8}  # another notebook's settings, which stopped half-way
+        settings = {key: begun[key] for key in begun.keys() & {"storage", "min_size", "max_size", "shard_mb"}}
+        return write_shards(data.images, data.annotations, shards=folder, **settings)
 
 
-def _read_settings(workspace: Workspace) -> dict[str, list[str]]:
-    """What is remembered on Drive: of each part of the data, images and annotations."""
-    with guard_drive(workspace.drive), suppress(FileNotFoundError, ValueError, TypeError):
-        return dict(json.loads((workspace.drive / "settings.json").read_bytes()))
-    return {}
-
-
-def _choose_source(workspace: Workspace, images: str, annotations: str, part: str) -> tuple[str, list[str]]:
-    """The dataset's name; if it is your own, where its images and annotations are, as you name or named them."""
-    if bool(images) != bool(annotations) and not is_archive(images) and images != BUILT_IN:
+def _locate(images: str, annotations: str) -> list[str]:
+    """Where the images and annotations are that you name; nothing for the built-in ones."""
+    if images == BUILT_IN:
+        return []
+    if is_archive(images):  # the annotations' name is one in the zip
+        return [images if "://" in images else str(_to_path(images)), annotations]
+    if not (images and annotations):
         raise ColabUtilsError("expected IMAGES and ANNOTATIONS, found only one of them: name both or neither")
-    paths = _read_settings(workspace).get(part, [])
-    if images:
-        paths = [images if "://" in images else str(_to_path(images)), annotations]
-        if not is_archive(images):  # else it is a name in the zip
-            paths[1] = str(_to_path(annotations))
-    if not paths or images == BUILT_IN:
-        return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}", []
+    return [str(_to_path(images)), str(_to_path(annotations))]
+
+
+def _name_dataset(paths: list[str], part: str) -> str:
+    """What folders are called after."""
+    if not paths:
+        return BUILT_IN if part == "train" else f"{BUILT_IN}-{part}"
     stem = Path(paths[0]).name
     if is_archive(paths[0]):  # many exports have the same name
-        stem = f"{Path(urlsplit(paths[0]).path).stem}-{xxhash.xxh32_hexdigest(paths[0].encode())}"
-    name = re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")
-    return name, paths
+        stem = f"{Path(re.split('[?#]', paths[0])[0]).stem}-{hash_bytes(paths[0].encode())[:8]}"
+    return re.sub(r"[^\w.-]+", "_", f"{stem}-{Path(paths[1]).stem}").strip("-")

@@ -156,7 +156,8 @@ BAD = [
     *[(["train", "--shards", "{}/shards", "--run", "{}/run", *option], "") for option in (
         ("--steps", 0), ("--steps", -1), ("--steps", "nan"), ("--epochs", 0), ("--steps", 1, "--epochs", 1),
         ("--batch-size", 0), ("--batch-size", -1), ("--batch-size", "big"), ("--seed", -1), ("--seed", "x"),
-        ("--checkpoint-steps", 0), ("--local", "{}/local", "--seed", -1))],
+        ("--checkpoint-steps", 0), ("--local", "{}/local", "--seed", -1),
+        ("--local", "{}/local", "--limit-gb", "nan"))],
     # one thing in place of another
     (["diagnose", "--shards", "{}/shards", *COCO], "--shards alone"),
     (["diagnose", "--images", "{}/images"], "or --shards alone"),
@@ -171,10 +172,7 @@ BAD = [
     (["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"], "empty"),
     (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
     (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
-    (["compare", "--images", "{}/images", "--report", "{}/report"], "--against"),
-    (["compare", "--against", "{}/coco.json", "--report", "{}/report"], "coco.json"),  # no receipt
-    (["compare", "--against", "{}/nope.json", "--report", "{}/report"], "nope.json"),
-    (["compare", "--against", "{}/deep.json", "--report", "{}/report"], "deep.json"),
+    (["compare", "--images", "{}/images", "--report", "{}/report"], "--annotations"),
     (["check", *COCO, "--repair", "{}/coco.json"], "nothing is overwritten"),
     (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
     # the JSON's place: looked at before the work
@@ -308,19 +306,6 @@ def test_json_goes_to_a_file_in_place_of_an_earlier_result(run, world, tmp_path,
     assert {name: after.get(name) for name in before} == before
 
 
-def test_many_receipts_make_one_chart(run, world, tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=1, max_images=4))
-    arguments = [str(argument).replace("{}", str(world)) for argument in COCO]
-    receipts = [tmp_path / name / "comparison.json" for name in ("anna", "ben")]
-    for receipt in receipts:
-        options = ("--strategies", "sequential", "--seconds", 0.1, "--repeats", 1, "--step-ms", 1)
-        assert run("compare", *arguments, "--report", receipt.parent, *options)[0] == 0
-    status, out, err = run("compare", "--against", *receipts, "--report", tmp_path / "class", "--json", "-")
-    assert status == 0, err
-    assert [row[0] for row in json.loads(out)["rows"]] == ["anna", "ben"]
-    assert (tmp_path / "class" / "receipts.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_json_goes_alone_to_standard_output(run, world):
     for command in ("check", "verify", "copy"):
         arguments = [str(argument).replace("{}", str(world)) for argument in GOOD[command]]
@@ -383,9 +368,9 @@ def test_repair_writes_what_check_then_finds_whole(run, world):
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ({"iscrowd": 1}, "--repair OUT.json --crowds objects."),
-        ({"segmentation": []}, "Export the masks as polygons or RLE, or draw them."),
-        (None, "Name the right image folder, or write an annotations file without them with --repair OUT.json."),
+        ({"iscrowd": 1}, "--repair with --crowds objects."),
+        ({"segmentation": []}, "stops training: masks are needed, as polygons or RLE."),
+        (None, "image is skipped. Write a repaired annotations file with --repair OUT.json"),
         ({"bbox": "none"}, "Write a repaired annotations file with --repair OUT.json, or repair the files."),
     ],
 )

@@ -26,6 +26,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards, verify_shards
+from colab_utils.shards.format import read_index
 from colab_utils.shards.write import write_shards
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint
@@ -93,9 +94,8 @@ def test_importing_makes_no_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_properties_name_what_lies_where(tmp_path):
+def test_a_workspace_does_not_change(tmp_path):
     workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
-    assert workspace.runs == tmp_path / "d" / "runs"
     with pytest.raises(FrozenInstanceError):
         workspace.drive = tmp_path
 
@@ -113,7 +113,7 @@ def test_str_says_where_things_are_and_what_is_slow(tmp_path, colab):
     assert f"Drive: {tmp_path / 'd'} (bad: 606 ms per file" in text
     assert f"SSD: {tmp_path / 's'}" in text
     assert "full speed" in str(Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=REAL))
-    assert "(Google Drive)" in str(Workspace.open(ssd=tmp_path / "s", scene=REAL))
+    assert "(Google Drive: drive.flush_and_unmount() uploads it)" in str(Workspace.open(ssd=tmp_path / "s", scene=REAL))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,6 @@ def test_on_colab_google_drive_is_mounted(colab):
     assert workspace.profile is None
     assert colab.calls == [{"force_remount": True, "timeout_ms": 120000}]
     assert Workspace.open(scene=REAL) == workspace  # mounted already: nobody is asked again
-    assert "drive.flush_and_unmount()" in workspace.note
     assert len(colab.calls) == 1
 
 
@@ -185,7 +184,7 @@ def test_on_colab_google_drive_is_mounted(colab):
         (ValueError("mount failed"), "mount failed"),  # also what a timeout raises
         (NotImplementedError(), "NotImplementedError"),  # Enterprise
         (AttributeError("'NoneType' object has no attribute 'kernel'"), "AttributeError"),  # a terminal on Colab
-        (ValueError("several\nlines"), "several lines"),  # the error stays one line
+        (ValueError("several\nlines"), r"\(ValueError: several\)"),  # the error stays one line
     ],
 )
 def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab, failure, words):
@@ -193,7 +192,7 @@ def test_a_failed_mount_is_told_and_nothing_else_is_measured_in_its_place(colab,
     with pytest.raises(ColabUtilsError, match=rf"{words}.*sign in.*another SCENE"):
         Workspace.open(scene=REAL)
     assert not (colab.content / "slow_drive").exists()
-    assert not Workspace.open().note.startswith("Google Drive is mounted")  # the next Run all, with another scene
+    assert Workspace.open().drive == colab.content / "slow_drive"  # the next Run all, with another scene
     colab.failure = None
     assert Workspace.open(scene=REAL).drive == colab.content / "drive" / "MyDrive" / "colab_utils"
 
@@ -311,9 +310,7 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
     assert (builtin.name, mine.name) == ("built-in", "images-annotations")
     for data in (builtin, mine):
         assert data.shards_on_drive == workspace.drive / "shards" / data.name
-    shards = ensure_shards(workspace)
-    assert (shards.name, shards.folder) == (mine.name, mine.shards_on_drive)
-    assert shards.local == workspace.ssd / "shards" / mine.name
+        assert data.shards_on_ssd == workspace.ssd / "shards" / data.name
 
 
 @pytest.mark.parametrize(
@@ -321,16 +318,16 @@ def test_folders_bear_the_name_of_their_dataset(workspace, own):
     [
         ("/a/val2017", "/b/instances_val2017.json", "val2017-instances_val2017"),
         ("/a/my photos/", "/b/été (2).json", "my_photos-été_2_"),  # what a shell would stumble over
-        ("/content/export.zip", "", "export-6c5c05b7"),
+        ("/content/export.zip", "", "export-09809c19"),
         (
             "https://a.org/b/my%20data.v2.zip?key=3#x",
             "train/_annotations.coco.json",
-            "my_20data.v2-404a5c2f-_annotations.coco",
+            "my_20data.v2-09ba2782-_annotations.coco",
         ),
     ],
 )
-def test_names_of_datasets(workspace, images, annotations, name):
-    assert module._choose_source(workspace, images, annotations, "train")[0] == name
+def test_names_of_datasets(images, annotations, name):
+    assert module._name_dataset(module._locate(images, annotations), "train") == name
 
 
 def test_your_own_data_is_remembered_on_drive(workspace, own, tmp_path):
@@ -377,13 +374,10 @@ def test_a_zip_is_unpacked_to_the_ssd_alone(workspace, tiny_dataset, tmp_path):
     assert data.name.startswith("export-")
     assert data.images.is_relative_to(workspace.ssd)
     assert data.annotations.is_relative_to(workspace.ssd)
-    shards = ensure_shards(workspace, images=source)
-    assert (shards.index.images, shards.folder) == (12, workspace.drive / "shards" / data.name)
+    assert ensure_shards(data).images == read_index(data.shards_on_drive).images == 12
     assert not list(workspace.drive.rglob("*.jpg"))
-    os.remove(source)  # a fresh machine, a lost upload: the shards are enough
+    os.remove(source)  # a fresh machine, a lost upload
     again = Workspace.open(workspace.drive, ssd=tmp_path / "another_machine", scene=REAL)
-    kept = replace(shards, local=again.ssd / "shards" / data.name, note="Found on Drive.")
-    assert ensure_shards(again) == kept
     with pytest.raises(ColabUtilsError, match=r"expected a zip at .*export\.zip, found none"):
         ensure_dataset(again)
 
@@ -393,10 +387,11 @@ def test_a_second_run_all_does_nothing_twice(tmp_path, tiny_dataset, monkeypatch
 
     def run_all():
         workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
-        shards = ensure_shards(workspace, images=source)
-        copy_shards(shards.folder, shards.local)
-        ensure_shards(workspace, n=2, part="val")
-        workspace.publish("03", shards=len(shards.index.shards))
+        data = ensure_dataset(workspace, images=source)
+        shards = ensure_shards(data)
+        copy_shards(data.shards_on_drive, data.shards_on_ssd)
+        ensure_shards(ensure_dataset(workspace, n=2, part="val"))
+        workspace.publish("03", shards=shards.shards)
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.suffix in (".tar", ".jpg")}
 
     monkeypatch.setattr(drive, "sleep", lambda seconds: None)
@@ -473,37 +468,39 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
         assert waits() == list_shards
 
     def test_what_a_notebook_finds_missing_is_made_at_full_speed(self, tmp_path, waits):
-        shards = ensure_shards(Workspace.open(tmp_path / "d", ssd=tmp_path / "s"), n=2)
-        assert waits() == {"index.json"}
-        read_file(shards.folder / "shard-000000.tar")
-        assert waits() == {"index.json", "shard-000000.tar"}
+        workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s")
+        data = ensure_dataset(workspace, n=2)
+        ensure_shards(data)
+        assert waits() == set()
+        read_file(data.shards_on_drive / "shard-000000.tar")
+        assert waits() == {"shard-000000.tar"}
 
 
-def test_shards_are_made_then_found(workspace, tiny_dataset):
-    names = {"images": str(tiny_dataset.images), "annotations": str(tiny_dataset.annotations)}
-    made = ensure_shards(workspace, **names)
-    assert (made.folder, made.index.images, made.note) == (workspace.drive / "shards" / made.name, 12, "Made now.")
-    assert ensure_shards(workspace, **names).note == "Found on Drive."
-    assert ensure_shards(workspace).note == "Found on Drive."  # without names: those that are there
+def test_shards_are_made_then_found(workspace, own):
+    data = ensure_dataset(workspace, **own)
+    made = ensure_shards(data)
+    before = {path: path.stat().st_mtime_ns for path in data.shards_on_drive.iterdir()}
+    assert data.shards_on_drive == workspace.drive / "shards" / "images-annotations"
+    assert replace(ensure_shards(data), seconds=made.seconds) == made
+    assert {path: path.stat().st_mtime_ns for path in data.shards_on_drive.iterdir()} == before
     assert "12 images" in str(made)
 
 
 def test_shards_of_another_dataset_are_refused_and_kept(workspace, own, tmp_path, tiny_dataset):
     """Two datasets whose folders have the same names."""
-    folder = ensure_shards(workspace, **own).folder
+    data = ensure_dataset(workspace, **own)
+    ensure_shards(data)
+    folder = data.shards_on_drive
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     content = json.loads(tiny_dataset.annotations.read_text())
     content |= {"images": content["images"][:3], "annotations": []}
     (tmp_path / "annotations.json").write_text(json.dumps(content))
     other = own | {"annotations": str(tmp_path / "annotations.json")}
-    with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
-        ensure_shards(workspace, **other)
     ensure_dataset(workspace, **other)  # as notebook 01 remembers it, for notebook 03
     with pytest.raises(ColabUtilsError, match=r"shards of another dataset in .*DRIVE_FOLDER"):
-        ensure_shards(workspace)
+        ensure_shards(ensure_dataset(workspace))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    ensure_dataset(workspace, **own)
-    assert ensure_shards(workspace).note == "Found on Drive."
+    assert ensure_shards(ensure_dataset(workspace, **own)).images == 12
 
 
 def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own, monkeypatch):
@@ -515,18 +512,22 @@ def test_shards_that_another_notebook_left_half_way_are_completed(workspace, own
             write_shards(**own, shards=folder, shard_mb=0.02, min_size=32, max_size=64, workers=1)
     left = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")}
     assert len(left) > 1
-    shards = ensure_shards(workspace, **own)
-    assert (shards.index.recipe["shard_mb"], shards.index.recipe["min_size"], shards.index.images) == (0.02, 32, 12)
+    ensure_shards(ensure_dataset(workspace, **own))
+    index = read_index(folder)
+    assert (index.recipe["shard_mb"], index.recipe["min_size"], index.images) == (0.02, 32, 12)
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tar")} == left
 
 
 def test_validation_data_are_other_pictures_that_are_named_apart(workspace, own):
-    train, val = ensure_shards(workspace, n=2), ensure_shards(workspace, n=2, part="val")
-    assert (train.name, val.name) == ("built-in", "built-in-val")
-    assert train.index.fingerprint != val.index.fingerprint
-    named = ensure_shards(workspace, **own, part="val")
-    assert (named.index.images, ensure_shards(workspace, part="val").name) == (12, named.name)
-    assert ensure_shards(workspace).name == "built-in"  # the training data stay what they are
+    parts = [ensure_dataset(workspace, n=2, part=part) for part in ("train", "val")]
+    for data in parts:
+        ensure_shards(data)
+    train, val = (read_index(data.shards_on_drive) for data in parts)
+    assert [data.name for data in parts] == ["built-in", "built-in-val"]
+    assert train.fingerprint != val.fingerprint
+    named = ensure_dataset(workspace, **own, part="val")
+    assert ensure_dataset(workspace, part="val").name == named.name
+    assert ensure_dataset(workspace).name == "built-in"  # the training data stay what they are
 
 
 def test_published_numbers_replace_those_before(workspace):

@@ -170,7 +170,7 @@ def compare(
         rows = [_Row(strategy, setting, step, batches, timeline_s) for strategy in chosen]
         note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
         empty = Comparison(
-            machine=describe_machine(folder),
+            machine=describe_machine(),
             dataset={"name": prepared.images.name, "fingerprint": prepared.fingerprint, "images": len(prepared)},
             strategies=(),
             step=str(step) if getattr(step, "emulated", False) else "real",

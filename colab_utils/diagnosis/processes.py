@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.loading.workers import describe_exit
-from colab_utils.runtime import find_free_memory, list_children
+from colab_utils.runtime import find_free_memory, list_processes
 
 __all__ = [
     "Activity",
@@ -342,10 +342,10 @@ def _measure_own() -> dict[int, int]:
     """Of this process and each one below it: what is in memory, less what it shares; in few lines, as it is often."""
     used = dict[int, int]()
     with suppress(OSError):  # a process may have ended
-        for pid in (os.getpid(), *list_children(os.getpid())):
-            with open(f"/proc/{pid}/statm", "rb") as file:
+        for process in list_processes():
+            with open(f"/proc/{process.pid}/statm", "rb") as file:
                 _, resident, shared, *_ = file.read().split()
-            used[pid] = (int(resident) - int(shared)) * mmap.PAGESIZE
+            used[process.pid] = (int(resident) - int(shared)) * mmap.PAGESIZE
     return used
 
 

@@ -77,7 +77,7 @@ def test_the_receipt_says_what_is_slowed_and_emulated_and_on_which_machine(tmp_p
     assert "Drive is a slowed folder" in text
     assert "606 ms per file" in text
     assert comparison.machine.cpu in text
-    assert f"Python {comparison.machine.python}" in text
+    assert comparison.machine.software in text
     assert "median of 3 repeats of 8 batches" in text
 
 
