@@ -99,7 +99,7 @@ def test_the_package_imports_nothing_of_the_repository_around_it():
         ("data/coco", "from colab_utils.shards import copy", "lies above it"),  # a module taken from its package
         ("data/coco", "from colab_utils import copy_shards", "lies above it"),  # through a name at the top
         ("loading/loader", "from colab_utils.show.charts import draw", "lies above it"),  # show from below
-        ("diagnosis/stages", "from colab_utils.training.step import s", "beside it"),  # two floors at one height
+        ("diagnosis/timing", "from colab_utils.training.step import s", "beside it"),  # two floors at one height
         ("shards/copy", "from colab_utils.shards.write import w", "circle"),  # on one floor, round in a circle
     ],
 )
@@ -111,7 +111,7 @@ def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
         "shards/write",
         "loading/loader",
         "training/step",
-        "diagnosis/stages",
+        "diagnosis/timing",
         "show/charts",
     )
     for name in names:

@@ -32,9 +32,9 @@ from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, find_
 from colab_utils.diagnosis.watchdog import WatchedLoader
 from colab_utils.drive import is_on_drive, read_at_full_speed, read_file
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.loading.tune import EmulatedStep
 from colab_utils.runtime import count_cores, find_free_memory, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.images import plan_size
