@@ -67,11 +67,11 @@ def __getattr__(name: str) -> object:
 
 
 def _find_module(name: str) -> str:
-    """The module whose ``__all__`` lists this name, "" if none does; no module is imported."""
+    """The module that defines this class or function, "" if none does; no module is imported."""
     folder = Path(__file__).parent
     for path in sorted(folder.rglob("*.py")):
         text = "" if path.stem == "__init__" else path.read_text(encoding="utf-8")
-        if re.search(rf'^__all__ = \[[^]]*"{name}"', text, re.MULTILINE):
+        if re.search(rf"^(?:(?:class|def) {name}\b|{name}(?:: .*)? = )", text, re.MULTILINE):
             return ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts])
     return ""
 
