@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
 from colab_utils.data.decoding import find_jpeg_damage, open_image, open_lazily, read_orientation, to_rgb
 from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
-from colab_utils.drive import DriveLostError, Retries, guard_drive, open_file, read_file
+from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import count_cores, fork_pool, show_progress
 
@@ -371,10 +372,12 @@ def _describe(path: Path, found: list[Defect], *, deep: bool) -> Header:
 
     def read_again(start: int = 0) -> bytes:
         file.seek(start)
-        return file.read()
+        return bytes(file.read())
 
-    with guard_drive(path), open_file(path) as file:
-        length, notes = os.fstat(file.fileno()).st_size, [*found]
+    with guard_drive(path), open_file(path) as stored:
+        length, notes = os.fstat(stored.fileno()).st_size, [*found]
+        # a slowed folder, like Drive, gives a short file whole
+        file: Any = io.BytesIO(read_file(path)) if get_profile(None, path) else stored
         if not length:
             return Header([("empty file", "0 bytes")])
         try:
