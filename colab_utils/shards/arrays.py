@@ -69,10 +69,8 @@ class ShardArrays:
 
 
 # the tables of images and of objects; of objects' bits the lengths, which become their ends
-_IMAGE = np.dtype([
-    ("image_ids", "i8"), ("sizes", "i4", 2), ("image_spans", "i8", 2), ("record_spans", "i8", 2), ("counts", "i8"),
-    ("checks", "u8", 3),
-])  # fmt: skip
+_SPANS = [("image_spans", "i8", 2), ("record_spans", "i8", 2)]
+_IMAGE = np.dtype([("image_ids", "i8"), ("sizes", "i4", 2), ("counts", "i8"), ("checks", "u8", 3), *_SPANS])
 _OBJECT = np.dtype([("boxes", "f4", 4), ("labels", "i8"), ("areas", "f4"), ("crops", "i4", 4), ("mask_ends", "i8")])
 
 
@@ -93,11 +91,9 @@ class ArraysBuilder:
         masks = pack_masks([annotation["segmentation"] for annotation in kept])
         spans = [(start, len(data)) for start, data in zip(starts, files, strict=True)]
         checks = tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1]))
-        self._images.append((record["image_id"], size, *spans, len(kept), checks))
-        facts = [(annotation["category_id"], annotation["area"]) for annotation in kept]
-        lengths = np.diff(masks.offsets)
-        for box, (label, area), crop, length in zip(boxes[keep], facts, masks.crops, lengths, strict=True):
-            self._objects.append((box, label, area, crop, length))
+        self._images.append((record["image_id"], size, len(kept), checks, *spans))
+        labels, areas = ([annotation[key] for annotation in kept] for key in ("category_id", "area"))
+        self._objects += zip(boxes[keep], labels, areas, masks.crops, np.diff(masks.offsets), strict=True)
         self._bits.append(masks.bits)
 
     def build(self) -> ShardArrays:
