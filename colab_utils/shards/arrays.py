@@ -127,7 +127,7 @@ def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     file = io.BytesIO()
     for field in fields(arrays)[:-1]:
         np.save(file, getattr(arrays, field.name), allow_pickle=False)
-    tables, last = file.getvalue(), memoryview(np.asarray(arrays.bits))  # masks of a large photo take 200 MB: no copy
+    tables, last = file.getvalue(), memoryview(vars(arrays)["bits"])  # masks of a large photo take 200 MB: no copy
     text = json.dumps(head | {"tables_bytes": len(tables), "bits_bytes": len(last)}).encode()
     checksum = bytes.fromhex(hash_bytes(text, tables, last))
     return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, last))
@@ -163,8 +163,9 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
         each = io.BytesIO(tables)
-        values = [np.lib.format.read_array(each, allow_pickle=False) for _ in fields(ShardArrays)[:-1]]
-        arrays = _check_arrays(ShardArrays(*values, file.tell()), shard, categories)
+        names = (field.name for field in fields(ShardArrays)[:-1])
+        values = {name: np.lib.format.read_array(each, allow_pickle=False) for name in names}
+        arrays = _check_arrays(ShardArrays(**values, bits=file.tell()), shard, categories)
         if not os.fstat(file.fileno()).st_size - file.tell() == head["bits_bytes"] == arrays.mask_ends[-1]:
             raise ValueError("cut short")
         return arrays
