@@ -69,10 +69,8 @@ class ShardArrays:
 
 
 # the tables of images and of objects; of objects' bits the lengths, which become their ends
-_IMAGE = np.dtype([
-    ("image_ids", "i8"), ("sizes", "i4", 2), ("image_spans", "i8", 2), ("record_spans", "i8", 2), ("counts", "i8"),
-    ("checks", "u8", 3),
-])  # fmt: skip
+_SPANS = [("image_spans", "i8", 2), ("record_spans", "i8", 2)]
+_IMAGE = np.dtype([("image_ids", "i8"), ("sizes", "i4", 2), ("counts", "i8"), ("checks", "u8", 3), *_SPANS])
 _OBJECT = np.dtype([("boxes", "f4", 4), ("labels", "i8"), ("areas", "f4"), ("crops", "i4", 4), ("mask_ends", "i8")])
 
 
@@ -93,11 +91,9 @@ class ArraysBuilder:
         masks = pack_masks([annotation["segmentation"] for annotation in kept])
         spans = [(start, len(data)) for start, data in zip(starts, files, strict=True)]
         checks = tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1]))
-        self._images.append((record["image_id"], size, *spans, len(kept), checks))
-        facts = [(annotation["category_id"], annotation["area"]) for annotation in kept]
-        lengths = np.diff(masks.offsets)
-        for box, (label, area), crop, length in zip(boxes[keep], facts, masks.crops, lengths, strict=True):
-            self._objects.append((box, label, area, crop, length))
+        self._images.append((record["image_id"], size, len(kept), checks, *spans))
+        labels, areas = ([annotation[key] for annotation in kept] for key in ("category_id", "area"))
+        self._objects += zip(boxes[keep], labels, areas, masks.crops, np.diff(masks.offsets), strict=True)
         self._bits.append(masks.bits)
 
     def build(self) -> ShardArrays:
@@ -131,7 +127,7 @@ def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
     file = io.BytesIO()
     for field in fields(arrays)[:-1]:
         np.save(file, getattr(arrays, field.name), allow_pickle=False)
-    tables, last = file.getvalue(), memoryview(np.asarray(arrays.bits))  # masks of a large photo take 200 MB: no copy
+    tables, last = file.getvalue(), memoryview(vars(arrays)["bits"])  # masks of a large photo take 200 MB: no copy
     text = json.dumps(head | {"tables_bytes": len(tables), "bits_bytes": len(last)}).encode()
     checksum = bytes.fromhex(hash_bytes(text, tables, last))
     return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, last))
@@ -167,8 +163,9 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
         each = io.BytesIO(tables)
-        values = [np.lib.format.read_array(each, allow_pickle=False) for _ in fields(ShardArrays)[:-1]]
-        arrays = _check_arrays(ShardArrays(*values, file.tell()), shard, categories)
+        names = (field.name for field in fields(ShardArrays)[:-1])
+        values = {name: np.lib.format.read_array(each, allow_pickle=False) for name in names}
+        arrays = _check_arrays(ShardArrays(**values, bits=file.tell()), shard, categories)
         if not os.fstat(file.fileno()).st_size - file.tell() == head["bits_bytes"] == arrays.mask_ends[-1]:
             raise ValueError("cut short")
         return arrays
