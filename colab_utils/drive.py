@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 
 _SLOWED = "COLAB_UTILS_SLOWED"  # the slowed folders as JSON, where child processes find them
 # when the link to Drive is free again, in a file: all that this user runs on this machine shares one link
-_LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else '/tmp'}/colab_utils-link-{getattr(os, 'getuid', int)()}"
+_LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else '/tmp'}/colab_utils-drive-{getattr(os, 'getuid', int)()}"
 
 
 class DriveLostError(ColabUtilsError):
@@ -71,12 +71,11 @@ class DriveProfile:
         return f"{self.name}: {self.open_s * 1000:.0f} ms per file, {self.bytes_per_s / 1e6:.0f} MB/s"
 
 
-_PROFILES = (
-    DriveProfile("fast", 0.015, 130e6, "130 MB/s: the best reported (newbe.dev). 15 ms per file: assumed"),
-    DriveProfile("typical", 0.059, 65e6, "59 ms per file: GrinkoL/skillbox_thesis_project. 65 MB/s: newbe.dev"),
-    DriveProfile("bad", 0.606, 65e6, "1.65 images/s: googlecolab/colabtools#3651. Tail: assumed", tail=0.8),
-)
-DRIVE_PROFILES = {profile.name: profile for profile in _PROFILES}
+DRIVE_PROFILES = {
+    "fast": DriveProfile("fast", 0.015, 130e6, "130 MB/s: the best reported (newbe.dev). 15 ms per file: assumed"),
+    "typical": DriveProfile("typical", 0.059, 65e6, "59 ms: GrinkoL/skillbox_thesis_project. 65 MB/s: newbe.dev"),
+    "bad": DriveProfile("bad", 0.606, 65e6, "1.65 images/s: googlecolab/colabtools#3651. Tail: assumed", tail=0.8),
+}
 
 
 def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:

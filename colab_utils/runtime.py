@@ -139,8 +139,8 @@ def describe_machine() -> Machine:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
     cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    versions = [f"{name} {metadata.version(name)}" for name in ("torch", "torchvision")]
-    software = ", ".join([f"Python {platform.python_version()}", *versions])
+    torchvision = metadata.version("torchvision")
+    software = f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision}"
     return Machine(cpu, count_cores(), psutil.virtual_memory().total, gpu, software)
 
 

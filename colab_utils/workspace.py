@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from colab_utils.data.archive import is_archive, unpack_dataset
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
@@ -36,9 +36,7 @@ class Workspace:
     """The speed at which ``drive`` is read: ``None`` for a real Google Drive and for full speed."""
 
     @classmethod
-    def open(
-        cls, drive: str | Path | None = None, *, ssd: str | Path | None = None, scene: str = "bad day"
-    ) -> Workspace:
+    def open(cls, drive: str | Path | None = None, *, ssd: str | Path | None = None, scene: str = "bad day") -> Self:
         """Make the two folders, and slow the first one down as the scene says, in child processes too.
 
         "bad day" and "good day" ask for nothing: a slowed folder on this machine stands for Google Drive, and
