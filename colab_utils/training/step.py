@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import dropwhile
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +88,7 @@ class TrainingStep:
     ) -> None:  # fmt: skip
         self.device, self.ranks = torch.device(device), ranks or Ranks()
         try:
-            self.model = model.to(self.device).train()
+            self.model: Any = model.to(self.device).train()
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -102,12 +102,11 @@ class TrainingStep:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == torch.float16)
         self.parts, self.is_applying = 1, False  # is_applying: some weights have moved, and others have not
         self._memory_error = ""
-        self._network: nn.Module = _SummedLosses(model)
+        network: nn.Module = _SummedLosses(model)
         if self.ranks.count > 1:
             # buffers: the first process saves its own statistics of batch norm, the others' are of other images
-            self._network = DistributedDataParallel(
-                self._network, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            network = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self._network = network
 
     def __call__(
         self, images: Images, targets: Targets = None, *, flips: Sequence[bool] | None = None, total: int | None = None
@@ -248,10 +247,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         reductions = f", trained in {self.parts} parts" if self.parts > 1 else ""
         reductions += ", the backbone run again in the backward pass" if self.checkpointing else ""
-        return (
-            f"the heaviest batch ({self.batch_size} images{reductions}) takes {format_bytes(self.peak_bytes)} of "
-            f"{format_bytes(self.limit_bytes)}"
-        )
+        taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
+        return f"the heaviest batch ({self.batch_size} images{reductions}) {taken}"
 
 
 def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None) -> MemoryPlan:
@@ -270,7 +267,7 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
     Raises:
         ColabUtilsError: The heaviest batch does not fit; the message names what would free memory.
     """
-    model, counts = cast("Any", step.model), dataset.describe(rows)["counts"]
+    model, counts = step.model, dataset.describe(rows)["counts"]
     heaviest = _find_heaviest(np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts)
     if batch_size is None:
         tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]

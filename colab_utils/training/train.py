@@ -126,7 +126,7 @@ def train(
         state = ranks.send(folder.read(repair=True) if resume == "auto" and ranks.is_first else None)
         with explain_state(state):
             plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks.count, seed=seed)
-            step = _build_step(plan, dataset.class_names, weights, state, ranks)
+        step = _build_step(plan, dataset.class_names, weights, state, ranks)
         plan = _plan_batches(plan, step, dataset, rows)
         loader = stack.enter_context(closing(make_loader(
             Subset(dataset, rows), batch_size=plan.batch_size, device=torch_device, seed=seed,
@@ -281,7 +281,8 @@ def _build_step(
     step = TrainingStep(network, plan.device, ranks=ranks)
     step.optimizer = make_optimizer(network, name=plan.model, learning_rate=0.0)  # the schedule sets it
     if state:
-        step.load_state(state)
+        with explain_state(state):
+            step.load_state(state)
     return step
 
 
@@ -292,10 +293,8 @@ def _plan_batches(plan: TrainingPlan, step: TrainingStep, dataset: ShardDataset,
         memory = plan_memory(step, dataset, rows, batch_size=-(-number // ranks.count) or None)
         number = number or min(ranks.gather(memory.batch_size)) * ranks.count
     number = number or 2 * ranks.count
-    return replace(
-        plan, batch_size=number, learning_rate=plan.learning_rate or choose_rate(plan.model, number), memory=memory,
-        starts_from=str(step.model.starts_from),
-    )  # fmt: skip
+    rate, starts_from = plan.learning_rate or choose_rate(plan.model, number), str(step.model.starts_from)
+    return replace(plan, batch_size=number, learning_rate=rate, memory=memory, starts_from=starts_from)
 
 
 def _plan_steps(plan: TrainingPlan, loader: Loader, state: _State, *, steps: int | None, epochs: int) -> TrainingPlan:

@@ -428,7 +428,5 @@ class TrainReport:
         first, last = (fmean(point.loss for point in part) for part in (self.losses[:tenth], self.losses[-tenth:]))
         ap = f"; {self.ap}" if self.ap else ""
         ap += f"; {self.best}" if self.best and self.best.step != self.steps else ""
-        return (
-            f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, {self.images_per_second:.1f} images/s, "
-            f"wait {self.wait_share:.0%}, {self.checkpoint}{ap}"
-        )
+        speed = f"{self.images_per_second:.1f} images/s, wait {self.wait_share:.0%}"
+        return f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, {speed}, {self.checkpoint}{ap}"
