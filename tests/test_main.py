@@ -172,6 +172,10 @@ BAD = [
     (["preprocess", "--images", "{}/empty", "--annotations", "{}/coco.json", *NEW, "--plan"], "empty"),
     (["train", "--shards", "{}/shards", "--run", "{}/coco.json", "--steps", 1], "coco.json"),
     (["compare", *COCO, "--report", "{}/coco.json"], "coco.json"),
+    (["compare", "--images", "{}/images", "--report", "{}/report"], "--against"),
+    (["compare", "--against", "{}/coco.json", "--report", "{}/report"], "coco.json"),  # no receipt
+    (["compare", "--against", "{}/nope.json", "--report", "{}/report"], "nope.json"),
+    (["compare", "--against", "{}/deep.json", "--report", "{}/report"], "deep.json"),
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--annotations"),
     (["check", *COCO, "--repair", "{}/coco.json"], "nothing is overwritten"),
     (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
@@ -304,6 +308,19 @@ def test_json_goes_to_a_file_in_place_of_an_earlier_result(run, world, tmp_path,
     assert_keys(command, json.loads(target.read_text(), parse_constant=refuse_constant))
     after = hash_tree(world)
     assert {name: after.get(name) for name in before} == before
+
+
+def test_many_receipts_make_one_chart(run, world, tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "compare", partial(comparison.compare, batches=1, max_images=4))
+    arguments = [str(argument).replace("{}", str(world)) for argument in COCO]
+    receipts = [tmp_path / name / "comparison.json" for name in ("anna", "ben")]
+    for receipt in receipts:
+        options = ("--strategies", "sequential", "--seconds", 0.1, "--repeats", 1, "--step-ms", 1)
+        assert run("compare", *arguments, "--report", receipt.parent, *options)[0] == 0
+    status, out, err = run("compare", "--against", *receipts, "--report", tmp_path / "class", "--json", "-")
+    assert status == 0, err
+    assert [row[0] for row in json.loads(out)["rows"]] == ["anna", "ben"]
+    assert (tmp_path / "class" / "receipts.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_goes_alone_to_standard_output(run, world):
