@@ -378,11 +378,13 @@ def _wait(profile: DriveProfile | None, path: str | Path, place: int | None, cou
 
     opens_s, sends_s = 0.0 if place is None else profile.draw_open_s(path, place), count / profile.bytes_per_s
     with open(_LINK, "a+") as link:
-        fcntl.flock(link, fcntl.LOCK_EX)  # until it is closed
+        fcntl.flock(link, fcntl.LOCK_EX)
         link.seek(0)
         free = max(float(link.read() or 0), started) + sends_s  # every process has the same clock
         link.truncate(0)
         link.write(str(free))
+        link.flush()
+        fcntl.flock(link, fcntl.LOCK_UN)  # closing is not enough: a process that was forked meanwhile has it open, too
     rest_s = max(started + opens_s + sends_s, free) - perf_counter()
     if rest_s > 0:
         sleep(rest_s)
