@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -261,18 +260,9 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
-    began_s, kept, numbers = perf_counter(), dict[int, Any](), count(1)
-
-    def count_and_step(*batch: Any) -> None:
-        number = next(numbers)
-        try:
-            _ = step is None or step(*batch)
-        except Exception as error:
-            found = f"expected a step that takes batch {number}, found {describe_error(error)}"
-            raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
-
+    began_s, kept = perf_counter(), dict[int, Any]()
     watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
-    now = _time_loop(watched, count_and_step, seconds, 0.5, on_batch=partial(_keep_batch, kept))
+    now = _time_loop(watched, step, seconds, 0.5, on_batch=partial(_keep_batch, kept))
     rate, size = now.images_per_second, round(now.images / len(now.wait_s))
     cached, slower, ceiling = now, 1.0, rate
     if step is not None:

@@ -258,19 +258,19 @@ class _Pass:
                 asked_s, due_s, told = self.asked_s, self._watched.timeout_s, set()
             with suppress(Exception):  # what is looked at may go away meanwhile: look again
                 self._record.memory.look(self._record.clock.count)
-                if asked_s is not None and perf_counter() - asked_s > _LATE_S:
-                    self._record.note_samples(self._find_blamed().indices)
-            if asked_s is not None and perf_counter() - asked_s > due_s - min(_LOOK_S, due_s / 2):
-                with suppress(Exception):
-                    waited_s = self._act(asked_s, told)
-                    due_s = waited_s + min(30, max(1, waited_s - self._watched.timeout_s))
+            waited_s = 0.0 if asked_s is None else perf_counter() - asked_s
+            with suppress(Exception):
+                if waited_s > _LATE_S:
+                    self._record.note_samples((blamed := self._find_blamed()).indices)
+                    if waited_s > due_s - min(_LOOK_S, due_s / 2):
+                        self._act(asked_s, blamed, told)
+                        due_s = waited_s + min(30, max(1, waited_s - self._watched.timeout_s))
 
-    def _act(self, asked_s: float, told: set[str]) -> float:
-        """Say who the batch is waited for, and give it up if that is asked for; gives the seconds so far."""
-        blamed = self._find_blamed()
+    def _act(self, asked_s: float, blamed: WorkerJob, told: set[str]) -> None:
+        """Say who the batch is waited for, and give it up if that is asked for."""
         stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
         if self.asked_s != asked_s:
-            return stall.waited_s
+            return
         gives_up = self._watched.on_stall == "raise"
         if self._watched.on_stall in ("skip", "restart"):
             gives_up = stall.job.worker is not None and stall.verdict != "slow"
@@ -279,7 +279,6 @@ class _Pass:
             self._report(stall, gives_up=gives_up)
         if gives_up:
             self._give_up(asked_s, stall)
-        return stall.waited_s
 
     def _explain(self, asked_s: float, blamed: WorkerJob, ending: str) -> Stall:
         """Why no batch comes from there: the process ended, or is observed for half a second."""

@@ -30,7 +30,7 @@ pytestmark = [
 def make_record(**settings):
     """Two workers that take turns with nobody, in a loop of ten seconds."""
     record = LoopRecord([])
-    usual = {"workers": 2, "passes_s": 10.0, "cpu_s": 5.0}
+    usual = {"workers": 2, "cpu_s": 5.0}
     for name, value in {**usual, **settings}.items():
         assert hasattr(record, name)
         setattr(record, name, value)
