@@ -79,7 +79,6 @@ _WARMUP, _WARMUP_SHARE = 150, 0.15  # batches, or of the seconds: until the memo
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
 _SAMPLED, _VERIFIED = 16, 64  # images that the fixes for the data are forecast on, and measured on
-_SHOWN_FIXES = 3
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
 _SURE = 2  # standard errors
 
@@ -156,10 +155,7 @@ class Diagnosis:
     """Why training waits, the largest share first; empty where the loader is fine."""
 
     def __str__(self) -> str:
-        best = self.fixes[:_SHOWN_FIXES]
-        more = [f"({len(self.fixes) - len(best)} more)"] if len(self.fixes) > len(best) else []
-        changed = [str(self.change)] if self.change else []
-        lines = (*map(str, self.stages), *map(str, best), *more, *changed)
+        lines = [str(line) for line in (*self.stages, *self.fixes, self.change) if line]
         return "\n".join([self.verdict, *map(str, self.causes), *(f"  {line}" for line in lines)])
 
 
@@ -302,8 +298,7 @@ def describe_verdict(
     ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step takes ``slower`` times
     as long.
     """
-    rate, sure = now.images_per_second, _describe_confidence(now).partition(":")[0]
-    sure = f"({sure} confidence, {len(now.wait_s)} batches)"
+    rate, sure = now.images_per_second, f"(confidence {_describe_confidence(now)})"
     loading = [stage for stage in stages if stage.name not in ("wait", "step")]
     largest = max(loading, key=lambda stage: stage.mean_ms, default=None)
     part = f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image." if largest else ""

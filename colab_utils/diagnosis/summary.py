@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -174,13 +173,8 @@ class LoopRecord:
     @contextmanager
     def measure_pass(self) -> Iterator[LoopClock]:
         """Around a pass: see where steps end, and count CPU time."""
-        thread, cpu_began_s = threading.get_ident(), measure_tree_cpu()
-
-        def end_step(*_: Any) -> None:
-            if threading.get_ident() == thread:
-                self.clock.end_step()
-
-        handle = register_optimizer_step_post_hook(end_step)
+        cpu_began_s = measure_tree_cpu()
+        handle = register_optimizer_step_post_hook(lambda *_: self.clock.end_step())
         try:
             yield self.clock
         finally:

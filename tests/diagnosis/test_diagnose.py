@@ -256,11 +256,10 @@ def test_of_fixes_that_are_as_good_the_one_that_costs_least_comes_first():
     ]  # fmt: skip
 
 
-def test_three_fixes_are_printed():
+def test_every_fix_is_printed_in_its_order():
     found = tuple(Fix(name, name, "", 1.0) for name in "abcde")
     said = str(Diagnosis("verdict", 2, 1, 0.5, (), found, "low", 9, "real"))
-    assert [line.strip()[0] for line in said.splitlines()[1:4]] == ["a", "b", "c"]
-    assert "(2 more)" in said
+    assert [line.strip()[0] for line in said.splitlines()[1:]] == ["a", "b", "c", "d", "e"]
 
 
 def test_stages_that_could_not_be_timed_are_told(no_fixes):
