@@ -259,8 +259,10 @@ class _Row:
         )  # fmt: skip
         if cold is None or not self.times:
             return timing
-        names = ("images_per_second", "batch_ms_median", "batch_ms_p95", "wait_share", "cpu_ms_per_image")
+        names = ("images_per_second", "wait_share", "cpu_ms_per_image")
         figures: dict[str, Any] = {name: median(getattr(run, name) for run in self.times) for name in names}
+        batch_ms = np.median([np.percentile(1000 * run.batch_s, (50, 95)) for run in self.times], axis=0).tolist()
+        figures |= zip(("batch_ms_median", "batch_ms_p95"), batch_ms, strict=True)
         files, count = self.prepare(), len(setting.prepared)
         # the first batch of each worker holds its start, which a larger dataset has once, too
         first = cold.batch_s[: round(count * len(cold.wait_s) / cold.images + 0.49)][max(1, setting.workers) :]

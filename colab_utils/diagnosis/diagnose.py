@@ -14,13 +14,12 @@ import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +56,7 @@ __all__ = [
 
 FIXES = {  # the name of each fix, and what it is; those that cost you least come first
     "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
-    "workers": ("more workers", "Use more workers"),
+    "workers": ("more workers", "Use workers"),
     "local_files": ("image files on the local SSD", "Copy the files"),
     "shards": ("shards on the local SSD", "Run preprocess, then copy"),
     "packed_masks": ("packed masks", "Load those shards with make_loader: masks stay packed"),
@@ -65,6 +64,7 @@ FIXES = {  # the name of each fix, and what it is; those that cost you least com
     "data_and_workers": ("other data, with more workers", "Both together"),
 }
 
+_Prepare = partial[dict[str, Any]]  # gives the options of `open_like`
 _SIDES = {"min_size": 800, "max_size": 1333}  # in pixels: what training needs, as `write_shards` has it
 _SMALLER = 0.9  # of the pixels: shrinking to more is not worth it
 _SAME = 0.95  # of the best rate: as good
@@ -79,7 +79,6 @@ _WARMUP, _WARMUP_SHARE = 150, 0.15  # batches, or of the seconds: until the memo
 _CACHED_BATCHES = 4
 _CACHED_SHARE = 0.1  # of the free memory that copies of batches may take
 _SAMPLED, _VERIFIED = 16, 64  # images that the fixes for the data are forecast on, and measured on
-_SHOWN_FIXES = 3
 _FINE_HEADSPACE = 1.1  # under this, nothing that speeds up loading can win 10 %
 _SURE = 2  # standard errors
 
@@ -91,12 +90,12 @@ class Fix:
     id: str
     """A key of `FIXES`."""
     name: str
-    forecast_images_per_second: float | None
-    """By a short trial; None where it was not tried."""
-    measured_images_per_second: float | None
-    """By a longer one with your own step (``verify=True``); else None."""
     sentence: str
     """What to do and what it brings; or why it was not tried."""
+    forecast_images_per_second: float | None = None
+    """By a short trial; None where it was not tried."""
+    measured_images_per_second: float | None = None
+    """By a longer one with your own step (``verify=True``); else None."""
 
     @property
     def images_per_second(self) -> float:
@@ -156,10 +155,7 @@ class Diagnosis:
     """Why training waits, the largest share first; empty where the loader is fine."""
 
     def __str__(self) -> str:
-        best = self.fixes[:_SHOWN_FIXES]
-        more = [f"({len(self.fixes) - len(best)} more)"] if len(self.fixes) > len(best) else []
-        changed = [str(self.change)] if self.change else []
-        lines = (*map(str, self.stages), *map(str, best), *more, *changed)
+        lines = [str(line) for line in (*self.stages, *self.fixes, self.change) if line]
         return "\n".join([self.verdict, *map(str, self.causes), *(f"  {line}" for line in lines)])
 
 
@@ -260,18 +256,9 @@ def _keep_batch(kept: dict[int, Any], number: int, batch: Any) -> None:
 
 
 def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis:
-    began_s, kept, numbers = perf_counter(), dict[int, Any](), count(1)
-
-    def count_and_step(*batch: Any) -> None:
-        number = next(numbers)
-        try:
-            _ = step is None or step(*batch)
-        except Exception as error:
-            found = f"expected a step that takes batch {number}, found {describe_error(error)}"
-            raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
-
+    began_s, kept = perf_counter(), dict[int, Any]()
     watched = WatchedLoader(loader, _TIMEOUT_S, "raise")
-    now = _time_loop(watched, count_and_step, seconds, 0.5, on_batch=partial(_keep_batch, kept))
+    now = _time_loop(watched, step, seconds, 0.5, on_batch=partial(_keep_batch, kept))
     rate, size = now.images_per_second, round(now.images / len(now.wait_s))
     cached, slower, ceiling = now, 1.0, rate
     if step is not None:
@@ -311,8 +298,7 @@ def describe_verdict(
     ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step takes ``slower`` times
     as long.
     """
-    rate, sure = now.images_per_second, _describe_confidence(now).partition(":")[0]
-    sure = f"({sure} confidence, {len(now.wait_s)} batches)"
+    rate, sure = now.images_per_second, f"(confidence {_describe_confidence(now)})"
     loading = [stage for stage in stages if stage.name not in ("wait", "step")]
     largest = max(loading, key=lambda stage: stage.mean_ms, default=None)
     part = f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image." if largest else ""
@@ -468,15 +454,6 @@ def open_like(
         getattr(rebuilt, "close", int)()
 
 
-class _Plan(NamedTuple):
-    """How to try one fix: ``prepare`` gives the options of `open_like`."""
-
-    id: str
-    name: str
-    sentence: str
-    prepare: Callable[[], dict[str, Any]]
-
-
 def find_fixes(now: Situation) -> list[Fix]:
     """Every fix that applies: its forecast by a short trial and, where that is wanted, its measured rate.
 
@@ -486,16 +463,20 @@ def find_fixes(now: Situation) -> list[Fix]:
     Returns:
         The best first; of those within 5 %, the one that costs you least.
     """
-    workers = count_workers(now.loader)
+    workers, prefetch = count_workers(now.loader), 2 * now.prefetch
     count = now.choose_workers(now.loop.find_load_ms(workers), now.loop.cpu_ms_per_image)
     with tempfile.TemporaryDirectory(prefix="colab_utils-") as folder:
         plans = _plan_data(now, Path(folder))
-        sentence = f"Use workers={count}, not {workers}"
-        plans.append(_Plan("workers", FIXES["workers"][0], sentence, lambda: {"workers": count}))
+        plans.append((_make_fix("workers", f"={count}, not {workers}"), partial(dict, workers=count)))
         if workers:
-            sentence = f"Keep {2 * now.prefetch} batches ahead for each worker, not {now.prefetch}"
-            plans.append(_Plan("prefetch", FIXES["prefetch"][0], sentence, lambda: {"prefetch": 2 * now.prefetch}))
-        return rank_fixes([_try_out(now, plan) for plan in plans])
+            plans.append((_make_fix("prefetch", f": {prefetch}, not {now.prefetch}"), partial(dict, prefetch=prefetch)))
+        return rank_fixes([_try_out(now, *plan) for plan in plans])
+
+
+def _make_fix(id: str, more: str = "") -> Fix:
+    """A fix that was not tried yet."""
+    name, sentence = FIXES[id]
+    return Fix(id, name, f"{sentence}{more}")
 
 
 def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
@@ -509,20 +490,20 @@ def rank_fixes(fixes: Sequence[Fix]) -> list[Fix]:
     return ranked
 
 
-def _try_out(now: Situation, plan: _Plan) -> Fix:
+def _try_out(now: Situation, fix: Fix, prepare: _Prepare) -> Fix:
     """Forecast a fix by a short trial beside a placeholder for the step; measure it for longer, if that is wanted."""
     why = "there is no time left, raise seconds"
     if now.verify or perf_counter() - now.began_s < _LATE * now.seconds:
         try:
             with read_at_full_speed():  # what was timed lies in Drive's cache
-                options = plan.prepare()
+                options = prepare()
             rate = _time(now, options, now.make_placeholder(), _TRIAL_SHARE)
             measured = _time(now, options, now.step, _VERIFY_SHARE) if now.verify else None
             gain = f"about {rate:.1f} images/s" if rate > 1.05 * now.loop.images_per_second else "wins nothing"
-            return Fix(plan.id, plan.name, rate, measured, f"{plan.sentence}: {gain}.")
+            return Fix(fix.id, fix.name, f"{fix.sentence}: {gain}.", rate, measured)
         except Exception as error:  # what was found out so far is worth more
             why = describe_error(error).removesuffix(".")
-    return Fix(plan.id, plan.name, None, None, f"{plan.sentence}. Not tried: {why}.")
+    return replace(fix, sentence=f"{fix.sentence}. Not tried: {why}.")
 
 
 def _time(now: Situation, options: dict[str, Any], step: Callable[..., Any] | None, share: float) -> float:
@@ -539,31 +520,30 @@ def _time_loop(watched: WatchedLoader, step: Any, seconds: float, share: float, 
     )
 
 
-def _plan_data(now: Situation, folder: Path) -> list[_Plan]:
+def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
     """Other forms and places of the data; what costs you most is tried first."""
-    dataset, plans = now.loader.dataset, list[_Plan]()
+    dataset, by_shards = now.loader.dataset, dict[str, str]()  # id to what else is to be told
     if not isinstance(dataset, CocoFolder | ShardDataset):
-        return plans
+        return []
     if isinstance(dataset, CocoFolder):
         had = dataset.coco.sizes[[*now.indices]]
         planned = [plan_size(*size, **_SIDES) for size in had.tolist()]
         share = np.prod(planned, axis=-1).sum() / max(had.prod(axis=-1).sum(), 1)
         if share <= _SMALLER:
-            name, sentence = FIXES["resize"]
-            prepare = partial(_prepare_shards, now, folder, "resize")
-            plans.append(_Plan("resize", name, f"{sentence} to {share:.0%} of the pixels", prepare))
-    ids = [] if isinstance(now.loader, Loader) else ["packed_masks"]
+            by_shards["resize"] = f" to {share:.0%} of the pixels"
+    if not isinstance(now.loader, Loader):
+        by_shards["packed_masks"] = ""
     if isinstance(dataset, CocoFolder) or _is_slow(dataset):
-        ids.append("shards")
-    plans += [_Plan(id, *FIXES[id], partial(_prepare_shards, now, folder, id)) for id in ids]
+        by_shards["shards"] = ""
+    plans = [(_make_fix(id, more), partial(_prepare_shards, now, folder, id)) for id, more in by_shards.items()]
     if plans:
         cpu_ms = sum(stage.cpu_ms for stage in now.stages.values() if stage.name in ("read", "decode", "masks"))
         workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
-        prepare = partial(_prepare_shards, now, folder, plans[0].id, workers=workers)
-        name = f"{plans[0].name}, and workers={workers}"
-        plans.insert(0, _Plan("data_and_workers", name, plans[0].sentence, prepare))
+        first, prepare = plans[0]
+        both = replace(first, id="data_and_workers", name=f"{first.name}, and workers={workers}")
+        plans.insert(0, (both, partial(prepare, workers=workers)))
     if isinstance(dataset, CocoFolder) and _is_slow(dataset):
-        plans.append(_Plan("local_files", *FIXES["local_files"], partial(_copy_files, now, folder / "files")))
+        plans.append((_make_fix("local_files"), partial(_copy_files, now, folder / "files")))
     return plans
 
 

@@ -13,7 +13,6 @@ import platform
 import re
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,8 +38,8 @@ __all__ = [
     "SampleTimes",
     "WorkerMonitor",
     "find_growth",
-    "passes",
     "read_ending",
+    "waiting",
 ]
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
@@ -93,10 +92,10 @@ class SampleTimes(NamedTuple):
     """Of it, CPU time."""
     queued_s: float = 0.0
     """Of it, waiting for a free core."""
-    slowest: tuple[float, int] = (0.0, -1)
-    """Seconds and index of the slowest one."""
     bytes_read: float = 0
     """By all of them, in sum; 0 where Linux does not say."""
+    slowest: tuple[float, int] = (0.0, -1)
+    """Seconds and index of the slowest one."""
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
     spread: Sequence[tuple[float, float]] = ()
@@ -119,7 +118,7 @@ class _ThreadCounts(threading.local):
         return np.array([thread_time(), queued_ns / 1e9, read])
 
 
-passes = weakref.WeakSet[Any]()  # over watched loaders: what their `thread` forks while `asked_s` is set are workers
+waiting = threading.local()  # its `monitor` sees the workers that this thread forks, as it waits for a watched loader
 
 
 class WorkerMonitor:
@@ -174,11 +173,9 @@ class WorkerMonitor:
 
     def read_times(self) -> SampleTimes:
         """How long samples took so far."""
-        samples, wall_s, cpu_s, queued_s, bytes_read = self._notes["sums"].sum(axis=0).tolist()
+        sums, spread = (self._notes[name].sum(axis=0).tolist() for name in ("sums", "spread"))
         slowest_s, slowest = max(self._notes["slowest"].tolist())
-        worker_cpu_s, spread = float(self._notes["cpu"].sum()), self._notes["spread"].sum(axis=0).tolist()
-        sample = slowest_s, int(slowest)
-        return SampleTimes(samples, wall_s, cpu_s, queued_s, sample, bytes_read, worker_cpu_s, spread)
+        return SampleTimes(*sums, (slowest_s, int(slowest)), float(self._notes["cpu"].sum()), spread)
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""
@@ -350,12 +347,10 @@ def _measure_own() -> dict[int, int]:
 
 
 def _enter_child() -> None:
-    thread, waiting = threading.get_ident(), dict[float, WorkerMonitor]()
-    for each in passes:
-        if each.thread == thread and each.asked_s is not None:
-            waiting[each.asked_s], each.asked_s = each.monitor, None
-    with suppress(Exception):  # a worker that cannot be seen still works
-        waiting[max(waiting)].enter()  # of one watch inside of another
+    if monitor := getattr(waiting, "monitor", None):
+        waiting.monitor = None  # what a worker forks is no worker
+        with suppress(Exception):  # a worker that cannot be seen still works
+            monitor.enter()
 
 
 if hasattr(os, "register_at_fork"):

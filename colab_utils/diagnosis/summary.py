@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -156,7 +154,6 @@ class LoopRecord:
 
     Attributes:
         workers: worker processes of the loader.
-        passes_s: wall time of all passes.
         cpu_s: CPU time of this process and its children in them.
         times: of samples in workers.
         seen: batch to the samples that were loaded while it was waited for.
@@ -168,33 +165,21 @@ class LoopRecord:
     def __init__(self, loader: Any) -> None:
         self.clock, self.monitor = LoopClock(), WorkerMonitor(getattr(loader, "dataset", None))
         self.memory, self.workers = MemoryLog(), count_workers(loader)
-        self.passes_s = self.cpu_s = 0.0
-        self.times = SampleTimes()
+        self.cpu_s, self.times = 0.0, SampleTimes()
         self.growth: Growth | None = None
         self.seen, self.stalls = dict[int, tuple[int, ...]](), list[Any]()
         self._printed: Summary | None = None
 
-    @property
-    def busy(self) -> float:
-        """Cores that this process and its workers kept busy, in the mean."""
-        return self.cpu_s / max(self.passes_s, 1e-9)
-
     @contextmanager
     def measure_pass(self) -> Iterator[LoopClock]:
         """Around a pass: see where steps end, and count CPU time."""
-        thread, began_s, cpu_began_s = threading.get_ident(), perf_counter(), measure_tree_cpu()
-
-        def end_step(*_: Any) -> None:
-            if threading.get_ident() == thread:
-                self.clock.end_step()
-
-        handle = register_optimizer_step_post_hook(end_step)
+        cpu_began_s = measure_tree_cpu()
+        handle = register_optimizer_step_post_hook(lambda *_: self.clock.end_step())
         try:
             yield self.clock
         finally:
             self.clock.stop()
             handle.remove()
-            self.passes_s += perf_counter() - began_s
             self.cpu_s += measure_tree_cpu() - cpu_began_s
 
     def note_samples(self, samples: Sequence[int]) -> None:
@@ -232,7 +217,7 @@ class LoopRecord:
         return Summary(
             _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
             len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
-            self.times.worker_cpu_s / max(self.passes_s, 1e-9), self.growth, tuple(unseen), rank,
+            self.times.worker_cpu_s / max(whole - clock.ends_s, 1e-9), self.growth, tuple(unseen), rank,
         )  # fmt: skip
 
     def print_summary(self, *, only_news: bool) -> None:
@@ -343,8 +328,9 @@ def _explain_starts(starts: _Array, loop_s: float) -> Cause:
 
 def _explain_crowd(waits: _Array, loop_s: float, record: LoopRecord) -> Cause | None:
     """More workers than cores, which wait for one another, at the start of a pass most of all."""
-    cores = count_cores()
-    if record.workers <= cores or (record.busy < _ALL_CORES * cores and record.times.queued_s < record.times.cpu_s):
+    cores, times = count_cores(), record.times
+    is_busy = record.cpu_s >= _ALL_CORES * cores * loop_s
+    if record.workers <= cores or not (is_busy or times.queued_s >= times.cpu_s):
         return None
     why = f"{record.workers} workers share {cores} cores, and wait for one another."
     cure = f"Use fewer workers: num_workers={cores}. Make a sample cheaper: more workers only take turns."
@@ -371,15 +357,13 @@ def _explain_waits(waits: _Array, loop_s: float, record: LoopRecord) -> Cause:
     if data_ms > max(cpu_ms, queued_ms):
         why = f"A sample takes {wall_ms:.3g} ms, and waits {data_ms:.3g} ms of it for its data"
         return _explain_reads(share, why, 1000 * data_ms, times.bytes_read / times.samples)
-    why = "Workers deliver too slowly."
+    why, busy, cure = "Workers deliver too slowly.", record.cpu_s / loop_s, "Use more workers"
     if times.samples:
         why = f"A sample takes {wall_ms:.3g} ms: {cpu_ms:.3g} ms of work, {queued_ms:.3g} ms until a core is free."
-    if queued_ms > cpu_ms or record.busy > _ALL_CORES * cores:
-        why = f"{why} All {cores} cores are busy: more workers would not help."
-        cure = "Do the work once, offline, or make it cheaper: diagnose(loader, step) says which stage takes it."
-        return Cause("work", share, why, cure)
-    why = f"{why} {record.busy:.1f} of {cores} cores are busy."
-    return Cause("work", share, why, "Use more workers; diagnose(loader, step) says which stage takes the time.")
+    if queued_ms > cpu_ms or busy > _ALL_CORES * cores:
+        cure = "Make the work cheaper, or do it once, offline: more workers would not help"
+    why = f"{why} {busy:.1f} of {cores} cores are busy."
+    return Cause("work", share, why, f"{cure}; diagnose(loader, step) says which stage takes the time.")
 
 
 def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause:

@@ -77,16 +77,6 @@ class BatchTimes:
         return self.images / float(self.batch_s.sum())
 
     @property
-    def batch_ms_median(self) -> float:
-        """Median of wait + step, milliseconds a batch."""
-        return float(np.median(self.batch_s)) * 1000
-
-    @property
-    def batch_ms_p95(self) -> float:
-        """95th percentile of wait + step, milliseconds a batch."""
-        return float(np.percentile(self.batch_s, 95)) * 1000
-
-    @property
     def wait_share(self) -> float:
         """Stall share: wait / (wait + step), 0 to 1."""
         return sum(self.wait_s) / float(self.batch_s.sum())
@@ -133,7 +123,8 @@ def time_batches(
         on_batch: called with number (from 0) and batch after each timed batch, while the clocks stand.
 
     Raises:
-        ColabUtilsError: the loader yields nothing, too little, or raises; the message says at which batch.
+        ColabUtilsError: the loader yields nothing, too little, or raises, or the step does; the message says at which
+            batch.
 
     Example:
         >>> times = time_batches([("images", "targets")], EmulatedStep(2), batches=3)
@@ -149,9 +140,13 @@ def time_batches(
         for seen, batch in enumerate(source, start=1):
             _synchronize()  # what the loader queued on the device belongs to the wait
             got_s, got_cpu_s = perf_counter(), process_time()
-            if step is not None:
-                step(*batch) if _is_pair(batch) else step(batch)
-                _synchronize()
+            try:
+                if step is not None:
+                    step(*batch) if _is_pair(batch) else step(batch)
+                    _synchronize()
+            except Exception as error:
+                found = f"expected a step that takes batch {seen}, found {describe_error(error)}"
+                raise ColabUtilsError(f"{found}. Try it alone: step(*next(iter(loader)))") from error
             ended_s, ended_cpu_s = perf_counter(), process_time()
             if seen <= untimed:
                 if ended_s - began_s > min(warmup_s, max_s) and seen % lanes == 0:
@@ -272,14 +267,14 @@ def _is_pair(batch: Any) -> bool:
 
 def count_images(batch: Any) -> int:
     """Images in a batch: of columns such as ``(images, targets, ...)`` or a dict, of a list of samples, of a tensor."""
-    column: Any = batch[0] if type(batch) in (tuple, list) and len(batch) == 2 else None
-    if type(column) in (tuple, list) or (type(column) is torch.Tensor and column.ndim):
-        return len(column)  # what most batches are: the rest takes 50 µs where a step has filled the caches
+    columns = batch if isinstance(batch, tuple | list) else batch.values() if isinstance(batch, Mapping) else [batch]
     first = batch[0] if isinstance(batch, list) and batch and not _is_pair(batch) else None
     if isinstance(first, Mapping | tuple | str) or getattr(first, "ndim", 0) == 3:
         return len(batch)
-    columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    return next((len(column) for column in columns if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0), 1)
+    for column in columns:
+        if hasattr(column, "__len__") and getattr(column, "ndim", 1) > 0:
+            return len(column)
+    return 1
 
 
 def measure_tree_cpu() -> float:

@@ -15,7 +15,7 @@ from math import inf
 from time import perf_counter, sleep
 from typing import Any, Literal, get_args
 
-from colab_utils.diagnosis.processes import Activity, passes, read_ending
+from colab_utils.diagnosis.processes import Activity, read_ending, waiting
 from colab_utils.diagnosis.summary import LoopRecord, Summary
 from colab_utils.diagnosis.timing import count_images
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -184,7 +184,6 @@ class _Pass:
         self._over, self._lock = threading.Event(), threading.Lock()
         self._given_up: Stall | None = None
         self._can_interrupt = self._interrupted = False
-        passes.add(self)
 
     def run(self) -> Iterator[Any]:
         self.monitor.forget_ended()
@@ -216,6 +215,7 @@ class _Pass:
             asked_s = perf_counter()
 
     def _wait(self, asked_s: float) -> Any:
+        outer, waiting.monitor = getattr(waiting, "monitor", None), self.monitor  # one watch inside of another
         self.asked_s = asked_s
         try:
             if self._batches is None:
@@ -225,7 +225,7 @@ class _Pass:
             else:
                 batch = next(self._batches, _END)
         finally:
-            self.asked_s = None
+            self.asked_s, waiting.monitor = None, outer
             with self._lock:  # a worker may be given up for this very batch
                 pass
             while self._interrupted:  # the signal is on its way
@@ -258,19 +258,19 @@ class _Pass:
                 asked_s, due_s, told = self.asked_s, self._watched.timeout_s, set()
             with suppress(Exception):  # what is looked at may go away meanwhile: look again
                 self._record.memory.look(self._record.clock.count)
-                if asked_s is not None and perf_counter() - asked_s > _LATE_S:
-                    self._record.note_samples(self._list_samples())
-            if asked_s is not None and perf_counter() - asked_s > due_s - min(_LOOK_S, due_s / 2):
-                with suppress(Exception):
-                    waited_s = self._act(asked_s, told)
-                    due_s = waited_s + min(30, max(1, waited_s - self._watched.timeout_s))
+            waited_s = 0.0 if asked_s is None else perf_counter() - asked_s
+            with suppress(Exception):
+                if waited_s > _LATE_S:
+                    self._record.note_samples((blamed := self._find_blamed()).indices)
+                    if waited_s > due_s - min(_LOOK_S, due_s / 2):
+                        self._act(asked_s, blamed, told)
+                        due_s = waited_s + min(30, max(1, waited_s - self._watched.timeout_s))
 
-    def _act(self, asked_s: float, told: set[str]) -> float:
-        """Say who the batch is waited for, and give it up if that is asked for; gives the seconds so far."""
-        blamed = self._find_blamed()
+    def _act(self, asked_s: float, blamed: WorkerJob, told: set[str]) -> None:
+        """Say who the batch is waited for, and give it up if that is asked for."""
         stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
         if self.asked_s != asked_s:
-            return stall.waited_s
+            return
         gives_up = self._watched.on_stall == "raise"
         if self._watched.on_stall in ("skip", "restart"):
             gives_up = stall.job.worker is not None and stall.verdict != "slow"
@@ -279,7 +279,6 @@ class _Pass:
             self._report(stall, gives_up=gives_up)
         if gives_up:
             self._give_up(asked_s, stall)
-        return stall.waited_s
 
     def _explain(self, asked_s: float, blamed: WorkerJob, ending: str) -> Stall:
         """Why no batch comes from there: the process ended, or is observed for half a second."""
@@ -311,26 +310,20 @@ class _Pass:
             return "lock", seen
         return "read" if seen.path.startswith("/") else "waiting", seen
 
-    def _list_samples(self) -> list[int]:
-        """What is being loaded: by our loader's workers, by others, or by this process."""
-        if self._ours and (jobs := self._loader.list_jobs()):
-            return [*jobs[0].indices]
-        if samples := self.monitor.list_samples():
-            return [sample for _, sample, _ in sorted(at for of_worker in samples.values() for at in of_worker)]
-        sample = self.monitor.inspect_thread(self.thread).sample
-        return [] if sample is None else [sample]
-
     def _find_blamed(self) -> WorkerJob:
         """Who has had the oldest batch; else who has been longest at a sample, else who is not idle, of the workers."""
         if self._ours and (jobs := self._loader.list_jobs()):
             return jobs[0]
         samples = self.monitor.list_samples()
         pids = [*samples]
-        found = sorted((pid for pid in pids if samples[pid]), key=lambda pid: samples[pid][0])
-        if not found:
-            alive = [pid for pid in pids if not read_ending(pid)]
-            found = [pid for pid in alive if not self.monitor.inspect_worker(pid).idle] or alive
-        return WorkerJob(pids.index(found[0]), found[0]) if found else WorkerJob(None, os.getpid())
+        if at_work := sorted((since, pid, sample) for pid, at in samples.items() for since, sample, _ in at):
+            _, pid, sample = at_work[0]
+            return WorkerJob(pids.index(pid), pid, indices=(sample,))
+        alive = [pid for pid in pids if not read_ending(pid)]
+        if found := [pid for pid in alive if not self.monitor.inspect_worker(pid).idle] or alive:
+            return WorkerJob(pids.index(found[0]), found[0])
+        here = self.monitor.inspect_thread(self.thread).sample
+        return WorkerJob(None, os.getpid(), indices=() if here is None else (here,))
 
     def _find_dead(self, error: BaseException) -> tuple[WorkerJob, str] | None:
         """The worker whose end made the loader fail, if that is why it did; and how it ended."""

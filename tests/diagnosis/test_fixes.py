@@ -207,10 +207,10 @@ def test_files_of_names_that_lead_out_are_copied_into_the_folder(tiny_dataset, t
         image["file_name"] = f"{outside}/{image['file_name']}"
     annotations = tmp_path / "annotations.json"
     annotations.write_text(json.dumps(coco))
-    with pytest.warns(ColabUtilsWarning, match="found below"):
+    with pytest.warns(ColabUtilsWarning, match="do not lie where"):
         dataset = CocoFolder(tiny_dataset.images, annotations)
     loader = DataLoader(dataset)
-    with pytest.warns(ColabUtilsWarning, match="found below"):
+    with pytest.warns(ColabUtilsWarning, match="do not lie where"):
         options = _copy_files(Situation(loader, None, None, None, {}, [0, 3], 1, False, 0.0), tmp_path / "files")
     assert not outside.exists()
     copied = options["dataset"]

@@ -5,7 +5,6 @@ import itertools
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -77,8 +76,6 @@ class TestTimeBatches:
         total = sum(times.wait_s) + sum(times.step_s)
         assert times.images_per_second == pytest.approx(8 / total)
         assert times.wait_share == pytest.approx(sum(times.wait_s) / total)
-        assert times.batch_ms_median == pytest.approx(np.median(np.add(times.wait_s, times.step_s)) * 1000)
-        assert times.batch_ms_p95 >= times.batch_ms_median
         assert times.find_load_ms(0) == pytest.approx(1000 * sum(times.wait_s) / 8)
         assert times.find_load_ms(2) == pytest.approx(2000 * total / 8)
 
@@ -168,7 +165,7 @@ class TestTimeBatches:
                 finally:
                     closed.append(1)
 
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ColabUtilsError, match="a step that takes batch 1, found ZeroDivisionError"):
             time_batches(Loader(), lambda batch: 1 / 0, batches=2)
         assert closed
 
@@ -198,9 +195,10 @@ class TestTimeBatches:
             time_batches(loader, batches=4)
         assert "\n" not in str(caught.value)
 
-    def test_an_error_of_the_step_is_the_users_own(self):
-        with pytest.raises(ZeroDivisionError):
+    def test_an_error_of_the_step_is_named_and_kept(self):
+        with pytest.raises(ColabUtilsError, match="a step that takes batch 1, found") as caught:
             time_batches([["a"]], lambda batch: 1 / 0, batches=1)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
     def test_cuda_is_synchronised_around_the_step(self, monkeypatch):
         calls = []
