@@ -241,7 +241,7 @@ _COMMANDS = (_check, _diagnose, _preprocess, _verify, _copy, _train, _compare)
 _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("check diagnose preprocess compare", "--images", _DIR, "image folder"),
     ("check diagnose preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
-    ("check", "--deep", {"action": "store_true"}, "decode each image: finds damage in the middle"),
+    ("check", "--deep", {"action": "store_true"}, "decode each image, in place of its header"),
     ("check", "--repair", {"metavar": "OUT.json"}, "write a repaired copy of the annotations"),
     ("check", "--report", {"metavar": "FILE.html"}, "write a page: what to do, the worst images, the data in numbers"),
     ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),

@@ -18,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
-from colab_utils.data.decoding import find_jpeg_damage, open_image, open_lazily, read_orientation, to_rgb
+from colab_utils.data.decoding import open_image, open_lazily, read_orientation, to_rgb
 from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
 from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
 from colab_utils.errors import ColabUtilsError, escape
@@ -390,9 +390,7 @@ def _describe(path: Path, found: list[Defect], *, deep: bool) -> Header:
         kind, (width, height) = opened.format or "", opened.size
         # cut short, or much of something else after its end: some cameras write zeros or a preview there
         if deep or _ENDS.get(kind, b"") not in read_again(max(0, length - 4096)):
-            to_rgb(open_image(data := read_again()))
-            if deep and kind in ("JPEG", "MPO") and (damage := find_jpeg_damage(data)):
-                raise ColabUtilsError(f"damaged: {damage}")
+            to_rgb(open_image(read_again()))
         to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
         belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
         if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
