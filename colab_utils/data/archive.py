@@ -147,10 +147,8 @@ def _extract(archive: ZipFile, members: list[ZipInfo], target: Path) -> None:
     """Unpack these files; zipfile compares their checksums, and those that are there are compared here."""
     missing = [info for info in members if not _is_there(target / info.filename, info)]
     require_space(target, sum(info.file_size for info in missing), _CURE)
-    with show_progress("unpacking", total=len(missing), unit="file") as bar:
-        for info in missing:
-            archive.extract(info, target)
-            bar.update()
+    unpacking = (archive.extract(info, target) for info in missing)
+    list(show_progress("unpacking", unpacking, total=len(missing), unit="file"))
 
 
 def _is_there(path: Path, info: ZipInfo) -> bool:
