@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import colab_utils
 from colab_utils.drive import get_profile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
-from colab_utils.runtime import write_file
+from colab_utils.runtime import require_new, write_file
 
 __all__ = ["main"]
 
@@ -70,15 +70,12 @@ def _finish(report: Any, command: str, target: str) -> int:
 
 
 def _check_json(target: str) -> None:
-    """Can the JSON be written where it is to go, over nobody's file?"""
-    if target in ("", "-"):
-        return
-    path = Path(target)
-    can_write = path.parent.is_dir() and os.access(path.parent, os.W_OK)
-    is_free = not path.exists() or (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START))
-    if not (can_write and is_free):
-        cure = "Name another: nothing of yours is overwritten, and no folder is made."
-        raise ColabUtilsError(f"expected a file of its own for --json, new or an earlier result, found {path}. {cure}")
+    """Refuse a place where the JSON cannot be written, or would lie over somebody's file."""
+    if target not in ("", "-"):
+        folder = Path(target).parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise ColabUtilsError(f"expected a folder to write --json into, found {folder}: make it first")
+        require_new(Path(target), _JSON_START)
 
 
 def _to_json(content: dict[str, Any]) -> str:

@@ -111,11 +111,10 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
             found = f"found none of {len(names):,}: name another JSON in ANNOTATIONS, or export it with its images"
             raise ColabUtilsError(f"expected in {source} the images of {texts[0]}, {found}")
         _extract(archive, wanted, target)
-        for name in filter(None, names[:9]):
-            for one in members:
-                if f"/{one}".endswith(f"/{name}"):
-                    return one[: -len(name)], texts[0]
-        return "", texts[0]  # the names are of another machine: `CocoDataset.find_image` finds the files
+        pairs = [(name, one) for name in filter(None, names[:9]) for one in members]
+        folders = [one.removesuffix(name) for name, one in pairs if f"/{one}".endswith(f"/{name}")]
+        # none where the names are of another machine: `CocoDataset.find_image` finds the files
+        return next(iter(folders), ""), texts[0]
 
 
 def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:

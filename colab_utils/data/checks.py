@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,14 +178,12 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
         DriveLostError: if Drive went away.
     """
     require_folder(images)
-    starts, findings = range(0, len(dataset), _CHUNK), list[Findings]()
+    starts = range(0, len(dataset), _CHUNK)
     parts = (dataset.subset(start, min(start + _CHUNK, len(dataset))) for start in starts)
     workers = max(1, min(count_cores(), len(starts)))
-    with show_progress("check", total=len(dataset), unit="image") as bar, fork_pool(workers) as pool:
-        for found in pool.map(partial(_inspect_part, images, deep), parts):
-            findings += found
-            bar.update(len(found))
-    return findings
+    with fork_pool(workers) as pool:
+        findings = chain.from_iterable(pool.map(partial(_inspect_part, images, deep), parts))
+        return list(show_progress("check", findings, total=len(dataset), unit="image"))
 
 
 def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
@@ -232,10 +231,7 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings], classes: di
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
         first = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)[0]
-        yield (
-            "no instances",
-            next((text for key, text in _PURPOSES.items() if key in first), "annotations without masks"),
-        )
+        yield "no instances", next((text for key, text in _PURPOSES.items() if key in first), "no masks")
     crowds, total = dataset.crowds, len(dataset.ids)
     text = f"{crowds:,} of {total:,} objects are crowds and left out"
     yield from [("many crowds" if crowds > _MANY_CROWDS * total else "crowd", text)] * crowds

@@ -31,7 +31,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import find_free_memory, write_file
 
 __all__ = [
-    "FAULTS", "CocoDataset", "open_coco", "read_bytes", "read_coco", "read_field", "require_folder", "require_new",
+    "FAULTS", "CocoDataset", "open_coco", "read_bytes", "read_coco", "read_field", "require_folder",
     "take_base_name", "write_coco", "write_subset",
 ]  # fmt: skip
 
@@ -228,17 +228,6 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         found = f"{len(columns.rows) // 5:,} annotations without bbox and segmentation (captions, or panoptic?)"
         raise _expect(path, found, _NAME_INSTANCES)
     return _group(columns, fingerprint)
-
-
-def require_new(path: Path) -> Path:
-    """The path of a file to write, where nothing is yet.
-
-    Raises:
-        ColabUtilsError: something is there.
-    """
-    if path.exists():
-        raise ColabUtilsError(f"expected a new file to write, found {path}. Name another: nothing is overwritten.")
-    return path
 
 
 def read_bytes(path: Path) -> bytes:

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import numpy as np
 
 from colab_utils.data import checks
-from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, require_new, write_coco
+from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, write_coco
 from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.runtime import require_new
 
 __all__ = ["repair_annotations"]
 
