@@ -379,10 +379,8 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     few = [dataset[index] for index in range(min(4, len(dataset)))]
     needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
     if needed > _MEMORY_SHARE * free:
-        raise ColabUtilsError(
-            f"expected the samples of all {total:,} images to fit into half of the free memory, found that they "
-            f"take about {format_bytes(needed)} and {format_bytes(free)} are free. Leave this strategy out."
-        )
+        found = f"{format_bytes(needed)} of samples and {format_bytes(free)} free: leave this strategy out"
+        raise ColabUtilsError(f"expected all {total:,} images to fit into half of the free memory, found {found}")
     with ThreadPoolExecutor(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
     return EpochLoader(setting, samples, DataLoader, collate_fn=_collate)

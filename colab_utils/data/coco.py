@@ -287,10 +287,8 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     strangers["of an unknown category"] = dataset.unknown_categories
     for kind, ids in strangers.items():
         if ids.size:
-            found = f"{ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs them (--repair OUT.json)"
-            raise ColabUtilsError(
-                f"expected annotations of images with ids of their own in {annotations}, found {found}."
-            )
+            found = f"found {ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs them (--repair OUT.json)"
+            raise ColabUtilsError(f"expected annotations of images with ids of their own in {annotations}, {found}.")
     with suppress(ColabUtilsError, IndexError):  # of no images, or told where they are read; the first stands for all
         path, by_base_name = dataset.find_image(images, 0)
         if by_base_name:

@@ -70,10 +70,9 @@ def repair_annotations(
             done[change].append(name)
     if not objects:
         why = [f"{len(done[kind]):,} x {kind}" for kind in gone] + [f"{len(kept):,} x crowd"] * bool(kept)
-        raise ColabUtilsError(
-            f"expected objects to keep, found none in {annotations} that {folder} has an image and masks for "
-            f"({', '.join(why)}). Name the right image folder, export polygons, or use --crowds objects."
-        )
+        found = f"found none in {annotations} with an image in {folder} and masks ({', '.join(why)})"
+        cure = "Name the right image folder, export polygons, or use --crowds objects."
+        raise ColabUtilsError(f"expected objects to keep, {found}. {cure}")
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
     left = "images left out whole, with {:,} objects, so that none becomes background"
