@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import colab_utils
 from colab_utils.drive import get_profile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
-from colab_utils.runtime import write_file
+from colab_utils.runtime import require_new, write_file
 
 __all__ = ["main"]
 
@@ -70,15 +70,12 @@ def _finish(report: Any, command: str, target: str) -> int:
 
 
 def _check_json(target: str) -> None:
-    """Can the JSON be written where it is to go, over nobody's file?"""
-    if target in ("", "-"):
-        return
-    path = Path(target)
-    can_write = path.parent.is_dir() and os.access(path.parent, os.W_OK)
-    is_free = not path.exists() or (path.is_file() and path.read_bytes()[: len(_JSON_START)] in (b"", _JSON_START))
-    if not (can_write and is_free):
-        cure = "Name another: nothing of yours is overwritten, and no folder is made."
-        raise ColabUtilsError(f"expected a file of its own for --json, new or an earlier result, found {path}. {cure}")
+    """Refuse a place where the JSON cannot be written, or would lie over somebody's file."""
+    if target not in ("", "-"):
+        folder = Path(target).parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise ColabUtilsError(f"expected a folder to write --json into, found {folder}: make it first")
+        require_new(Path(target), _JSON_START)
 
 
 def _to_json(content: dict[str, Any]) -> str:
@@ -241,7 +238,7 @@ _COMMANDS = (_check, _diagnose, _preprocess, _verify, _copy, _train, _compare)
 _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("check diagnose preprocess compare", "--images", _DIR, "image folder"),
     ("check diagnose preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
-    ("check", "--deep", {"action": "store_true"}, "decode each image: finds damage in the middle"),
+    ("check", "--deep", {"action": "store_true"}, "decode each image, in place of its header"),
     ("check", "--repair", {"metavar": "OUT.json"}, "write a repaired copy of the annotations"),
     ("check", "--report", {"metavar": "FILE.html"}, "write a page: what to do, the worst images, the data in numbers"),
     ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),

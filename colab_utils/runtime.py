@@ -31,8 +31,8 @@ from colab_utils.errors import ColabUtilsError
 __all__ = [
     "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
     "find_free_space", "fork_pool", "format_bytes", "format_seconds", "hash_bytes", "is_colab", "is_notebook",
-    "is_watched", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_space",
-    "show_progress", "write_file",
+    "is_watched", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_new",
+    "require_space", "show_progress", "write_file",
 ]  # fmt: skip
 
 COLAB_ROOT = Path("/content")
@@ -278,6 +278,18 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def require_new(path: Path, mark: bytes = b"") -> Path:
+    """The path of a file to write: nothing is there yet, or an earlier result, which holds ``mark``, or an empty file.
+
+    Raises:
+        ColabUtilsError: something else is there.
+    """
+    is_ours = mark and path.is_file() and mark in (path.read_bytes() or mark)
+    if path.exists() and not is_ours:
+        raise ColabUtilsError(f"expected a new file, found {path}: name another: nothing of yours is overwritten")
+    return path
 
 
 def hash_bytes(*parts: Any) -> str:

@@ -118,9 +118,9 @@ def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers
     with TemporaryDirectory(suffix=".part", dir=images.parent) as unfinished:
         folder = Path(unfinished) / "images"
         folder.mkdir()
-        with fork_pool(workers) as pool, show_progress("making images", total=recipe["n"], unit="img") as bar:
-            bar.iterable = pool.map(partial(_make_image, folder, recipe), range(recipe["n"]))
-            made = list(bar)
+        with fork_pool(workers) as pool:
+            making = pool.map(partial(_make_image, folder, recipe), range(recipe["n"]))
+            made = list(show_progress("making images", making, total=recipe["n"], unit="img"))
         info = {"made_with": recipe, "bytes": sum(path.stat().st_size for path in folder.iterdir())}
         folder.rename(images)
     found = [{"image_id": image["id"], **one} for image, found in made for one in found]

@@ -177,14 +177,14 @@ BAD = [
     (["compare", "--against", "{}/nope.json", "--report", "{}/report"], "nope.json"),
     (["compare", "--against", "{}/deep.json", "--report", "{}/report"], "deep.json"),
     (["compare", "--images", "{}/images", "--report", "{}/report"], "--annotations"),
-    (["check", *COCO, "--repair", "{}/coco.json"], "nothing is overwritten"),
+    (["check", *COCO, "--repair", "{}/coco.json"], "nothing of yours is overwritten"),
     (["check", *COCO, "--repair", "{}/nope/new.json"], "nope"),
     # the JSON's place: looked at before the work
     (["check", *COCO, "--json", "{}/nope/out.json"], "nope"),
     (["check", *COCO, "--json", "{}/coco.json/out.json"], "coco.json"),
     (["check", *COCO, "--json", "{}/coco.json"], "coco.json"),  # somebody's file
     (["check", *COCO, "--json", "{}/images"], "images"),
-    (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "a file of its own"),
+    (["check", *COCO, "--json", "{}/new.json", "--repair", "{}/new.json"], "expected a new file"),
     (["check", *COCO, "--json", "/dev/full"], "/dev/full"),
     (["verify", "--shards", "{}/shards", "--json", "{}/shards/index.json"], "index.json"),
     # places where nothing can be written

@@ -289,11 +289,8 @@ def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
         runs += [(_Row.run_warm, row) for row in (*rows[first:], *rows[:first])]
     for row in rows:  # which has bars of its own
         row.attempt(_Row.prepare)
-    with show_progress("comparing", total=len(runs), unit="run") as bar:
-        for run, row in runs:
-            row.attempt(run)
-            yield
-            bar.update(1)
+    attempts = (row.attempt(run) for run, row in runs)
+    yield from show_progress("comparing", attempts, total=len(runs), unit="run")
 
 
 def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:

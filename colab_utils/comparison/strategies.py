@@ -1,12 +1,11 @@
 """The strategies: each reads one kind of prepared data, by a dataset and a prefetcher or by `make_loader`.
 
-First the data, the same images as loose files, saved tensors, arrays or shards; then what loads them; then the table.
+First the data, the same images as loose files, saved tensors or shards; then what loads them; then the table.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import shutil
 import tempfile
 from collections import deque
@@ -121,7 +120,7 @@ class PreparedData:
         return len(self.reference)
 
     def get(self, kind: str) -> PreparedFiles:
-        """One kind by its name: ``files``, ``tensors``, ``arrays`` or ``shards``, then ``_on_drive`` or ``_on_ssd``.
+        """One kind by its name: ``files``, ``tensors`` or ``shards``, then ``_on_drive`` or ``_on_ssd``.
 
         Raises:
             ColabUtilsError: it cannot be made, or needs more disk than is free.
@@ -150,7 +149,7 @@ class PreparedData:
             dataset = ShardDataset(source.folder)
             image, found = dataset[0]
             require_space(target, len(dataset) * (image.nbytes + found["masks"].nbytes), _CURE)
-            (_write_tensors if name == "tensors" else _write_arrays)(dataset, target)
+            _write_tensors(dataset, target)
         once_s = source.once_s + source.session_s + perf_counter() - began_s
         files = tuple(sorted(path for path in target.iterdir() if path.is_file()))
         return PreparedFiles(target, files, once_s)
@@ -175,12 +174,8 @@ class PreparedData:
 
 def _run_in_threads(label: str, call: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """What a call gives for each item, in order, by as many threads as `copy_shards` reads with."""
-    with show_progress(label, total=len(items), unit="file") as bar, ThreadPoolExecutor(_STREAMS) as pool:
-        found = []
-        for one in pool.map(call, items):
-            found.append(one)
-            bar.update(1)
-    return found
+    with ThreadPoolExecutor(_STREAMS) as pool:
+        return list(show_progress(label, pool.map(call, items), total=len(items), unit="file"))
 
 
 def _explain_bad(dataset: CocoFolder, row: int) -> str:
@@ -203,18 +198,6 @@ def _write_tensors(dataset: ShardDataset, target: Path) -> None:
     for row in range(len(dataset)):
         image, found = dataset[row]
         torch.save((image.contiguous(), found), target / f"{row:07d}.pt")
-
-
-def _write_arrays(dataset: ShardDataset, target: Path) -> None:
-    """One file of the planes of each image, its colours and its masks; the rest of the targets in a ``.pt``."""
-    places = []
-    with open(target / "planes.bin", "wb") as file:
-        for row in range(len(dataset)):
-            image, found = dataset[row]
-            planes = torch.cat([image, found.pop("masks")]).numpy()
-            places.append((file.tell(), planes.shape, found))
-            file.write(planes.tobytes())
-    torch.save(places, target / "places.pt")
 
 
 @dataclass(frozen=True)
@@ -281,13 +264,6 @@ class Items(Dataset[_Sample]):
 
 def _load_tensors(file: Path, profile: DriveProfile | None) -> _Sample:
     return torch.load(io.BytesIO(read_file(file, profile)), weights_only=True)
-
-
-def _cut_planes(place: tuple[int, tuple[int, ...], dict[str, Any]], mapped: np.memmap) -> _Sample:
-    """A sample of a file of planes that is mapped into memory: three colours of an image, and then its masks."""
-    start, shape, target = place
-    planes = torch.from_numpy(mapped[start : start + math.prod(shape)].reshape(shape).copy())
-    return planes[:3], {**target, "masks": planes[3:]}
 
 
 def _count_bytes(sample: _Sample) -> int:
@@ -371,10 +347,8 @@ def _open_dataset(setting: Setting, kind: str) -> Any:
     if name == "files":
         return PillowFolder(made.folder, setting.prepared.annotations, profile=profile)
     if name == "tensors":
-        return Items(made.files, partial(_load_tensors, profile=profile))
-    if name == "arrays":
-        places = torch.load(made.folder / "places.pt", weights_only=True)
-        return Items(places, partial(_cut_planes, mapped=np.memmap(made.folder / "planes.bin", np.uint8, "r")))
+        map_file = partial(torch.load, mmap=True, weights_only=True)
+        return Items(made.files, map_file if disk == "ssd" else partial(_load_tensors, profile=profile))
     return ShardDataset(made.folder, profile=profile)
 
 
@@ -405,10 +379,8 @@ def _in_memory(setting: Setting, kind: str) -> EpochLoader:
     few = [dataset[index] for index in range(min(4, len(dataset)))]
     needed, free = sum(map(_count_bytes, few)) / len(few) * total, find_free_memory()
     if needed > _MEMORY_SHARE * free:
-        raise ColabUtilsError(
-            f"expected the samples of all {total:,} images to fit into half of the free memory, found that they "
-            f"take about {format_bytes(needed)} and {format_bytes(free)} are free. Leave this strategy out."
-        )
+        found = f"{format_bytes(needed)} of samples and {format_bytes(free)} free: leave this strategy out"
+        raise ColabUtilsError(f"expected all {total:,} images to fit into half of the free memory, found {found}")
     with ThreadPoolExecutor(_THREADS) as pool:
         samples = list(pool.map(dataset.__getitem__, range(len(dataset))))
     return EpochLoader(setting, samples, DataLoader, collate_fn=_collate)
@@ -443,7 +415,7 @@ _TABLE: tuple[tuple[str, str, str, str, Callable[..., Any]], ...] = (
     ("process_queue", "process ahead", "A process loads 4 batches ahead.", _FILES, _AHEAD),
     ("dataloader", "{}", "A DataLoader's workers load ahead, as in torchvision's own.", _FILES, _by_workers),
     ("saved_tensors", ".pt files on Drive", "Converted once: one .pt an image.", "tensors_on_drive", _by_workers),
-    ("memory_mapped", "memory map on SSD", "All pixels and masks in one mapped file.", "arrays_on_ssd", _ALONE),
+    ("memory_mapped", "memory map on SSD", "The .pt files are copied and mapped.", "tensors_on_ssd", _ALONE),
     ("autotuned", "tuned pipeline", "Cache, shuffle, batch, prefetch: sizes chosen on the way.", _FILES, _tuned),
     ("dataloader_on_ssd", "loose files on SSD", "The image files are copied first.", "files_on_ssd", _by_workers),
     ("shards_on_drive", "shards on Drive", "Workers read single images out of shards.", "shards_on_drive", _by_workers),

@@ -111,11 +111,10 @@ def _unpack(path: Path, target: Path, annotations: str, source: str) -> tuple[st
             found = f"found none of {len(names):,}: name another JSON in ANNOTATIONS, or export it with its images"
             raise ColabUtilsError(f"expected in {source} the images of {texts[0]}, {found}")
         _extract(archive, wanted, target)
-        for name in filter(None, names[:9]):
-            for one in members:
-                if f"/{one}".endswith(f"/{name}"):
-                    return one[: -len(name)], texts[0]
-        return "", texts[0]  # the names are of another machine: `CocoDataset.find_image` finds the files
+        pairs = [(name, one) for name in filter(None, names[:9]) for one in members]
+        folders = [one.removesuffix(name) for name, one in pairs if f"/{one}".endswith(f"/{name}")]
+        # none where the names are of another machine: `CocoDataset.find_image` finds the files
+        return next(iter(folders), ""), texts[0]
 
 
 def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
@@ -147,10 +146,8 @@ def _extract(archive: ZipFile, members: list[ZipInfo], target: Path) -> None:
     """Unpack these files; zipfile compares their checksums, and those that are there are compared here."""
     missing = [info for info in members if not _is_there(target / info.filename, info)]
     require_space(target, sum(info.file_size for info in missing), _CURE)
-    with show_progress("unpacking", total=len(missing), unit="file") as bar:
-        for info in missing:
-            archive.extract(info, target)
-            bar.update()
+    unpacking = (archive.extract(info, target) for info in missing)
+    list(show_progress("unpacking", unpacking, total=len(missing), unit="file"))
 
 
 def _is_there(path: Path, info: ZipInfo) -> bool:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import io
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
-from colab_utils.data.decoding import find_jpeg_damage, open_image, open_lazily, read_orientation, to_rgb
+from colab_utils.data.decoding import open_image, open_lazily, read_orientation, to_rgb
 from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
-from colab_utils.drive import DriveLostError, Retries, get_profile, guard_drive, open_file, read_file
+from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import count_cores, fork_pool, show_progress
 
@@ -179,14 +178,12 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
         DriveLostError: if Drive went away.
     """
     require_folder(images)
-    starts, findings = range(0, len(dataset), _CHUNK), list[Findings]()
+    starts = range(0, len(dataset), _CHUNK)
     parts = (dataset.subset(start, min(start + _CHUNK, len(dataset))) for start in starts)
     workers = max(1, min(count_cores(), len(starts)))
-    with show_progress("check", total=len(dataset), unit="image") as bar, fork_pool(workers) as pool:
-        for found in pool.map(partial(_inspect_part, images, deep), parts):
-            findings += found
-            bar.update(len(found))
-    return findings
+    with fork_pool(workers) as pool:
+        findings = chain.from_iterable(pool.map(partial(_inspect_part, images, deep), parts))
+        return list(show_progress("check", findings, total=len(dataset), unit="image"))
 
 
 def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
@@ -234,10 +231,7 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings], classes: di
     lacking = sum(kind == "object without mask" for found in findings for kind, _ in found.defects)
     if lacking and lacking == len(dataset.ids):
         first = dataset.read_entries(int(np.argmax(dataset.first > 0)) - 1)[0]
-        yield (
-            "no instances",
-            next((text for key, text in _PURPOSES.items() if key in first), "annotations without masks"),
-        )
+        yield "no instances", next((text for key, text in _PURPOSES.items() if key in first), "no masks")
     crowds, total = dataset.crowds, len(dataset.ids)
     text = f"{crowds:,} of {total:,} objects are crowds and left out"
     yield from [("many crowds" if crowds > _MANY_CROWDS * total else "crowd", text)] * crowds
@@ -258,15 +252,11 @@ def _find_shared(
     for i, found in enumerate(findings):
         by_size[found.header.bytes].append(i)
 
-    @cache
-    def hash_file(path: Path) -> bytes:
-        return xxhash.xxh3_128_digest(read_file(path, None, retries))
-
     def compare(i: int) -> Defect | None:
         with suppress(OSError, ColabUtilsError):  # what cannot be read is in no training
-            path = other.find_image(others, i)[0]
-            for twin in by_size.get(path.stat().st_size, ()):
-                if hash_file(dataset.find_image(images, twin)[0]) == hash_file(path):
+            content = read_file(other.find_image(others, i)[0], None, retries)
+            for twin in by_size.get(len(content), ()):
+                if read_file(dataset.find_image(images, twin)[0], None, retries) == content:
                     text = f"{escape(dataset.file_name(twin))} is {escape(other.file_name(i))}"
                     return "image in validation, too", text
         return None
@@ -358,7 +348,7 @@ def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *
         return Header([("unsafe file_name", "leaves the image folder, where no file, or several, have its base name")])
     found = [("found by base name", escape(str(path.relative_to(images))))] if by_base_name else []
     try:
-        return retries.run(partial(_describe, path, found, deep=deep))
+        return _describe(read_file(path, None, retries), path.suffix.lower(), found, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return Header([("missing image", f"not in {images}")])
     except DriveLostError:
@@ -367,48 +357,36 @@ def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *
         return Header([("truncated image" if "truncated" in str(error) else "bad image", str(error))])
 
 
-def _describe(path: Path, found: list[Defect], *, deep: bool) -> Header:
+def _describe(data: bytes, suffix: str, found: list[Defect], *, deep: bool) -> Header:
+    """The header of an image file with this content, and what its name ends in."""
     from PIL import Image
 
-    def read_again(start: int = 0) -> bytes:
-        file.seek(start)
-        return bytes(file.read())
-
-    with guard_drive(path), open_file(path) as stored:
-        length, notes = os.fstat(stored.fileno()).st_size, [*found]
-        # a slowed folder, like Drive, gives a short file whole
-        file: Any = io.BytesIO(read_file(path)) if get_profile(None, path) else stored
-        if not length:
-            return Header([("empty file", "0 bytes")])
-        try:
-            opened = open_lazily(file)
-        except ColabUtilsError:
-            file.seek(0)
-            if file.read(4) != b"\x89PNG":
-                raise
-            opened = open_image(read_again())  # its metadata may be damaged
-        kind, (width, height) = opened.format or "", opened.size
-        # cut short, or much of something else after its end: some cameras write zeros or a preview there
-        if deep or _ENDS.get(kind, b"") not in read_again(max(0, length - 4096)):
-            to_rgb(open_image(data := read_again()))
-            if deep and kind in ("JPEG", "MPO") and (damage := find_jpeg_damage(data)):
-                raise ColabUtilsError(f"damaged: {damage}")
-        to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
-        belongs = Image.registered_extensions().get(path.suffix.lower(), kind)
-        if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
-            notes.append(("wrong extension", f"holds {kind}"))
-        if "16" in f"{opened.mode} {[tile[3] for tile in getattr(opened, 'tile', ())]}":
-            notes.append(("16-bit image", opened.mode))
-        if opened.mode in _MODES:
-            notes.append((_MODES[opened.mode], opened.mode))
-        elif opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info:
-            notes.append(("image with alpha", opened.mode))
-        orientation = read_orientation(opened)
-        if kind != "MPO":
-            with suppress(EOFError):
-                opened.seek(1)
-                notes.append(("animated image", ""))
-        return Header(notes, (height, width), orientation, length)
+    if not data:
+        return Header([("empty file", "0 bytes")])
+    try:
+        opened = open_lazily(io.BytesIO(data))
+    except ColabUtilsError:
+        opened = open_image(data)  # a PNG's metadata may be damaged
+    kind, (width, height), notes = opened.format or "", opened.size, [*found]
+    # cut short, or much of something else after its end: some cameras write zeros or a preview there
+    if deep or _ENDS.get(kind, b"") not in data[-4096:]:
+        to_rgb(open_image(data))
+    to_rgb(Image.new(opened.mode, (1, 1)))  # refuses what does not fit 8 bits
+    belongs = Image.registered_extensions().get(suffix, kind)
+    if belongs != kind and {belongs, kind} != {"JPEG", "MPO"}:
+        notes.append(("wrong extension", f"holds {kind}"))
+    if "16" in f"{opened.mode} {[tile[3] for tile in getattr(opened, 'tile', ())]}":
+        notes.append(("16-bit image", opened.mode))
+    if opened.mode in _MODES:
+        notes.append((_MODES[opened.mode], opened.mode))
+    elif opened.mode in ("LA", "RGBA", "PA") or "transparency" in opened.info:
+        notes.append(("image with alpha", opened.mode))
+    orientation = read_orientation(opened)
+    if kind != "MPO":
+        with suppress(EOFError):
+            opened.seek(1)
+            notes.append(("animated image", ""))
+    return Header(notes, (height, width), orientation, len(data))
 
 
 def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
@@ -518,6 +496,8 @@ def is_normalised(numbers: Any) -> bool:
 
 def compare_box(box: list[float], tight: list[float], height: int, width: int) -> list[Defect]:
     """A box against the image and the tight box of its mask, each x, y, width, height."""
+    from pycocotools import mask as coco_mask
+
     x, y, w, h = box
     if w < 0 or h < 0:
         return [("inverted box", f"bbox {box}")]
@@ -529,8 +509,10 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
         return [("empty mask" if w * h >= NEAR**2 else "tiny object", f"bbox {box}")]
     edges = np.clip([x, y, x + w, y + h], 0, [width, height] * 2)  # as training cuts it
     inner = np.array([*tight[:2], tight[0] + tight[2], tight[1] + tight[3]])
-    if _measure_overlap(edges, inner) < 0.5 and np.abs(edges - inner).max() > NEAR:
-        if _measure_overlap(np.array(box), inner) >= 0.5:
+    cut, corners = (*edges[:2], *edges[2:] - edges[:2]), (x, y, w - x, h - y)
+    overlaps = coco_mask.iou(np.array([cut, corners], np.float64), np.array([tight], np.float64), [False]).ravel()
+    if overlaps[0] < 0.5 and np.abs(edges - inner).max() > NEAR:
+        if overlaps[1] >= 0.5:
             return [("box of corners", f"bbox {box} looks like x0, y0, x1, y1")]
         return [("mask and box disagree", f"bbox {box}, the mask lies in {tight}")]
     if min(w, h) * _find_scale(height, width) < 1:
@@ -538,9 +520,3 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
     if min(x, y) < -NEAR or x + w > width + NEAR or y + h > height + NEAR:
         return [("box beyond the image", f"bbox {box}")]
     return []
-
-
-def _measure_overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    """Intersection over union of two boxes x0, y0, x1, y1."""
-    inside = np.prod(np.maximum(0, np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])))
-    return float(inside / max(1e-9, np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - inside))

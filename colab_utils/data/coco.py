@@ -31,7 +31,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import find_free_memory, write_file
 
 __all__ = [
-    "FAULTS", "CocoDataset", "open_coco", "read_bytes", "read_coco", "read_field", "require_folder", "require_new",
+    "FAULTS", "CocoDataset", "open_coco", "read_bytes", "read_coco", "read_field", "require_folder",
     "take_base_name", "write_coco", "write_subset",
 ]  # fmt: skip
 
@@ -230,17 +230,6 @@ def read_coco(annotations: str | Path) -> CocoDataset:
     return _group(columns, fingerprint)
 
 
-def require_new(path: Path) -> Path:
-    """The path of a file to write, where nothing is yet.
-
-    Raises:
-        ColabUtilsError: something is there.
-    """
-    if path.exists():
-        raise ColabUtilsError(f"expected a new file to write, found {path}. Name another: nothing is overwritten.")
-    return path
-
-
 def read_bytes(path: Path) -> bytes:
     """The content of an annotations file.
 
@@ -298,10 +287,8 @@ def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
     strangers["of an unknown category"] = dataset.unknown_categories
     for kind, ids in strangers.items():
         if ids.size:
-            found = f"{ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs them (--repair OUT.json)"
-            raise ColabUtilsError(
-                f"expected annotations of images with ids of their own in {annotations}, found {found}."
-            )
+            found = f"found {ids.size} {kind}, such as id {ids[0]}. See `check`, which repairs them (--repair OUT.json)"
+            raise ColabUtilsError(f"expected annotations of images with ids of their own in {annotations}, {found}.")
     with suppress(ColabUtilsError, IndexError):  # of no images, or told where they are read; the first stands for all
         path, by_base_name = dataset.find_image(images, 0)
         if by_base_name:

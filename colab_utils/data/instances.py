@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from colab_utils.data.coco import require_new, write_coco
+from colab_utils.data.coco import write_coco
 from colab_utils.data.decoding import open_lazily, read_orientation
 from colab_utils.data.masks import measure_mask
 from colab_utils.drive import explain_write, open_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import show_progress
+from colab_utils.runtime import require_new, show_progress
 
 __all__ = ["convert_masks"]
 

@@ -160,24 +160,10 @@ def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     if not all(type(run) is int and run >= 0 for run in runs) or sum(runs) != height * width:
         raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")
     if 0 in runs[1:]:  # an empty run makes pycocotools' toBbox wrong: join those around it
-        runs = _join_runs(runs)
+        ends = np.cumsum(runs)
+        changes, times = np.unique(ends[ends < ends[-1]], return_counts=True)
+        runs = np.diff(changes[times % 2 == 1], prepend=0, append=ends[-1]).tolist()
     return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
-
-
-def _join_runs(runs: list[int]) -> list[int]:
-    """The runs without those of no pixel, of which the first alone may stay.
-
-    Example:
-        >>> _join_runs([2, 0, 3, 4, 0])
-        [5, 4]
-    """
-    joined = [0]
-    for i, run in enumerate(runs):
-        if run and i % 2 == len(joined) % 2:  # of the other colour than the last
-            joined.append(run)
-        else:
-            joined[-1] += run
-    return joined
 
 
 def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import numpy as np
 
 from colab_utils.data import checks
-from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, require_new, write_coco
+from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, write_coco
 from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.runtime import require_new
 
 __all__ = ["repair_annotations"]
 
@@ -69,10 +70,9 @@ def repair_annotations(
             done[change].append(name)
     if not objects:
         why = [f"{len(done[kind]):,} x {kind}" for kind in gone] + [f"{len(kept):,} x crowd"] * bool(kept)
-        raise ColabUtilsError(
-            f"expected objects to keep, found none in {annotations} that {folder} has an image and masks for "
-            f"({', '.join(why)}). Name the right image folder, export polygons, or use --crowds objects."
-        )
+        found = f"found none in {annotations} with an image in {folder} and masks ({', '.join(why)})"
+        cure = "Name the right image folder, export polygons, or use --crowds objects."
+        raise ColabUtilsError(f"expected objects to keep, {found}. {cure}")
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
     left = "images left out whole, with {:,} objects, so that none becomes background"

@@ -24,7 +24,7 @@ from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
-from colab_utils.runtime import format_bytes
+from colab_utils.runtime import format_bytes, write_file
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
 from colab_utils.shards.format import ShardIndex, explain_write, hash_bytes, read_index, remove_leftovers, write_index
 
@@ -63,7 +63,7 @@ class Arrival:
         self.source, self.target, self.index, self.retries = source, target, index, retries
         self.rolls, self._limit, self._workers = limit_bytes < index.bytes, limit_bytes, workers
         self._sizes = [shard.bytes + shard.arrays_bytes for shard in index.shards]
-        if limit_bytes < (least := min(index.bytes, 2 * max(self._sizes, default=0))):
+        if not limit_bytes >= (least := min(index.bytes, 2 * max(self._sizes, default=0))):  # of nan neither is true
             found = f"{format_bytes(limit_bytes)}: allow more, or preprocess into smaller shards (--shard-mb)"
             raise ColabUtilsError(f"expected a limit that holds two shards, {least / 1e9:.3g} GB, found {found}")
         self.key = hash_bytes(repr(sorted(index.files())).encode())
@@ -250,9 +250,7 @@ class Arrival:
             "key": self.key, "rolls": self.rolls, "pid": os.getpid(), "arrived": list(self.spans_s),
             "error": str(self._error or ""),
         }  # fmt: skip
-        temporary = self.target / f".{STATUS_NAME}.part"
-        temporary.write_text(json.dumps(status))
-        temporary.replace(self.target / STATUS_NAME)
+        write_file(self.target / STATUS_NAME, json.dumps(status).encode())
 
 
 def _read_status(target: Path, key: str) -> dict[str, Any]:

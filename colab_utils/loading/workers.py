@@ -447,11 +447,8 @@ def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> Tuning:
     counts = [count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most]
     if is_slow or not counts:
         return Tuning(max(counts, default=0), {}, perf_counter() - began_s)
-    rates = {}
-    with show_progress("tuning workers", total=len(counts), unit="trial") as bar:
-        for count in counts:
-            rates[count] = _measure_rate(fetcher, batches, count)
-            bar.update()
+    trials = (_measure_rate(fetcher, batches, count) for count in counts)
+    rates = dict(zip(counts, show_progress("tuning workers", trials, total=len(counts), unit="trial"), strict=True))
     return Tuning(_pick(rates), rates, perf_counter() - began_s)
 
 

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from colab_utils.data.checks import DatasetReport, Problem
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import explain_write
-from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.runtime import Machine, write_file
+from colab_utils.errors import escape
+from colab_utils.runtime import Machine, require_new, write_file
 from colab_utils.show import charts, render
 from colab_utils.show.pictures import draw_annotations, embed_figure
 from colab_utils.show.table import Table, make_table
@@ -100,15 +100,11 @@ def write_check(
     before = read_coco(annotations)
     after = read_coco(repaired) if repaired else before
     places = {number: i for i, number in enumerate(after.image_ids.tolist())}
-    worst = [
-        (
-            f"{textwrap.shorten(escape(after.file_name(i)), 40)}\n{textwrap.shorten(', '.join(kinds), 40)}",
-            after,
-            i,
-        )
-        for number, kinds in report.worst.items()
-        if (i := places.get(number)) is not None
-    ]
+    worst = list[tuple[str, CocoDataset, int]]()
+    for number, kinds in report.worst.items():
+        if (i := places.get(number)) is not None:
+            name = textwrap.shorten(escape(after.file_name(i)), 40)
+            worst.append((f"{name}\n{textwrap.shorten(', '.join(kinds), 40)}", after, i))
     changed = {name for repair in report.repairs for name in repair.examples}
     pairs = list[tuple[str, CocoDataset, int]]()
     for i, number in enumerate(before.image_ids.tolist()):
@@ -147,12 +143,7 @@ def check_receipt_folder(folder: str | Path) -> None:
 
 
 def _refuse_other(page: Path, kind: str) -> None:
-    title = f"<title>{_TITLES[kind]}</title>"
-    if page.exists() and not (page.is_file() and title in page.read_text(errors="replace")):
-        raise ColabUtilsError(
-            f"expected a new file or an earlier page of this kind, found something else at {page}. Name another: "
-            "nothing of yours is overwritten."
-        )
+    require_new(page, f"<title>{_TITLES[kind]}</title>".encode())
 
 
 def _write_page(page: Path, kind: str, **content: Any) -> Path:

@@ -451,6 +451,11 @@ def test_a_shard_that_drive_lost_is_not_removed(drive, tmp_path):
     dataset.stop()
 
 
+def test_a_limit_that_is_no_number_is_refused(drive, tmp_path):
+    with pytest.raises(ColabUtilsError, match="expected a limit that holds two shards"):
+        ArrivingShards(drive, tmp_path / "ssd", limit_gb=float("nan"))
+
+
 def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
     with pytest.raises(ColabUtilsError, match=r"expected a limit that holds two shards, .* GB, found 1\.0 kB"):
         ArrivingShards(drive, tmp_path / "ssd", limit_gb=1e-6)
