@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate, chain
@@ -80,7 +80,7 @@ class Arrival:
         check_space(target, files, cached=is_on_drive(source))
         self._job = Copying(source, target, profile, retries, overwrite=previous is not None or bool(status))
         self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
-        self._wanted, self._used, self._moving = self._order, set[int](), set[int]()
+        self._wanted, self._used, self._moves = self._order, set[int](), dict[int, Future[None]]()
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
         self._told = False
@@ -175,48 +175,41 @@ class Arrival:
                     (self.target / STATUS_NAME).unlink()  # or readers would wait for ever
 
     def _copy_all(self) -> None:
+        """Copy and remove shards until all are here; where they take turns, until the copy is stopped."""
         for number, shard in enumerate(self.index.shards if self.rolls else ()):  # what an earlier session left
             if any((self.target / name).exists() for name, _, _ in shard.files()):
                 self._fetch(number) if self._fits(number) else self._remove(number)
         with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
-            for work in [pool.submit(self._work) for _ in range(self._workers)]:
-                work.result()
-
-    def _work(self) -> None:
-        """Copy and remove shards until all are here; where they take turns, for ever."""
-        try:
-            while not self._job.stop.is_set() and not self.is_complete:
-                if move := self._choose():
-                    move()
-                else:
+            try:
+                while not self._job.stop.is_set() and not self.is_complete:
+                    while len(self._moves) < self._workers and (move := self._choose()):
+                        work, number = move
+                        self._moves[number] = pool.submit(work, number)
                     self._job.stop.wait(_POLL_S)
-        except CancelledError:
-            pass  # stopped, or another thread says why
-        except BaseException:
-            self._job.stop.set()
-            raise
+                    for number in [number for number, work in self._moves.items() if work.done()]:
+                        self._moves.pop(number).result()
+            finally:
+                self._job.stop.set()  # one failed: the others end, too
 
     def _fits(self, number: int) -> bool:
-        return self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moving) <= self._limit
+        return self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moves) <= self._limit
 
-    def _choose(self) -> Callable[[], None] | None:
+    def _choose(self) -> tuple[Callable[[int], None], int] | None:
         """Copy the next shard, or remove one where there is no room for it; None where neither can be done now."""
         with self._lock:
-            here = self.spans_s.keys() | self._moving
+            here = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in here), None)
-            if number is None or (self._moving and not self.spans_s):  # the first shard comes alone
+            if number is None or (self._moves and not self.spans_s):  # the first shard comes alone
                 return None
             if self._fits(number):
-                self._moving.add(number)
-                return partial(self._fetch, number)
+                return self._fetch, number
             rank = {one: place for place, one in enumerate(self._wanted)}
             later = {one for one in self.spans_s if rank.get(one, math.inf) > rank[number]} - self._used
             if not later:
                 return None
             leaving = max(later, key=lambda one: rank.get(one, math.inf))
-            self._moving.add(leaving)
             del self.spans_s[leaving]
-            return partial(self._remove, leaving)
+            return self._remove, leaving
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
@@ -225,7 +218,6 @@ class Arrival:
                 raise CancelledError  # or the index would be written without this shard
             self._job.copy_file(*file)
         with self._lock:
-            self._moving.discard(number)
             self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
             self._write_status()
 
@@ -242,8 +234,6 @@ class Arrival:
             with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
                 (self.target / name).unlink()
                 file.truncate(0)
-        with self._lock:
-            self._moving.discard(number)
 
     def _write_status(self) -> None:
         status = {
