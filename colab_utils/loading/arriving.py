@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +20,7 @@ import numpy as np
 import psutil
 
 from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive, read_file
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
 from colab_utils.runtime import format_bytes
@@ -50,7 +49,7 @@ class Arrival:
         rolls: whether shards take turns.
         spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of ``perf_counter``), by its
             number, in the order of arrival.
-        retries: how many times Drive failed and was tried again, and whether it fails now.
+        retries: how many times Drive failed and was tried again.
 
     Raises:
         ColabUtilsError: too little free disk, other files in ``target``, or a limit below two shards.
@@ -83,7 +82,6 @@ class Arrival:
         self._wanted, self._used, self._moves = self._order, set[int](), dict[int, Future[None]]()
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
-        self._told = False
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
         with explain_write(target):
@@ -142,14 +140,7 @@ class Arrival:
             missing = not self.spans_s.keys() >= set(shards)
             if missing and self._error is not None:
                 raise self._error
-            if self.retries.failing and self.spans_s and not self._told:
-                self._told = True
-                text = f"it is tried again, and training goes on with the {self._count_arrived()}"
-                warnings.warn(f"Drive does not answer: {text}", ColabUtilsWarning, stacklevel=2)
             return not missing
-
-    def _count_arrived(self) -> str:
-        return f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target}"
 
     def _run(self) -> None:
         error: Exception = ColabUtilsError("expected all shards, found that the copy was stopped")
@@ -167,7 +158,8 @@ class Arrival:
             error = found
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
         with self._lock:
-            self._error = kind(f"{error}; {self._count_arrived()} are safe, and the same call continues there")
+            safe = f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target} are safe"
+            self._error = kind(f"{error}; {safe}, and the same call continues there")
             try:
                 self._write_status()
             except OSError:
