@@ -213,7 +213,6 @@ class Retries:
 
     Attributes:
         count: how many times a call was tried again.
-        failing: whether the last try of the latest call failed.
         stop: an event, yours if you give one; once it is set, nothing is waited for or tried again.
 
     Example:
@@ -223,7 +222,7 @@ class Retries:
     """
 
     def __init__(self, stop: Any = None) -> None:
-        self.count, self.failing, self.stop = 0, False, stop or threading.Event()
+        self.count, self.stop = 0, stop or threading.Event()
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """What ``call`` returns.
@@ -231,19 +230,15 @@ class Retries:
         Raises:
             DriveLostError: it failed every time; any other error comes through at once.
         """
-        waits = iter(RETRY_WAITS_S)
-        while True:
+        for wait_s in RETRY_WAITS_S:
             try:
-                result = call()
+                return call()
             except DriveLostError:
-                self.failing, wait_s = True, next(waits, None)
-                if wait_s is None or self.stop.is_set():
+                if self.stop.is_set():
                     raise
                 self.count += 1
                 self.stop.wait(wait_s)
-            else:
-                self.failing = False
-                return result
+        return call()
 
     def __reduce__(self) -> tuple[type[Retries], tuple[()]]:
         return Retries, ()  # another process counts its own

@@ -7,9 +7,8 @@ import math
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate, chain
@@ -21,7 +20,7 @@ import numpy as np
 import psutil
 
 from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive, read_file
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
 from colab_utils.runtime import format_bytes, write_file
@@ -50,7 +49,7 @@ class Arrival:
         rolls: whether shards take turns.
         spans_s: when the copy of each shard began and ended, seconds after ``began_s`` (of ``perf_counter``), by its
             number, in the order of arrival.
-        retries: how many times Drive failed and was tried again, and whether it fails now.
+        retries: how many times Drive failed and was tried again.
 
     Raises:
         ColabUtilsError: too little free disk, other files in ``target``, or a limit below two shards.
@@ -80,10 +79,9 @@ class Arrival:
         check_space(target, files, cached=is_on_drive(source))
         self._job = Copying(source, target, profile, retries, overwrite=previous is not None or bool(status))
         self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
-        self._wanted, self._used, self._moving = self._order, set[int](), set[int]()
+        self._wanted, self._used, self._moves = self._order, set[int](), dict[int, Future[None]]()
         self._lock = threading.Lock()
         self._error: ColabUtilsError | None = None
-        self._told = False
         self.began_s = perf_counter()
         self.spans_s: dict[int, tuple[float, float]] = {}
         with explain_write(target):
@@ -142,14 +140,7 @@ class Arrival:
             missing = not self.spans_s.keys() >= set(shards)
             if missing and self._error is not None:
                 raise self._error
-            if self.retries.failing and self.spans_s and not self._told:
-                self._told = True
-                text = f"it is tried again, and training goes on with the {self._count_arrived()}"
-                warnings.warn(f"Drive does not answer: {text}", ColabUtilsWarning, stacklevel=2)
             return not missing
-
-    def _count_arrived(self) -> str:
-        return f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target}"
 
     def _run(self) -> None:
         error: Exception = ColabUtilsError("expected all shards, found that the copy was stopped")
@@ -167,7 +158,8 @@ class Arrival:
             error = found
         kind = DriveLostError if isinstance(error, DriveLostError) else ColabUtilsError
         with self._lock:
-            self._error = kind(f"{error}; {self._count_arrived()} are safe, and the same call continues there")
+            safe = f"{len(self.spans_s)} of {len(self.index.shards)} shards in {self.target} are safe"
+            self._error = kind(f"{error}; {safe}, and the same call continues there")
             try:
                 self._write_status()
             except OSError:
@@ -175,48 +167,41 @@ class Arrival:
                     (self.target / STATUS_NAME).unlink()  # or readers would wait for ever
 
     def _copy_all(self) -> None:
+        """Copy and remove shards until all are here; where they take turns, until the copy is stopped."""
         for number, shard in enumerate(self.index.shards if self.rolls else ()):  # what an earlier session left
             if any((self.target / name).exists() for name, _, _ in shard.files()):
                 self._fetch(number) if self._fits(number) else self._remove(number)
         with ThreadPoolExecutor(self._workers, thread_name_prefix="arrival") as pool:
-            for work in [pool.submit(self._work) for _ in range(self._workers)]:
-                work.result()
-
-    def _work(self) -> None:
-        """Copy and remove shards until all are here; where they take turns, for ever."""
-        try:
-            while not self._job.stop.is_set() and not self.is_complete:
-                if move := self._choose():
-                    move()
-                else:
+            try:
+                while not self._job.stop.is_set() and not self.is_complete:
+                    while len(self._moves) < self._workers and (move := self._choose()):
+                        work, number = move
+                        self._moves[number] = pool.submit(work, number)
                     self._job.stop.wait(_POLL_S)
-        except CancelledError:
-            pass  # stopped, or another thread says why
-        except BaseException:
-            self._job.stop.set()
-            raise
+                    for number in [number for number, work in self._moves.items() if work.done()]:
+                        self._moves.pop(number).result()
+            finally:
+                self._job.stop.set()  # one failed: the others end, too
 
     def _fits(self, number: int) -> bool:
-        return self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moving) <= self._limit
+        return self._sizes[number] + sum(self._sizes[one] for one in self.spans_s.keys() | self._moves) <= self._limit
 
-    def _choose(self) -> Callable[[], None] | None:
+    def _choose(self) -> tuple[Callable[[int], None], int] | None:
         """Copy the next shard, or remove one where there is no room for it; None where neither can be done now."""
         with self._lock:
-            here = self.spans_s.keys() | self._moving
+            here = self.spans_s.keys() | self._moves
             number = next((number for number in self._wanted if number not in here), None)
-            if number is None or (self._moving and not self.spans_s):  # the first shard comes alone
+            if number is None or (self._moves and not self.spans_s):  # the first shard comes alone
                 return None
             if self._fits(number):
-                self._moving.add(number)
-                return partial(self._fetch, number)
+                return self._fetch, number
             rank = {one: place for place, one in enumerate(self._wanted)}
             later = {one for one in self.spans_s if rank.get(one, math.inf) > rank[number]} - self._used
             if not later:
                 return None
             leaving = max(later, key=lambda one: rank.get(one, math.inf))
-            self._moving.add(leaving)
             del self.spans_s[leaving]
-            return partial(self._remove, leaving)
+            return self._remove, leaving
 
     def _fetch(self, number: int) -> None:
         began_s = perf_counter()
@@ -225,7 +210,6 @@ class Arrival:
                 raise CancelledError  # or the index would be written without this shard
             self._job.copy_file(*file)
         with self._lock:
-            self._moving.discard(number)
             self.spans_s[number] = began_s - self.began_s, perf_counter() - self.began_s
             self._write_status()
 
@@ -242,8 +226,6 @@ class Arrival:
             with suppress(FileNotFoundError), open(self.target / name, "rb+") as file:
                 (self.target / name).unlink()
                 file.truncate(0)
-        with self._lock:
-            self._moving.discard(number)
 
     def _write_status(self) -> None:
         status = {

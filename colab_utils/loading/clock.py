@@ -9,7 +9,7 @@ from array import array
 from collections import deque
 from itertools import pairwise
 from time import perf_counter, sleep, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from colab_utils.errors import ColabUtilsError
 
 __all__ = ["EmulatedStep", "LoopClock"]
 
-_CHECKED = 15  # every 16th batch: whether CUDA is used
 _BUSY = 0.9  # of a core: what a training process takes to launch kernels
 _BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
 
@@ -33,6 +32,8 @@ class LoopClock:
     Attributes:
         images: that came.
         began_s: when the clock was made, by `time.perf_counter`.
+        firsts: the numbers of the batches that began a pass over the data.
+        ends_s: seconds between two passes, in sum.
 
     Example:
         >>> clock = LoopClock()
@@ -46,21 +47,17 @@ class LoopClock:
     """
 
     def __init__(self) -> None:
-        # of each batch: when it was asked for, came, and its step ended, or 0. Little is done for each of them: a line
-        # of Python costs microseconds where a step has filled the processor's caches
-        self._times = array("d")
-        self._lefts: list[tuple[int, float]] = []  # the last batch of each pass that is over, and when it was left
         self.began_s, self.images = perf_counter(), 0
-        self._is_at_work, self._is_on_gpu = False, False
-        self._events: list[Any] = []  # of the batch at work, on CUDA's stream
-        self._pending: deque[list[Any]] = deque()  # of batches that a GPU may still be at
-        self._gpu_parts = array("d")  # wait, step and rest of the batches before them, seconds
-        self._gpu_rows = array("q")
+        self.firsts, self.ends_s = list[int](), 0.0
+        self._moments: list[_Moment] = []  # of the batch at hand: asked for, came, and its step ended
+        self._pending: deque[list[_Moment]] = deque()  # of batches that are over, which a GPU may still be at
+        self._parts = array("d")  # of those before them: wait, step and rest, seconds
+        self._left: _Moment | None = None  # when the last pass was over
 
     @property
     def count(self) -> int:
         """Batches that came and are over: the number of the one that is asked for, or at work."""
-        return len(self._times) // 3 - self._is_at_work
+        return len(self._parts) // 3 + len(self._pending)
 
     @property
     def seconds(self) -> float:
@@ -68,108 +65,84 @@ class LoopClock:
         return perf_counter() - self.began_s
 
     @property
-    def firsts(self) -> list[int]:
-        """The numbers of the batches that began a pass over the data."""
-        came = len(self._times) // 3
-        return [row for row in (0, *(row + 1 for row, _ in self._lefts)) if row < came]
-
-    @property
-    def ends_s(self) -> float:
-        """Seconds between two passes, in sum."""
-        came = len(self._times) // 3
-        return sum(self._times[3 * row + 3] - left_s for row, left_s in self._lefts if row + 1 < came)
-
-    @property
     def parts_s(self) -> NDArray[np.float64]:
         """Of each batch that is over, seconds, float64 [batches, 3]: until it came, until its step ended, and until the
         next one was asked for, or the loop was left.
         """
-        count = self.count - len(self._pending)
-        asked, came, ended = (np.array(self._times[part::3])[:count] for part in range(3))
-        left = np.array(self._times[3::3])[:count]
-        left = np.append(left, np.zeros(count - len(left)))
-        for row, left_s in self._lefts:
-            if row < count:
-                left[row] = left_s
-        ended = np.where(ended > 0, ended, left)
-        parts = np.stack((came - asked, ended - came, left - ended), axis=1)
-        settled = np.array(self._gpu_parts).reshape(-1, 3)
-        parts[np.array(self._gpu_rows)[: len(settled)].astype(int)] = settled
-        return parts
+        return np.array(self._parts).reshape(-1, 3)
 
     def ask(self) -> float:
         """The next batch is asked for; gives the time, by `time.perf_counter`."""
-        now_s = perf_counter()
-        if self._is_on_gpu or not len(self._times) & _CHECKED:
-            self._ask_gpu()
-        self._times.append(now_s)
-        self._is_at_work = False
-        return now_s
+        now = _note_moment()
+        self._end_batch(now)
+        self._moments = [now]
+        return now.wall_s
 
     def receive(self, images: int = 0) -> None:
         """The batch came, with so many images."""
-        self._times.extend((perf_counter(), 0.0))
-        self._is_at_work = True
+        self._moments.append(_note_moment())
         self.images += images
-        if self._events:
-            self._events.append(_record_event())
+        if self._left or not self.firsts:  # of a pass
+            self.firsts.append(self.count)
+            self.ends_s += self._moments[0].wall_s - self._left.wall_s if self._left else 0.0
+            self._left = None
 
     def end_step(self) -> None:
         """The step ended; where it is said several times for a batch, the last time counts."""
-        if self._is_at_work:
-            self._times[-1] = perf_counter()
-            if self._events:
-                self._events[2:] = [_record_event()]
+        if len(self._moments) > 1:
+            self._moments[2:] = [_note_moment()]
 
     def stop(self) -> None:
         """The pass is over, or was left."""
-        if self._is_at_work:
-            left_s = perf_counter()
-            self._leave_gpu(_record_event() if self._events else None)
-        elif len(self._times) % 3:
-            left_s = self._times.pop()  # it was asked for a batch, and there was none
-        else:
+        if not self._moments:
             return
-        self._is_at_work = False
-        row = self.count - 1
-        if row >= 0 and (not self._lefts or self._lefts[-1][0] < row):
-            self._lefts.append((row, left_s))
+        # where it was asked for a batch, and there was none, it was over then
+        left = _note_moment() if len(self._moments) > 1 else self._moments[0]
+        self._end_batch(left)
+        if self.firsts:
+            self._left = self._left or left
 
     def read(self) -> float:
         """Take in all batches that are over, and give the seconds of all waits so far; a GPU is waited for."""
-        at_work = self._events[:2] if self._is_at_work else []
-        for event in [*(events[-1] for events in self._pending), *at_work[1:]][-1:]:
-            event.synchronize()
+        at_work = self._moments[:2] if len(self._moments) > 1 else []
+        last = [*(moments[-1] for moments in self._pending), *at_work][-1:]
+        if last and last[0].event:
+            last[0].event.synchronize()
         self._settle()
-        late_s = at_work[0].elapsed_time(at_work[1]) / 1000 if at_work else 0.0
-        if self._is_at_work and not at_work:
-            late_s = self._times[-2] - self._times[-3]
-        return float(self.parts_s[:, 0].sum()) + late_s
+        return float(self.parts_s[:, 0].sum()) + sum(_measure(at_work))
 
-    def _ask_gpu(self) -> None:
-        self._is_on_gpu = torch.cuda.is_initialized()
-        event = _record_event() if self._is_on_gpu else None
-        self._leave_gpu(event)
-        self._events = [event] if event else []
-
-    def _leave_gpu(self, event: Any) -> None:
-        """The batch at work ends with this event."""
-        if self._is_at_work and self._events:
-            self._gpu_rows.append(self.count)
-            self._pending.append([*self._events, event])
+    def _end_batch(self, left: _Moment) -> None:
+        if len(self._moments) > 1:
+            self._pending.append([*self._moments, left])
             self._settle()
+        self._moments = []
 
     def _settle(self) -> None:
-        """Take over the times of the stream where the GPU has done its work."""
-        while self._pending and self._pending[0][-1].query():
-            parts_s = [first.elapsed_time(then) / 1000 for first, then in pairwise(self._pending.popleft())]
-            self._gpu_parts.extend([*parts_s, 0.0][:3])
+        """Work out the parts of the batches that a GPU is done with."""
+        while self._pending and ((event := self._pending[0][-1].event) is None or event.query()):
+            self._parts.extend([*_measure(self._pending[0]), 0.0][:3])
+            self._pending.popleft()
 
 
-def _record_event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+class _Moment(NamedTuple):
+    wall_s: float
+    event: Any  # on the stream, where this process uses CUDA; else None
+
+
+def _note_moment() -> _Moment:
+    event = None
+    if torch.cuda.is_initialized():
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+    return _Moment(perf_counter(), event)
+
+
+def _measure(moments: list[_Moment]) -> list[float]:
+    """Seconds between each moment and the next one: those of the stream where it was noted at both."""
+    return [
+        first.event.elapsed_time(then.event) / 1000 if first.event and then.event else then.wall_s - first.wall_s
+        for first, then in pairwise(moments)
+    ]
 
 
 class EmulatedStep:

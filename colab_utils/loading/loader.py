@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
-from colab_utils.loading.workers import PREFETCH, Fetcher, Prefetcher, Tuning, WorkerJob, seed_random, tune_workers
+from colab_utils.loading.workers import PREFETCH, Fetcher, Prefetcher, WorkerJob, seed_random, tune_workers
 from colab_utils.runtime import count_cores, require_linux
 
 __all__ = ["BatchSampler", "Loader", "find_device", "make_loader"]
@@ -197,17 +197,17 @@ def make_loader(
         len(fetcher), batch_size, seed if shuffle else None, sizes=fetcher.sizes, shard_of=fetcher.shard_of,
         sampler=sampler, drop_last=drop_last,
     )  # fmt: skip
-    is_here, tuning = fetcher.arrival is None or fetcher.arrival.is_complete, None
+    is_here, rates = fetcher.arrival is None or fetcher.arrival.is_complete, dict[int, float]()
     if sampler is not None and not is_here:
         raise ColabUtilsError("expected no sampler while shards arrive, found one. Wait until all are here.")
     if workers == "auto" and is_here and len(fetcher) >= _TUNED_BATCHES * batch_size:
-        tuning = tune_workers(fetcher, list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes)))
-        count = tuning.workers
+        batches = list(BatchSampler(len(fetcher), batch_size, seed, sizes=fetcher.sizes))
+        count, rates = tune_workers(fetcher, batches)
     loader = Loader(
         fetcher, order, device=torch_device, workers=count, prefetch=prefetch, deliver=deliver, image_dtype=image_dtype,
         seed=seed, transforms=transforms, max_bad=max_bad,
     )  # fmt: skip
-    loader.tuning = tuning
+    loader.rates = rates
     return loader
 
 
@@ -234,7 +234,8 @@ class Loader:
     broken off. Made by :func:`make_loader`, whose arguments it keeps.
 
     Attributes:
-        tuning: how the workers were found, where they were.
+        rates: images/s with each number of workers that was tried (``workers="auto"``), while a step keeps 0.9 of a
+            core busy; empty where none was, or slow files or memory decide.
         total: images of the last batch, the shares of all processes together.
         bad: image index and reason of every image that was left out (``max_bad``).
     """
@@ -246,7 +247,7 @@ class Loader:
         self.dataset, self.batch_size, self.seed = fetcher.dataset, order.batch_size, seed
         self.device, self.workers, self.prefetch, self.max_bad = device, workers, prefetch, max_bad
         self.deliver, self.image_dtype, self.transforms = deliver, image_dtype, transforms
-        self.tuning: Tuning | None = None
+        self.rates: dict[int, float] = {}
         self.bad: list[tuple[int, str]] = []
         self.total = 0
         group = torch.distributed

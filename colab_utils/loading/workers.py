@@ -21,7 +21,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from errno import ENOMEM
 from itertools import chain, islice, repeat
 from multiprocessing.connection import Connection, wait
@@ -44,8 +43,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import count_cores, end_with_parent, find_free_memory, format_bytes, quiet_fork, show_progress
 
 __all__ = [
-    "Fetcher", "Prefetcher", "Result", "Tuning", "WorkerDiedError", "WorkerJob", "describe_exit", "explain_death",
-    "seed_random", "tune_workers",
+    "Fetcher", "Prefetcher", "Result", "WorkerDiedError", "WorkerJob", "describe_exit", "explain_death", "seed_random",
+    "tune_workers",
 ]  # fmt: skip
 
 PREFETCH = 2
@@ -423,33 +422,19 @@ class Prefetcher:
         return number, open_batch(content, result.shape), result.bad
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """How many workers were picked, and why."""
-
-    workers: int
-    rates: dict[int, float]
-    """Images/s with each number of workers that was tried; empty where slow files, or memory, decide."""
-    seconds: float
-
-    def __str__(self) -> str:
-        how = "while a step keeps 0.9 of a core busy" if self.rates else "slow files or memory decide, not the cores"
-        lines = [f"{rate:8.0f} images/s with {workers} workers" for workers, rate in self.rates.items()]
-        return "\n".join([*lines, f"picked: {self.workers} workers (in {self.seconds:.0f} s: {how})"])
-
-
-def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> Tuning:
-    """Find how many workers load these batches fastest on this machine, now: nothing is remembered."""
-    began_s = perf_counter()
+def tune_workers(fetcher: Fetcher, batches: list[list[int]]) -> tuple[int, dict[int, float]]:
+    """How many workers load these batches fastest on this machine, now; and the images/s of each number that was tried,
+    while a step keeps 0.9 of a core busy: none where slow files, or memory, decide. Nothing is remembered.
+    """
     batch_bytes, is_slow = _measure_batch(fetcher, batches[0])
     most = (find_free_memory() * _RAM_SHARE / batch_bytes - _HELD) // PREFETCH
     cores = count_cores()
     counts = [count for count in sorted({max(1, cores // 4), max(1, cores // 2), cores}) if count <= most]
     if is_slow or not counts:
-        return Tuning(max(counts, default=0), {}, perf_counter() - began_s)
+        return max(counts, default=0), {}
     trials = (_measure_rate(fetcher, batches, count) for count in counts)
     rates = dict(zip(counts, show_progress("tuning workers", trials, total=len(counts), unit="trial"), strict=True))
-    return Tuning(_pick(rates), rates, perf_counter() - began_s)
+    return _pick(rates), rates
 
 
 def _pick(rates: dict[int, float]) -> int:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.drive import DriveLostError, DriveProfile
-from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import arriving, make_loader
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
@@ -28,8 +28,6 @@ from colab_utils.shards.write import write_shards
 from tests.drive_mount import mount_or_skip
 
 SLOW = DriveProfile("test", open_s=0.2, bytes_per_s=1e6, source="made up for the test")
-
-pytestmark = pytest.mark.filterwarnings("ignore:Drive does not answer")
 
 
 @pytest.fixture(scope="module")
@@ -472,22 +470,6 @@ def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
 def test_the_folder_that_shards_come_from_is_no_target(drive):
     with pytest.raises(ColabUtilsError, match="expected two folders"):
         ArrivingShards(drive, drive)
-
-
-def test_it_says_so_when_drive_does_not_answer(mount, tmp_path, monkeypatch):
-    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.5,) * 20)
-    dataset = ArrivingShards(mount.folder, tmp_path / "ssd", workers=1)
-    first, *_, [*_, last] = dataset.arrival.plan_windows(0)
-    while not dataset.arrival.has(first):
-        time.sleep(0.01)
-    mount.fail(lost=True)
-    while not dataset.arrival.retries.failing:
-        time.sleep(0.01)
-    with pytest.warns(ColabUtilsWarning, match=r"Drive does not answer: .* training goes on with the \d of \d+ shards"):
-        assert not dataset.arrival.has([last])
-    mount.fail()
-    while not dataset.arrival.has([last]):
-        time.sleep(0.01)
 
 
 def test_a_status_that_is_no_file_is_no_status(tiny_shards, tmp_path):
