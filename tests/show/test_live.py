@@ -15,6 +15,7 @@ from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import live
 from colab_utils.show.live import LiveMonitor, animate_simulation, draw_run, explore_simulation
+from colab_utils.training.evaluate import AveragePrecision
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
