@@ -22,7 +22,6 @@ from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
-from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.format import (
     INDEX_NAME,
     WRITER_NAME,
@@ -36,7 +35,7 @@ from colab_utils.shards.format import (
     read_index,
     write_index,
 )
-from colab_utils.shards.images import Storage, read_image, try_sample
+from colab_utils.shards.records import ArraysBuilder, Storage, describe_shard, dump_arrays, read_image, try_sample
 
 __all__ = ["READ_STREAMS", "ShardPlan", "ShardReport", "find_recipe", "plan_shards", "write_shards"]
 
