@@ -225,8 +225,9 @@ def _check_run(folder: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> Sh
 def _find_finished(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> ShardIndex | None:
     """The index where nothing is to be done: no file is lost, no bad image was repaired, and no writer is left."""
     index = _check_run(folder, dataset, recipe)
-    is_finished = index and not index.partial and not (folder / WRITER_NAME).exists()
-    return index if is_finished and _is_complete(index, folder, images, dataset) else None
+    if index is None or index.partial or (folder / WRITER_NAME).exists():
+        return None
+    return index if _is_complete(index, folder, images, dataset) else None
 
 
 def _is_complete(index: ShardIndex, folder: Path, images: Path, dataset: CocoDataset) -> bool:
