@@ -26,14 +26,12 @@ from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from benchmarks.step import Batch, make_model, prepare_batches
 from colab_utils.show.table import make_table
-from colab_utils.training.step import TrainingStep, checkpoint_activations
+from colab_utils.training.step import TrainingStep
 
 __all__ = ["CountedMemory", "main", "measure_step", "tabulate_runs"]
 
 DATA = ("kept", "objects_300")
-PARTS, CHECKPOINTING = "each batch in 2 parts", "the backbone run again in the backward pass"
-REDUCTIONS = (PARTS, CHECKPOINTING)
-TORCHVISION, PACKED = "torchvision's own path", "packed batches"
+TORCHVISION, PACKED, PARTS = "torchvision's own path", "packed batches", "+ each batch in 2 parts"
 _LOOK_BYTES = 300_000  # to look for what has gone takes long
 
 
@@ -80,20 +78,16 @@ class CountedMemory(TorchDispatchMode):
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: {self.held:,} of {self.limit:,} bytes")
 
 
-def measure_step(
-    model: nn.Module, batch: Batch, device: str, *, way: str, reductions: Sequence[str]
-) -> dict[str, float]:
-    """The most megabytes of a step's gradients, weights left out, and its seconds, with these reductions.
+def measure_step(model: nn.Module, batch: Batch, device: str, *, way: str) -> dict[str, float]:
+    """The most megabytes of a step's gradients, weights left out, and its seconds.
 
     Infinite where a GPU's memory runs out.
     """
     step = TrainingStep(copy.deepcopy(model).to(device), device)
-    step.parts = 2 if PARTS in reductions else 1
-    if CHECKPOINTING in reductions:
-        checkpoint_activations(step.model)
+    step.parts = 2 if way == PARTS else 1
     moved = [{key: value.to(device) for key, value in target.items() if isinstance(value, Tensor)}
              for target in batch.targets]  # fmt: skip
-    given = (batch.packed.to(device),) if way == PACKED else ([image.to(device) for image in batch.images], moved)
+    given = ([image.to(device) for image in batch.images], moved) if way == TORCHVISION else (batch.packed.to(device),)
     torch.manual_seed(0)
     began_s = perf_counter()
     if device == "cuda":
@@ -136,14 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch = prepare_batches(data, batch_size=options.batch_size)[0]
             classes = 1 + max(int(target["labels"].max()) for target in batch.targets)
             model = make_model(options.model, num_classes=classes, min_size=options.min_size)
-            known = REDUCTIONS if options.batch_size > 1 else (CHECKPOINTING,)  # a part is an image or more
-            ways: list[tuple[str, tuple[str, ...]]] = [(TORCHVISION, ()), (PACKED, ())]
-            ways += [(f"+ {text}", known[:number]) for number, text in enumerate(known, 1)]
-            for way, reductions in ways:
-                path = TORCHVISION if way == TORCHVISION else PACKED
-                run: Callable[[], dict[str, float]] = partial(
-                    measure_step, model, batch, device, way=path, reductions=reductions
-                )
+            # a part is an image or more
+            for way in (TORCHVISION, PACKED, PARTS) if options.batch_size > 1 else (TORCHVISION, PACKED):
+                run: Callable[[], dict[str, float]] = partial(measure_step, model, batch, device, way=way)
                 runs.append(({"data": name, "way": way}, run))
         about = {
             "device": device,

@@ -33,7 +33,7 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores
 from colab_utils.shards.copy import COPY_STREAMS, PIECE_BYTES, copy_shards
 from colab_utils.shards.format import read_index
-from colab_utils.shards.images import Storage, StoredImage, read_image, store_image
+from colab_utils.shards.records import Storage, StoredImage, read_image, store_image
 from colab_utils.shards.write import plan_shards, write_shards
 from colab_utils.show.table import make_table
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from colab_utils.shards.arrays import ShardArrays, describe_shard, dump_arrays
 from colab_utils.shards.format import ShardIndex, ShardInfo, hash_bytes, read_index, write_index
+from colab_utils.shards.records import ShardArrays, describe_shard, dump_arrays
 from colab_utils.training.checkpoint import _make_seal
 
 

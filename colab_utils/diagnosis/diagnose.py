@@ -36,7 +36,7 @@ from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.runtime import count_cores, find_free_memory, quiet_fork
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.images import plan_size
+from colab_utils.shards.records import plan_size
 from colab_utils.shards.write import write_shards
 
 __all__ = [

@@ -4,9 +4,9 @@
    annotation stays JSON text until its image is asked for.
 2. **Masks** (`colab_utils.data.masks`): `MaskEncoder` turns each polygon into RLE, `pack_masks` the RLE into
    packed masks: each cropped to its own box, one bit a pixel.
-3. **Image** (`colab_utils.shards.images`): `store_image` keeps the original bytes, or shrinks what is larger than
+3. **Image** (`colab_utils.shards.records`): `store_image` keeps the original bytes, or shrinks what is larger than
    training needs, once. `make_record` gives what the image's JSON in the shard holds.
-4. **Shard** (`colab_utils.shards.write`, `arrays`, `format`): `write_shards` puts image and record into a tar that
+4. **Shard** (`colab_utils.shards.write`, `records`, `format`): `write_shards` puts image and record into a tar that
    WebDataset reads. Beside it lies the file of arrays: offsets, boxes, labels and packed masks. `index.json` comes
    last.
 5. **Copy** (`colab_utils.shards.copy`): `copy_shards` brings the shards from Drive to the SSD, checked on the way.

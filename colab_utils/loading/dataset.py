@@ -29,8 +29,8 @@ from colab_utils.data.masks import MaskEncoder, PackedMasks, number_within, pack
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
-from colab_utils.shards.arrays import ShardArrays, check_record, convert_boxes, load_arrays, rebuild_arrays
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
+from colab_utils.shards.records import ShardArrays, check_record, convert_boxes, load_arrays, rebuild_arrays
 
 __all__ = ["CocoFolder", "ShardDataset", "ShardFiles", "load_shard"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tarfile
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
@@ -22,12 +22,10 @@ from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
-from colab_utils.shards.arrays import ArraysBuilder, describe_shard, dump_arrays
 from colab_utils.shards.format import (
     INDEX_NAME,
     WRITER_NAME,
     ShardIndex,
-    ShardInfo,
     SkippedImage,
     has_size,
     hash_bytes,
@@ -37,7 +35,7 @@ from colab_utils.shards.format import (
     read_index,
     write_index,
 )
-from colab_utils.shards.images import Storage, read_image, try_sample
+from colab_utils.shards.records import ArraysBuilder, Storage, describe_shard, dump_arrays, read_image, try_sample
 
 __all__ = ["READ_STREAMS", "ShardPlan", "ShardReport", "find_recipe", "plan_shards", "write_shards"]
 
@@ -81,13 +79,6 @@ class ShardJob(NamedTuple):
     dataset: CocoDataset
     images: Path
     recipe: dict[str, Any]
-
-
-class ShardResult(NamedTuple):
-    """One shard that is done."""
-
-    info: ShardInfo
-    skipped: tuple[SkippedImage, ...]
 
 
 def write_shards(
@@ -149,13 +140,13 @@ def write_shards(
             paths = [folder.absolute() / f"shard-{number:06d}.tar" for number in range(len(parts))]
             jobs = [ShardJob(path, part, images.absolute(), recipe) for path, part in zip(paths, parts, strict=True)]
             with explain_write(folder):
-                results = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
+                done = _run_jobs(jobs, processes=processes, executor=executor, max_bad=max_bad)
             index = ShardIndex(
                 fingerprint=dataset.fingerprint,
                 recipe=recipe,
                 categories=dataset.categories,
-                shards=tuple(result.info for result in results if result.info.images),
-                skipped=tuple(image for result in results for image in result.skipped),
+                shards=tuple(shard for one in done for shard in one.shards if shard.images),
+                skipped=tuple(image for one in done for image in one.skipped),
             )
             _call(folder, write_index, folder, index)
     return ShardReport(
@@ -210,13 +201,12 @@ def _call(folder: Path, work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _find_run(folder: Path) -> ShardIndex | None:
-    """The index of the shards in a folder; of unfinished ones it is partial and lists none; None if there are none."""
+    """The index of the shards in a folder; of unfinished ones that of the first; None if there are none."""
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
     for path in sorted(folder.glob("shard-*.arrays")):  # each shard knows its run
         with suppress(ColabUtilsError, *_DAMAGE):
-            head, _ = describe_shard(path.read_bytes())
-            return ShardIndex(head["fingerprint"], parse_recipe(head["recipe"]), (), (), partial=True)
+            return _read_arrays(path.read_bytes())
     if any(folder.glob("shard-*.tar")):
         raise ColabUtilsError(f"expected an empty folder, found shards without an index in {folder}. Name another one.")
     return None
@@ -237,16 +227,16 @@ def _find_finished(folder: Path, images: Path, dataset: CocoDataset, recipe: dic
     index = _check_run(folder, dataset, recipe)
     if index is None or index.partial or (folder / WRITER_NAME).exists():
         return None
-    complete = all(has_size(folder / name, size) for name, size, _ in index.files())
-    return index if complete and not _has_repaired(images, dataset, index.skipped, index.recipe) else None
+    return index if _is_complete(index, folder, images, dataset) else None
 
 
-def _has_repaired(images: Path, dataset: CocoDataset, skipped: Iterable[SkippedImage], recipe: dict[str, Any]) -> bool:
-    """Whether an image that was skipped before is good now."""
-    names = {image.file_name for image in skipped}
+def _is_complete(index: ShardIndex, folder: Path, images: Path, dataset: CocoDataset) -> bool:
+    """Whether the files of an index are there, and every image that it skipped is still bad."""
+    names = {image.file_name for image in index.skipped}
     places = [i for i in range(len(dataset)) if dataset.file_name(i) in names] if names else []
-    samples = (try_sample(partial(read_image, images, dataset, i), dataset, i, recipe) for i in places)
-    return not all(isinstance(sample, SkippedImage) for sample in samples)
+    samples = (try_sample(partial(read_image, images, dataset, i), dataset, i, index.recipe) for i in places)
+    are_there = all(has_size(folder / name, size) for name, size, _ in index.files())
+    return are_there and all(isinstance(sample, SkippedImage) for sample in samples)
 
 
 def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict[str, Any]) -> dict[str, Any]:
@@ -265,8 +255,8 @@ def _begin_folder(folder: Path, images: Path, dataset: CocoDataset, recipe: dict
     return recipe
 
 
-def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float) -> list[ShardResult]:
-    """Write every shard, on the executor or on processes of our own.
+def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None, max_bad: float) -> list[ShardIndex]:
+    """Write every shard, on the executor or on processes of our own; returns an index of each.
 
     Raises:
         ColabUtilsError: if too many images are bad, a shard cannot be written, or a process was ended.
@@ -274,7 +264,7 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
     total = sum(len(job.dataset) for job in jobs)
     allowed = int(max_bad * total + 1e-6)  # 0.29 x 100 is a little less than 29
     context = multiprocessing.get_context("fork")
-    done, stop = shared = context.Value("q", 0), context.Event()
+    images, stop = shared = context.Value("q", 0), context.Event()
     with show_progress("preprocess", total=total, unit="image") as bar, ExitStack() as stack:
         if executor is None:
             executor = stack.enter_context(fork_pool(min(processes, len(jobs)), _start_worker, *shared))
@@ -282,21 +272,21 @@ def _run_jobs(jobs: list[ShardJob], *, processes: int, executor: Executor | None
         futures = [executor.submit(_write_shard, job) for job in jobs]
         for future in futures:
             stack.callback(future.cancel)
-        pending, results = set(futures), list[ShardResult]()
+        pending, done = set(futures), list[ShardIndex]()
         while pending:
             pop_done(pending)
-            results = [future.result() for future in futures if future not in pending]
-            bad = [image for result in results for image in result.skipped]
-            count = sum(result.info.images + len(result.skipped) for result in results)
+            done = [future.result() for future in futures if future not in pending]
+            bad = [image for one in done for image in one.skipped]
+            count = sum(one.images for one in done) + len(bad)
             # of images in unfinished shards, too; without the lock, which a worker that was killed may hold
-            bar.update(max(count, done.get_obj().value) - bar.n)
+            bar.update(max(count, images.get_obj().value) - bar.n)
             if len(bad) > allowed:
                 first = "; ".join(f"{image.file_name}: {image.reason}" for image in bad[:3])
                 raise ColabUtilsError(
                     f"expected at most {allowed} bad images of {total:,}, found {len(bad)} so far ({first}). Repair "
                     "them, or their annotations with `check --repair OUT.json`, or allow more with --max-bad SHARE."
                 )
-        return results
+        return done
 
 
 _shared: tuple[Any, Any] = None, None  # in a worker process of our own
@@ -317,10 +307,11 @@ def _count(images: int) -> None:
             done.value += images
 
 
-def _write_shard(job: ShardJob) -> ShardResult:
-    """Write one shard, or find it finished: the arrays first, whose head holds the tar's checksum, then the tar.
+def _write_shard(job: ShardJob) -> ShardIndex:
+    """Write one shard, or find it finished; returns an index of it alone.
 
-    A shard whose images are all bad has no files.
+    The arrays come first, whose head holds the tar's checksum, then the tar. A shard whose images are all bad has no
+    files.
 
     Raises:
         ColabUtilsError: if it cannot be written.
@@ -330,21 +321,21 @@ def _write_shard(job: ShardJob) -> ShardResult:
         _count(len(job.dataset))
         return found
     tar, arrays = _build_shard(job)
-    _, result = _make_result(arrays)
-    if result.info.images:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
+    index = _read_arrays(arrays)
+    if index.images:  # arrays without a tar are no shard, but a tar without arrays could be anybody's
         _call(job.path.parent, write_file, job.path.with_suffix(".arrays"), arrays)
         _call(job.path.parent, write_file, job.path, *tar)
-    return result
+    return index
 
 
-def _find_shard(job: ShardJob) -> ShardResult | None:
+def _find_shard(job: ShardJob) -> ShardIndex | None:
     """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
     with suppress(*_DAMAGE):
-        head, result = _make_result(job.path.with_suffix(".arrays").read_bytes())
-        of_this_run = (head["fingerprint"], head["recipe"]) == (job.dataset.fingerprint, job.recipe)
-        is_there = of_this_run and result.info.name == job.path.name and has_size(job.path, result.info.bytes)
-        if is_there and not _has_repaired(job.images, job.dataset, result.skipped, job.recipe):
-            return result
+        index = _read_arrays(job.path.with_suffix(".arrays").read_bytes())
+        found, expected = (index.fingerprint, index.recipe), (job.dataset.fingerprint, job.recipe)
+        is_own = found == expected and index.shards[0].name == job.path.name
+        if is_own and _is_complete(index, job.path.parent, job.images, job.dataset):
+            return index
     return None
 
 
@@ -393,10 +384,11 @@ def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _make_result(arrays: bytes) -> tuple[dict[str, Any], ShardResult]:
-    """The head of an arrays file, and the shard that it describes."""
-    head, info = describe_shard(arrays)
-    return head, ShardResult(info, tuple(parse_fields(SkippedImage, image) for image in head["skipped"]))
+def _read_arrays(content: bytes) -> ShardIndex:
+    """The index of the one shard that an arrays file describes; partial, as its run may not have ended."""
+    head, shard = describe_shard(content)
+    skipped = tuple(parse_fields(SkippedImage, image) for image in head["skipped"])
+    return ShardIndex(head["fingerprint"], parse_recipe(head["recipe"]), (), (shard,), skipped, partial=True)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class CheckpointFolder:
                 shutil.move(path, target / path.name)
 
     def save(self, state: Mapping[str, Any], *, step: int, which: Which = "newest", patiently: bool = False) -> Path:
-        """Write one checkpoint and read it back; then the oldest of three goes, or the one that was best before.
+        """Write one checkpoint; then the oldest of three goes, or the one that was best before.
 
         Where Drive does not answer, the checkpoint waits on this machine, with a warning; ``patiently`` tries Drive
         again for 81 seconds first, for the last one of a run.

@@ -63,6 +63,8 @@ class AveragePrecision:
     """Of masks, at IoU 0.50."""
     images: int
     """Number of images."""
+    step: int = 0
+    """Steps that ``train`` had done; the weights with the highest average precision are in ``best-STEP.pt``."""
 
     def __str__(self) -> str:
         boxes = f"boxes {self.bbox:.3f} ({self.bbox_50:.3f} at IoU 0.5)"

@@ -31,7 +31,7 @@ from torchvision.ops import MultiScaleRoIAlign, nms, roi_align
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
-from colab_utils.shards.images import fit_size
+from colab_utils.shards.records import fit_size
 
 __all__ = ["Augment", "Size", "choose_sizes", "compute_losses", "fit_shape"]
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from itertools import dropwhile
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
-from torchvision.models.detection import MaskRCNN
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, collate_packed
@@ -34,8 +30,7 @@ from colab_utils.training.losses import choose_sizes, compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
 __all__ = [
-    "MemoryPlan", "Ranks", "TrainingStep", "checkpoint_activations", "choose_rate", "compute_rate", "join_ranks",
-    "make_optimizer", "plan_memory",
+    "MemoryPlan", "Ranks", "TrainingStep", "choose_rate", "compute_rate", "join_ranks", "make_optimizer", "plan_memory",
 ]  # fmt: skip
 
 Images = PackedBatch | list[Tensor] | None
@@ -237,25 +232,21 @@ class MemoryPlan:
     """Images of this process in a batch."""
     parts: int
     """Parts in which each batch is trained."""
-    checkpointing: bool
-    """Whether the backbone is run again in the backward pass."""
     peak_bytes: int
     """What the heaviest batch took."""
     limit_bytes: int
     """What this process may have."""
 
     def __str__(self) -> str:
-        reductions = f", trained in {self.parts} parts" if self.parts > 1 else ""
-        reductions += ", the backbone run again in the backward pass" if self.checkpointing else ""
+        parts = f", trained in {self.parts} parts" if self.parts > 1 else ""
         taken = f"takes {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}"
-        return f"the heaviest batch ({self.batch_size} images{reductions}) {taken}"
+        return f"the heaviest batch ({self.batch_size} images{parts}) {taken}"
 
 
 def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, batch_size: int | None) -> MemoryPlan:
     """Find what makes every batch of a dataset fit: the heaviest batch is trained, and forgotten.
 
-    Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts. If that is not
-    enough, activations of the backbone are computed again in the backward pass (activation checkpointing). Weights and
+    Without a ``batch_size``, smaller and smaller ones are tried; a given one is halved into parts. Weights and
     statistics are left as they were. No object is ever left out.
 
     Args:
@@ -270,25 +261,22 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
     model, counts = step.model, dataset.describe(rows)["counts"]
     heaviest = _find_heaviest(np.array(choose_sizes(model.transform, dataset.sizes[rows].tolist())), counts)
     if batch_size is None:
-        tries = [(size, 1, False) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
+        tries = [(size, 1) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
     else:
-        tries = [(batch_size, parts, False) for parts in (1, 2, 4, _MOST_PARTS) if parts <= max(1, batch_size)]
+        tries = [(batch_size, parts) for parts in (1, 2, 4, _MOST_PARTS) if parts <= max(1, batch_size)]
     # the optimiser's averages and those of the weights come later
     reserve = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     limit = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
     buffers = [buffer.clone() for buffer in model.buffers()]
     try:
-        for images, parts, checkpointing in [*tries, (*tries[-1][:2], True)]:
-            step.parts = parts
-            if checkpointing:
-                checkpoint_activations(model)
+        for images, step.parts in tries:
             batch = collate_packed([dataset.read_packed(rows[i]) for i in heaviest[:images]]).to(step.device)
             torch.cuda.reset_peak_memory_stats(step.device)
             fits = step.add_gradients(batch, synchronize=False) is not None
             peak = torch.cuda.max_memory_allocated(step.device)
             step.free_memory()
-            if fits and peak < (1 if checkpointing else _MARGIN) * limit:
-                return MemoryPlan(images, parts, checkpointing, peak, limit)
+            if fits and peak < _MARGIN * limit:
+                return MemoryPlan(images, step.parts, peak, limit)
     finally:
         torch._foreach_copy_([*model.buffers()], buffers)  # statistics of norms
     raise ColabUtilsError(
@@ -308,17 +296,6 @@ def _find_heaviest(sizes: NDArray[np.integer], counts: NDArray[np.integer]) -> N
     is_wide = sizes[:, 1] >= sizes[:, 0]
     order = np.lexsort((areas, counts, is_wide == is_wide[largest]))[::-1]
     return np.array([largest, *order[order != largest]], np.int64)
-
-
-def checkpoint_activations(model: MaskRCNN) -> None:
-    """Run the trained stages of the backbone again in the backward pass, in place of keeping their activations."""
-    stages = [stage for stage in model.backbone.body.children() if any(True for _ in stage.parameters())]
-    # up to the first stage that trains nothing needs gradients
-    for stage in dropwhile(lambda stage: not any(p.requires_grad for p in stage.parameters()), stages):
-        vars(stage)["forward"] = partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=False)
-        for norm in stage.modules():
-            if isinstance(norm, nn.BatchNorm2d) and norm.momentum:
-                norm.momentum = 1 - math.sqrt(1 - norm.momentum)  # it sees each batch twice now
 
 
 def make_optimizer(model: nn.Module, *, name: str = GPU_MODEL, learning_rate: float) -> torch.optim.Optimizer:
@@ -405,11 +382,8 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
-    joins = not distributed.is_initialized()  # a group of yours is used, and stays
-    if joins:
-        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     try:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
     finally:
-        if joins:
-            distributed.destroy_process_group()
+        distributed.destroy_process_group()

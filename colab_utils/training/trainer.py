@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, repeat
 from statistics import fmean
@@ -48,10 +48,10 @@ class Trainer:
         self._facts = {"plan": asdict(plan), "class_names": names, "category_ids": ids}  # of each checkpoint
         self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
         self.clock, self._measured = LoopClock(), (0, 0.0, 0.0)
-        self.done = self._saved_step = self._logged_step = self._ap_step = 0
+        self.done = self._saved_step = self._logged_step = 0
         self.losses: list[float] = []
         self.ap: AveragePrecision | None = None
-        self.best: BestCheckpoint | None = None
+        self.best: AveragePrecision | None = None
         # losses still on the device, where asking for each would stall it, and the images they are of
         self._pending: list[tuple[Tensor, list[int]]] = []
         self._position = loader.state_dict()
@@ -138,8 +138,8 @@ class Trainer:
         self._fetch_losses()
         loss, rate = fmean(self.losses[self._logged_step :]), self.step.optimizer.param_groups[0]["lr"]
         gpu_bytes = torch.cuda.max_memory_allocated(self.step.device) if self.step.device.type == "cuda" else None
-        ap = self.ap if self._ap_step >= self._logged_step else None
-        line = LogLine(self.done, self.plan.steps, loss, rate, *self._measure(), gpu_bytes, ap, self._ap_step)
+        ap = self.ap if self.ap and self.ap.step >= self._logged_step else None
+        line = LogLine(self.done, self.plan.steps, loss, rate, *self._measure(), gpu_bytes, ap)
         self._logged_step = self.done
         if log is not None:
             log(line)
@@ -150,18 +150,17 @@ class Trainer:
             model = self.ema.model if self.ema else self.step.model
             self._is_evaluating = True
             try:
-                self.ap = evaluate(model, self.validation, device=self.step.device)
+                self.ap = replace(evaluate(model, self.validation, device=self.step.device), step=self.done)
             except EvaluationProcessError as error:
                 self.ap = None
                 warnings.warn(f"this evaluation is skipped: {error}", ColabUtilsWarning, stacklevel=2)
             self._is_evaluating = False
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
-                facts = {"bbox": self.ap.bbox, "segm": self.ap.segm, "validation": self.validation.fingerprint}
+                facts = {"ap": asdict(self.ap), "validation": self.validation.fingerprint}
                 state = {**self._facts, "model": copy_to_cpu(model.state_dict()), **facts}
-                path = self.folder.save(state, step=self.done, which="best")
-                self.best = BestCheckpoint(self.done, self.ap.bbox, self.ap.segm, str(path))
+                self.folder.save(state, step=self.done, which="best")
+                self.best = self.ap
         self.ap, self.best = self.ranks.send((self.ap, self.best))
-        self._ap_step = self.done
 
     def save(self, *, is_last: bool = False) -> None:
         """Write the state as a checkpoint in a thread, if any step was done since the last one.
@@ -198,9 +197,9 @@ class Trainer:
         best = self.folder.read("best", repair=True) if self.validation and self.ranks.is_first else None
         with explain_state(best):
             if best and self.validation and best["validation"] == self.validation.fingerprint:
-                if not math.isfinite(best["bbox"] + best["segm"]):
+                if not math.isfinite(sum(best["ap"].values())):
                     raise ValueError("no average precision")
-                self.best = BestCheckpoint(best["step"], best["bbox"], best["segm"], best["path"])
+                self.best = AveragePrecision(**best["ap"])
 
     def _fetch_losses(self) -> None:
         """Read the losses of the latest steps from the device, and stop where one is not a number."""
@@ -375,29 +374,14 @@ class LogLine:
     """The most that was held on the GPU; None on a CPU."""
     ap: AveragePrecision | None = None
     """Of an evaluation since the line before."""
-    ap_step: int = 0
-    """The step after which that evaluation was made."""
 
     def __str__(self) -> str:
         memory = f"  GPU {format_bytes(self.gpu_bytes)}" if self.gpu_bytes else ""
-        evaluated = f"  after step {self.ap_step}: {self.ap}" if self.ap else ""
+        evaluated = f"  after step {self.ap.step}: {self.ap}" if self.ap else ""
         return (
             f"step {self.step}/{self.steps}  loss {self.loss:.3f}  lr {self.learning_rate:.5f}  "
             f"{self.images_per_second:.1f} images/s  wait {self.wait_share:.0%}{memory}{evaluated}"
         )
-
-
-@dataclass(frozen=True)
-class BestCheckpoint:
-    """The weights with the highest average precision of masks so far."""
-
-    step: int
-    bbox: float
-    segm: float
-    path: str
-
-    def __str__(self) -> str:
-        return f"best after step {self.step}: AP of boxes {self.bbox:.3f}, of masks {self.segm:.3f}, {self.path}"
 
 
 @dataclass(frozen=True)
@@ -420,13 +404,13 @@ class TrainReport:
     """Of the last weights; None without ``val_shards``."""
     plan: TrainingPlan
     """What was decided for the run."""
-    best: BestCheckpoint | None = None
-    """None without ``val_shards``."""
+    best: AveragePrecision | None = None
+    """The highest one of masks, of the weights in ``best-STEP.pt``; None without ``val_shards``."""
 
     def __str__(self) -> str:
         tenth = max(1, len(self.losses) // 10)
         first, last = (fmean(point.loss for point in part) for part in (self.losses[:tenth], self.losses[-tenth:]))
         ap = f"; {self.ap}" if self.ap else ""
-        ap += f"; {self.best}" if self.best and self.best.step != self.steps else ""
+        ap += f"; best after step {self.best.step}: {self.best}" if self.best and self.best.step != self.steps else ""
         speed = f"{self.images_per_second:.1f} images/s, wait {self.wait_share:.0%}"
         return f"{self.steps} steps, loss {first:.2f} -> {last:.2f}, {speed}, {self.checkpoint}{ap}"

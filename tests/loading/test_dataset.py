@@ -35,9 +35,9 @@ from colab_utils.loading import dataset as files
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
-from colab_utils.shards.arrays import load_arrays
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import hash_bytes, read_index, write_index
+from colab_utils.shards.records import load_arrays
 from colab_utils.shards.write import write_shards
 from tests.sealed import seal_arrays, seal_shard
 

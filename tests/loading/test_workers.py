@@ -31,8 +31,8 @@ from colab_utils.loading.batch import apply_transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.workers import Fetcher, SharedBuffer, SharedBufferPool, WorkerDiedError
-from colab_utils.shards.arrays import ArraysBuilder, check_record, describe_shard, dump_arrays
 from colab_utils.shards.format import hash_bytes, read_index, split_member, write_index
+from colab_utils.shards.records import ArraysBuilder, check_record, describe_shard, dump_arrays
 
 from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, join_group, list_ids, spoil_image
 

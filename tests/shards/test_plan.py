@@ -12,7 +12,7 @@ import pytest
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards import write as module
-from colab_utils.shards.images import read_image
+from colab_utils.shards.records import read_image
 from colab_utils.shards.write import plan_shards, write_shards
 
 SMALL = {"min_size": 64, "max_size": 200}  # every image of the tiny dataset is larger

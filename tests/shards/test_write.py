@@ -30,7 +30,7 @@ from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import images as image_module
+from colab_utils.shards import records as image_module
 from colab_utils.shards import write
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import hold_folder, read_index, write_index
@@ -166,7 +166,7 @@ def test_a_finished_folder_is_left_as_it_is(tiny_dataset, undisturbed, folder):
 
 SLOW_RUN = """
 import sys, time
-from colab_utils.shards import images as module, write
+from colab_utils.shards import records as module, write
 read = module.read_file
 def read_slowly(path, *options):
     time.sleep(0.15)

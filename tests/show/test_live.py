@@ -15,6 +15,7 @@ from colab_utils.diagnosis.simulator import simulate
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import live
 from colab_utils.show.live import LiveMonitor, animate_simulation, draw_run, explore_simulation
+from colab_utils.training.evaluate import AveragePrecision
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -154,7 +155,7 @@ def test_impossible_sliders_are_refused(settings, words):
 
 def make_line(step, *, steps=1000, loss=1.0, gpu=None, ap=None):
     return SimpleNamespace(
-        step=step, steps=steps, loss=loss, images_per_second=5.0, wait_share=0.02, gpu_bytes=gpu, ap=ap, ap_step=step
+        step=step, steps=steps, loss=loss, images_per_second=5.0, wait_share=0.02, gpu_bytes=gpu, ap=ap
     )
 
 
@@ -175,7 +176,8 @@ def test_a_long_run_stays_small():
 
 
 def test_without_a_gpu_there_is_no_such_panel_and_an_evaluation_is_said():
-    page = draw_run([make_line(1), make_line(156, ap=SimpleNamespace(bbox=0.3049, segm=0.008)), make_line(160)])
+    found = AveragePrecision(0.3049, 0.008, 0.5, 0.1, 9, 156)
+    page = draw_run([make_line(1), make_line(156, ap=found), make_line(160)])
     assert page.count("<polyline") == 3
     assert "after step 156: masks 1% of perfect, boxes 30% (average precision)" in " ".join(page.split())
 

@@ -25,8 +25,8 @@ import psutil
 from PIL import Image
 
 from colab_utils.loading import ShardDataset, make_loader
-from colab_utils.shards.arrays import describe_shard, dump_arrays, load_arrays
 from colab_utils.shards.format import read_index, write_index
+from colab_utils.shards.records import describe_shard, dump_arrays, load_arrays
 from colab_utils.shards.write import write_shards
 
 IMAGES, COPIES, OBJECTS = 1000, 118, 7.3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.nn import BatchNorm2d
 
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import collate_packed
@@ -14,7 +13,7 @@ from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards
 from colab_utils.training.losses import compute_losses
 from colab_utils.training.model import LIGHT_MODEL, build_mask_rcnn
-from colab_utils.training.step import TrainingStep, _find_heaviest, checkpoint_activations, plan_memory
+from colab_utils.training.step import TrainingStep, _find_heaviest, plan_memory
 from colab_utils.training.train import TrainingPlan, train
 from tests.simulated_gpu import SimulatedGpu
 from tests.tiny_model import TINY_MODEL
@@ -56,7 +55,7 @@ def test_the_heaviest_batch_is_the_largest_image_and_those_with_most_objects():
 
 def test_the_heaviest_batch_is_tried_and_forgotten(dataset, monkeypatch):
     found, step = plan(dataset, monkeypatch, batch_size=2)
-    assert (found.batch_size, found.parts, found.checkpointing) == (2, 1, False)
+    assert (found.batch_size, found.parts) == (2, 1)
     assert 0 < found.peak_bytes < found.limit_bytes < 4_000_000_000
     assert str(found).startswith("the heaviest batch (2 images) takes ")
     expected = make_step(dataset).model.state_dict()
@@ -70,21 +69,20 @@ def test_auto_takes_the_largest_batch_that_fits(dataset, monkeypatch):
     assert generous.batch_size == 8  # there are no more images
     tight, _ = plan(dataset, monkeypatch, limit=int(generous.peak_bytes * 0.9))
     assert tight.batch_size in (2, 4)
-    assert (tight.parts, tight.checkpointing) == (1, False)
+    assert tight.parts == 1
     assert tight.peak_bytes < generous.peak_bytes
 
 
-def test_a_named_batch_is_trained_in_parts_then_with_checkpointing_then_refused(dataset, monkeypatch):
+def test_a_named_batch_is_trained_in_more_and_more_parts(dataset, monkeypatch):
     """The less memory, the more is done for it; every object is still trained on, by the same model."""
     generous, _ = plan(dataset, monkeypatch, batch_size=4)
     seen = []
-    for share in (0.9, 0.4):
+    for share in (0.9, 0.6):
         found, _ = plan(dataset, monkeypatch, limit=int(generous.peak_bytes * share), batch_size=4)
         assert found.peak_bytes < generous.peak_bytes
         assert found.batch_size == 4
-        seen.append((found.parts, found.checkpointing))
-    assert seen[0] in ((2, False), (4, False))
-    assert seen[1] == (4, True)
+        seen.append(found.parts)
+    assert 1 < seen[0] <= seen[1] == 4
 
 
 def test_an_image_that_does_not_fit_alone_is_said(dataset, monkeypatch):
@@ -92,34 +90,6 @@ def test_an_image_that_does_not_fit_alone_is_said(dataset, monkeypatch):
         plan(dataset, monkeypatch, limit=6_000_000, batch_size=1)
     assert "\n" not in str(caught.value)
     assert all(word in str(caught.value) for word in (LIGHT_MODEL, "frozen stages", "half of the proposals"))
-
-
-def test_checkpointing_gives_the_same_gradients_and_statistics(dataset):
-    batch = collate_packed([dataset.read_packed(i) for i in range(2)])
-    plain, saved = make_step(dataset, model=LIGHT_MODEL), make_step(dataset, model=LIGHT_MODEL)
-    checkpoint_activations(saved.model)
-    for step in (plain, saved):
-        torch.manual_seed(1)
-        step.add_gradients(batch)
-    pairs = zip(plain.model.named_parameters(), saved.model.parameters(), strict=True)
-    assert all(torch.allclose(a.grad, b.grad, atol=1e-6) for (_, a), b in pairs if a.grad is not None)
-    for (name, a), (_, b) in zip(plain.model.named_buffers(), saved.model.named_buffers(), strict=True):
-        if name.endswith(("running_mean", "running_var")):
-            assert torch.allclose(a, b, atol=1e-5), name
-
-
-def test_stages_that_need_no_gradients_are_not_run_again(dataset):
-    step = make_step(dataset)
-    stages = [*step.model.backbone.body.children()]
-    stages[0].requires_grad_(False)
-    norms = [[norm for norm in stage.modules() if isinstance(norm, BatchNorm2d)] for stage in stages]
-    before = [norm.momentum for stage in norms for norm in stage]
-    checkpoint_activations(step.model)
-    assert "forward" not in vars(stages[0])
-    assert all("forward" in vars(stage) for stage in stages[1:])
-    after = [norm.momentum for stage in norms for norm in stage]
-    assert after[0] == before[0]
-    assert all(new < old for old, new in zip(before[1:], after[1:], strict=True))
 
 
 def test_what_a_try_took_that_failed_is_free_again(dataset, monkeypatch):

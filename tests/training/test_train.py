@@ -387,12 +387,12 @@ def test_a_forged_checkpoint_is_not_trained_on(undisturbed, tiny_shards, tmp_pat
         train(tiny_shards, tmp_path, steps=6, log=print, workers=0, device="cpu")
 
 
-@pytest.mark.parametrize("change", [{"segm": "x"}, {"segm": float("nan")}, {"bbox": None}])
+@pytest.mark.parametrize("change", [{"segm": "x"}, {"segm": float("nan")}, {"bbox": None}, {"more": 1}])
 def test_a_forged_best_checkpoint_is_refused(two_steps, tiny_shards, tmp_path, change):
     settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
-    report = train(tiny_shards, tmp_path, **settings)
-    path = Path(report.best.path)
-    CheckpointFolder(tmp_path).save({**torch.load(path, weights_only=True), **change}, step=3, which="best")
+    train(tiny_shards, tmp_path, **settings)
+    state = torch.load(tmp_path / "best-00000003.pt", weights_only=True)
+    CheckpointFolder(tmp_path).save({**state, "ap": state["ap"] | change}, step=3, which="best")
     with pytest.raises(ColabUtilsError, match=r"this version of colab_utils writes it in .*best-"):
         train(tiny_shards, tmp_path, **{**settings, "steps": 4})
 
@@ -804,4 +804,5 @@ def test_a_best_checkpoint_that_is_torn_is_set_aside_and_another_one_refused(two
     with pytest.warns(ColabUtilsWarning, match=r"best-00000002\.pt is torn"):
         report = train(tiny_shards, tmp_path, **settings)
     assert (tmp_path / "best-00000002.pt.torn-1").read_bytes() == kept
-    assert Path(report.best.path).name == "best-00000003.pt"
+    assert report.best.step == 3
+    assert (tmp_path / "best-00000003.pt").exists()

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from colab_utils.data.coco import read_coco
 from colab_utils.data.masks import PackedMasks, encode_segmentation, unpack_masks
 from colab_utils.errors import ColabUtilsError
-from colab_utils.shards.arrays import (
+from colab_utils.shards.format import hash_bytes, read_index, split_member
+from colab_utils.shards.records import (
     ArraysBuilder,
     convert_boxes,
     describe_shard,
     dump_arrays,
+    dump_record,
     load_arrays,
     rebuild_arrays,
 )  # fmt: skip
-from colab_utils.shards.format import hash_bytes, read_index, split_member
-from colab_utils.shards.images import dump_record
 from colab_utils.shards.write import write_shards
 from tests.sealed import describe_tar, load_bits, seal_arrays
 
