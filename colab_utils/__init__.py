@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,27 +19,26 @@ __version__ = "0.1.0"
 # CPU falls to a fifth of its speed. It is read once, when torch is loaded: import colab_utils before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_MODULE_OF = {
-    "ArrivingShards": "loading.arriving",
-    "CocoFolder": "loading.dataset",
-    "ColabUtilsError": "errors",
-    "ShardDataset": "loading.dataset",
-    "Workspace": "workspace",
-    "build_mask_rcnn": "training.model",
-    "check_dataset": "data.checks",
-    "compare": "comparison.compare",
-    "copy_shards": "shards.copy",
-    "diagnose": "diagnosis.diagnose",
-    "load_trained_model": "training.model",
-    "make_loader": "loading.loader",
-    "simulate": "diagnosis.simulator",
-    "train": "training.train",
-    "verify_shards": "shards.copy",
-    "watch": "diagnosis.watchdog",
-    "write_shards": "shards.write",
-}
-
-__all__ = [*_MODULE_OF, "__version__"]
+__all__ = [
+    "ArrivingShards",
+    "CocoFolder",
+    "ColabUtilsError",
+    "ShardDataset",
+    "Workspace",
+    "__version__",
+    "build_mask_rcnn",
+    "check_dataset",
+    "compare",
+    "copy_shards",
+    "diagnose",
+    "load_trained_model",
+    "make_loader",
+    "simulate",
+    "train",
+    "verify_shards",
+    "watch",
+    "write_shards",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import compare
@@ -58,14 +58,15 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULE_OF:
-        return getattr(import_module(f"colab_utils.{_MODULE_OF[name]}"), name)
     module = "" if name.startswith("_") else _find_module(name)
-    if module:
+    if not module:
+        raise AttributeError(f"module 'colab_utils' has no attribute {name!r}")
+    if name not in __all__:
         raise AttributeError(f"{name} lives in {module}: from {module} import {name}")
-    raise AttributeError(f"module 'colab_utils' has no attribute {name!r}")
+    return getattr(import_module(module), name)
 
 
+@cache
 def _find_module(name: str) -> str:
     """The module that defines this class or function, "" if none does; no module is imported."""
     folder = Path(__file__).parent

@@ -53,8 +53,8 @@ def find_imports(path, modules):
             assert node.level == 0, f"{path}:{node.lineno}: write the import out, without dots"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                lazy = node.module == "colab_utils" and colab_utils._MODULE_OF.get(alias.name)
-                found.add(f"colab_utils.{lazy}" if lazy else whole if whole in modules else node.module)
+                lazy = node.module == "colab_utils" and colab_utils._find_module(alias.name)
+                found.add(lazy or (whole if whole in modules else node.module))
     return {name for name in found if name in modules}
 
 
