@@ -272,16 +272,16 @@ def _diagnose(loader: Any, step: Any, seconds: float, verify: bool) -> Diagnosis
         indices = found.indices[: _VERIFIED if verify else _SAMPLED]
         situation = Situation(loader, step, now, cached, found.stages, indices, seconds, verify, began_s)
         fixes = find_fixes(situation)
-    stages = [*found.stages.values()]
-    if isinstance(loader, Loader) and stages and waits:
-        stages.append(_estimate_handoff(now, stages, count_workers(loader)))
+    loading = [*found.stages.values()]
+    if isinstance(loader, Loader) and loading and waits:
+        loading.append(_estimate_handoff(now, loading, count_workers(loader)))
     summary = watched.summary()
-    causes = refine_causes(summary.causes, stages, slower=slower, step_share=1 - now.wait_share, waits=waits)
-    stages.append(Stage.from_calls("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image))
+    causes = refine_causes(summary.causes, loading, slower=slower, step_share=1 - now.wait_share, waits=waits)
+    stages = [*loading, Stage.from_calls("wait", np.array(now.wait_s) * 1000 / size, now.cpu_ms_per_image)]
     if step is not None:
         stages.append(Stage.from_calls("step", np.array(now.step_s) * 1000 / size, now.step_cpu_s / now.images * 1000))
     name = "none" if step is None else str(step) if getattr(step, "emulated", False) else "real"
-    verdict = [describe_verdict(now, ceiling, slower, stages, fixes, name)]
+    verdict = [describe_verdict(now, ceiling, slower, loading, fixes, name)]
     verdict += [f"{cause.why} {cause.next}" for cause in causes if cause.id == "memory"]
     verdict += [f"The stages of a sample could not be timed: {found.unseen}"] if found.unseen else []
     return Diagnosis(
@@ -296,17 +296,15 @@ def describe_verdict(
     """The verdict: a few short sentences with their numbers, and how sure it is.
 
     ``ceiling`` is the rate on cached batches, images per second; beside the loader the same step takes ``slower`` times
-    as long.
+    as long. ``stages`` are those of loading.
     """
     rate, sure = now.images_per_second, f"(confidence {_describe_confidence(now)})"
-    loading = [stage for stage in stages if stage.name not in ("wait", "step")]
-    largest = max(loading, key=lambda stage: stage.mean_ms, default=None)
+    largest = max(stages, key=lambda stage: stage.mean_ms, default=None)
     part = f" In loading, the largest stage is {largest.name}: {largest.mean_ms:.1f} ms an image." if largest else ""
     if step == "none":
         start = f"The loader alone gives {rate:.1f} images/s {sure}.{part}"
         return f"{start} Without a step nothing says whether training waits for it: pass your step, or an EmulatedStep."
-    emulated = "" if step == "real" else f", step of {step.removeprefix('emulated ')} (emulated)"
-    head = f"headspace {ceiling / rate:.2f}{emulated} {sure}"
+    head = f"headspace {ceiling / rate:.2f}, {step} step {sure}"
     rates = f"{rate:.1f} images/s now, {ceiling:.1f} with cached batches, {head}"
     if ceiling / rate < _FINE_HEADSPACE:
         return f"Your loader is fine, stop here: {rates}."

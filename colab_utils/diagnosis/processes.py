@@ -175,7 +175,9 @@ class WorkerMonitor:
         """How long samples took so far."""
         sums, spread = (self._notes[name].sum(axis=0).tolist() for name in ("sums", "spread"))
         slowest_s, slowest = max(self._notes["slowest"].tolist())
-        return SampleTimes(*sums, (slowest_s, int(slowest)), float(self._notes["cpu"].sum()), spread)
+        return SampleTimes(*sums)._replace(
+            slowest=(slowest_s, int(slowest)), worker_cpu_s=float(self._notes["cpu"].sum()), spread=spread
+        )
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""

@@ -368,12 +368,12 @@ def _explain_waits(waits: _Array, loop_s: float, record: LoopRecord) -> Cause:
 
 def _explain_reads(share: float, why: str, data_us: float, size: float) -> Cause:
     """Whether the first byte of a file is late, or all of them: a disk that sends gives `_SENDS_MB_PER_S` at least."""
-    if size / data_us > _SENDS_MB_PER_S:
-        why = f"{why}: {format_bytes(size)}, at {size / data_us:.2g} MB/s. It is the bandwidth."
-        return Cause("read", share, why, f"{_STAGES['decode'][1]} Store them on the local disk.")
-    if size > 0:
-        why = f"{why}: only {format_bytes(size)}, so mostly for the first byte of each file"
     cure = "Store the data on the local disk, in few large files; until then use more workers."
+    if size / data_us > _SENDS_MB_PER_S:
+        why = f"{why}: {format_bytes(size)}, at {size / data_us:.2g} MB/s. It is the bandwidth"
+        cure = f"{_STAGES['decode'][1]} Store them on the local disk."
+    elif size > 0:
+        why = f"{why}: only {format_bytes(size)}, so mostly for the first byte of each file"
     return Cause("read", share, f"{why}.", cure)
 
 

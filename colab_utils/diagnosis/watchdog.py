@@ -258,12 +258,15 @@ class _Pass:
                 asked_s, due_s, told = self.asked_s, self._watched.timeout_s, set()
             with suppress(Exception):  # what is looked at may go away meanwhile: look again
                 self._record.memory.look(self._record.clock.count)
-            waited_s = 0.0 if asked_s is None else perf_counter() - asked_s
+            if asked_s is None:
+                continue
+            waited_s = perf_counter() - asked_s
             with suppress(Exception):
                 if waited_s > _LATE_S:
                     self._record.note_samples((blamed := self._find_blamed()).indices)
                     if waited_s > due_s - min(_LOOK_S, due_s / 2):
                         self._act(asked_s, blamed, told)
+                        waited_s = perf_counter() - asked_s  # half a second later
                         due_s = waited_s + min(30, max(1, waited_s - self._watched.timeout_s))
 
     def _act(self, asked_s: float, blamed: WorkerJob, told: set[str]) -> None:
