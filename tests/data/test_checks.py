@@ -516,7 +516,7 @@ def test_repair_without_ids_in_utf_16(dataset, tmp_path):
 
 def test_repair_overwrites_nothing(dataset, tmp_path):
     for output in (dataset.annotations, tmp_path):
-        with pytest.raises(ColabUtilsError, match="nothing is overwritten"):
+        with pytest.raises(ColabUtilsError, match="nothing of yours is overwritten"):
             repair_annotations(dataset.images, dataset.annotations, output=output)
     with pytest.raises(ColabUtilsError, match="expected to write"):
         repair_annotations(dataset.images, dataset.annotations, output=tmp_path / "no" / "out.json")
