@@ -26,6 +26,7 @@ from colab_utils.training import checkpoint as checkpoints
 from colab_utils.training import train as loop
 from colab_utils.training import trainer
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
+from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import LogLine, TrainingPlan, TrainReport, train
@@ -222,7 +223,8 @@ def test_trouble_beside_the_steps_saves_what_was_done(tiny_shards, tmp_path, mon
         if where == "log" and getattr(line, "step", 0) == 4:
             fail()
 
-    monkeypatch.setattr(trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: None)
+    found = AveragePrecision(0.3, 0.2, 0.5, 0.4, 6)
+    monkeypatch.setattr(trainer, "evaluate", fail if where == "evaluation" else lambda *given, **more: found)
     with pytest.raises(DriveLostError):
         train(tiny_shards, tmp_path, epochs=2, val_shards=tiny_shards, log=note, **TINY)
     monkeypatch.undo()
@@ -654,6 +656,7 @@ def test_images_per_second_is_by_the_wall_clock_of_the_run(tiny_shards, tmp_path
 
     def evaluate_slowly(*given, **more):
         time.sleep(0.3)
+        return AveragePrecision(0.3, 0.2, 0.5, 0.4, 6)
 
     monkeypatch.setattr(trainer, "evaluate", evaluate_slowly)
     began_s = time.perf_counter()
