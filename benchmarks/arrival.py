@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import BATCH_SIZE, collate
-from colab_utils.diagnosis.timing import EmulatedStep
 from colab_utils.loading.arriving import ArrivingShards
+from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards

@@ -18,7 +18,8 @@ from benchmarks.command import make_parser, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import collate
 from colab_utils.diagnosis.diagnose import diagnose
-from colab_utils.diagnosis.timing import EmulatedStep, time_batches
+from colab_utils.diagnosis.timing import time_batches
+from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.runtime import describe_machine, write_file
 from colab_utils.sample_data import make_dataset

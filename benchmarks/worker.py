@@ -22,8 +22,9 @@ from benchmarks.environments import list_versions
 from benchmarks.systems import get_system
 from benchmarks.systems.base import Crew, Sample, System
 from colab_utils.comparison.compare import describe_difference
-from colab_utils.diagnosis.timing import EmulatedStep, time_batches
+from colab_utils.diagnosis.timing import time_batches
 from colab_utils.errors import describe_error
+from colab_utils.loading.clock import EmulatedStep
 
 __all__ = ["Job", "run_job"]
 

@@ -19,25 +19,10 @@ __version__ = "0.1.0"
 # CPU falls to a fifth of its speed. It is read once, when torch is loaded: import colab_utils before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-__all__ = [
-    "ArrivingShards",
-    "CocoFolder",
-    "ColabUtilsError",
-    "ShardDataset",
-    "Workspace",
-    "__version__",
-    "build_mask_rcnn",
-    "check_dataset",
-    "compare",
-    "copy_shards",
-    "diagnose",
-    "load_trained_model",
-    "make_loader",
-    "simulate",
-    "train",
-    "verify_shards",
-    "watch",
-    "write_shards",
+__all__ = [  # noqa: RUF022
+    "ArrivingShards", "CocoFolder", "ColabUtilsError", "ShardDataset", "Workspace", "build_mask_rcnn", "check_dataset",
+    "compare", "copy_shards", "diagnose", "load_trained_model", "make_loader", "simulate", "train", "verify_shards",
+    "watch", "write_shards", "__version__",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

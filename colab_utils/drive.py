@@ -22,11 +22,6 @@ import xxhash
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, require_linux
 
-__all__ = [
-    "DRIVE_PROFILES", "DriveFile", "DriveLostError", "DriveProfile", "Retries", "explain_write", "find_mount",
-    "get_profile", "guard_drive", "is_on_drive", "open_file", "read_at_full_speed", "read_file", "slow_down",
-]  # fmt: skip
-
 MOST_BYTES = 4e8  # of a file that is read as a whole: no photo is larger
 RETRY_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # a burst of errors lasts seconds, a remount about a minute
 _Result = TypeVar("_Result")

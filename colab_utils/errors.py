@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["ColabUtilsError", "ColabUtilsWarning", "describe_error", "escape"]
-
 # control characters, what breaks a line, what turns the direction of a text, and halves of characters
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ud800-\udfff\ufffe\uffff]")
 

@@ -28,13 +28,6 @@ from tqdm import tqdm
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = [
-    "COLAB_ROOT", "Machine", "count_cores", "describe_machine", "drop_cached", "end_with_parent", "find_free_memory",
-    "find_free_space", "fork_pool", "format_bytes", "format_seconds", "hash_bytes", "is_colab", "is_notebook",
-    "is_watched", "list_processes", "pop_done", "quiet_fork", "require_linux", "require_new",
-    "require_space", "show_progress", "write_file",
-]  # fmt: skip
-
 COLAB_ROOT = Path("/content")
 """Colab's own folder; Google Drive is mounted at ``drive`` in it."""
 

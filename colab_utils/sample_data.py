@@ -20,8 +20,6 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
 
-__all__ = ["CATEGORIES", "BuiltinDataset", "make_dataset"]
-
 _PHOTO, _SCALE = (4000, 3000), 4  # width and height of a photo; it is painted at a fourth of them, then enlarged
 _FIRST = 2  # the number of the first object in a picture; 0 is outside, 1 is the ground
 _ANGLE = np.linspace(-np.pi, np.pi, 72)

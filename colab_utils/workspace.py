@@ -17,8 +17,6 @@ from colab_utils.runtime import COLAB_ROOT, hash_bytes, is_colab, write_file
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import ShardReport, find_recipe, write_shards
 
-__all__ = ["SCENES", "EnsuredDataset", "Workspace", "ensure_dataset", "ensure_shards"]
-
 SCENES: dict[str, str | None] = {"bad day": "bad", "good day": "typical", "my Drive, my GPU": None}
 """What a notebook's form offers, and the Drive profile of each; None stands for your Google Drive, as it is."""
 

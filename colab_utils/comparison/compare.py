@@ -20,13 +20,12 @@ from torch.nn import functional
 from colab_utils.comparison.strategies import PreparedData, PreparedFiles, Setting, Strategy, choose_strategies, deliver
 from colab_utils.data.masks import nearest_indices
 from colab_utils.diagnosis.diagnose import put_back
-from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, count_workers, time_batches
+from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
-
-__all__ = ["Comparison", "StrategyTiming", "compare", "describe_difference"]
 
 _MAX_RUN_S = 30.0  # for one repeat of one strategy
 _CHECKED_IMAGES = 32  # of an epoch

@@ -35,11 +35,6 @@ from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork, requ
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
 
-__all__ = [
-    "COURSE_STRATEGIES", "STRATEGIES", "PillowFolder", "PreparedData", "PreparedFiles", "Setting", "Strategy",
-    "choose_strategies", "deliver",
-]  # fmt: skip
-
 _CURE = "or compare fewer images"  # where the disk is full
 _STREAMS = 4  # files read at the same time: as many as `copy_shards` reads
 _SHARD_BYTES = 128e6  # of the shards of a large dataset, as `write_shards` makes them

@@ -22,8 +22,6 @@ from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import format_bytes, require_space, show_progress, write_file
 
-__all__ = ["is_archive", "unpack_dataset"]
-
 _SILENT_S = 60.0  # after which a server that sends nothing is given up
 _CURE = "or name a folder on a bigger disk"
 _LARGE_BYTES, _MOST_RATIO = 100e6, 200  # what is larger and was packed better is a bomb; JSON is packed 20 times

@@ -23,11 +23,6 @@ from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import count_cores, fork_pool, show_progress
 
-__all__ = [
-    "HARMLESS", "NEAR", "DatasetReport", "DatasetStatistics", "Header", "Problem", "check_dataset",
-    "check_object", "compare_box", "compare_sizes", "inspect_images", "is_normalised",
-]  # fmt: skip
-
 MODEL_SIZES = (800, 1333)
 """What Mask R-CNN resizes an image to by default, in pixels: the shorter side, and the limit of the longer one."""
 

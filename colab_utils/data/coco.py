@@ -30,11 +30,6 @@ from colab_utils.drive import guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import find_free_memory, write_file
 
-__all__ = [
-    "FAULTS", "CocoDataset", "open_coco", "read_bytes", "read_coco", "read_field", "require_folder",
-    "take_base_name", "write_coco", "write_subset",
-]  # fmt: skip
-
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
 _MEMORY_OF_JSON = 3  # times its bytes: they, their text, and what is kept

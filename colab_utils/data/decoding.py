@@ -18,11 +18,6 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = [
-    "MOST_PIXELS", "decode_pixels", "decode_upright", "load_jpeg_decoder", "name_kind",
-    "open_image", "open_lazily", "read_npy_header", "read_orientation", "to_rgb", "turn_upright",
-]  # fmt: skip
-
 MOST_PIXELS = 112_000_000
 """Of an image: phones of 108 megapixels pass, and reading one takes at most 1 GB: Pillow has 4 bytes for each pixel."""
 

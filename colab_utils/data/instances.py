@@ -18,8 +18,6 @@ from colab_utils.drive import explain_write, open_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import require_new, show_progress
 
-__all__ = ["convert_masks"]
-
 _MOST_OBJECTS = 5000  # in one mask: more colours are a photo, or a mask that was saved as JPEG
 
 

@@ -14,11 +14,6 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.errors import ColabUtilsError
 
-__all__ = [
-    "MaskEncoder", "PackedMasks", "encode_segmentation", "measure_mask", "nearest_indices", "number_within",
-    "pack_masks", "pack_pixels", "read_polygons", "resize_rles", "unpack_masks",
-]  # fmt: skip
-
 _FARTHEST_PIXEL = 10_000_000
 # of all objects of an image, in pixels: pycocotools takes up to 1 s for as many, and 170 MB. COCO's longest is
 # 15,000; a contour of 20,000 points has some 100,000.

@@ -17,8 +17,6 @@ from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import require_new
 
-__all__ = ["repair_annotations"]
-
 
 class _LostObjectError(Exception):
     """An object whose mask cannot be had: without it, its image would teach that it is background."""

@@ -39,21 +39,6 @@ from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.records import plan_size
 from colab_utils.shards.write import write_shards
 
-__all__ = [
-    "FIXES",
-    "Change",
-    "Diagnosis",
-    "Fix",
-    "Situation",
-    "compare_runs",
-    "diagnose",
-    "find_fixes",
-    "open_like",
-    "put_back",
-    "rank_fixes",
-    "read_run",
-]
-
 FIXES = {  # the name of each fix, and what it is; those that cost you least come first
     "prefetch": ("more prefetch", "Keep more batches ahead for each worker"),
     "workers": ("more workers", "Use workers"),
@@ -192,7 +177,7 @@ def diagnose(
             waits where), or is an iterator; or the step fails.
 
     Example:
-        >>> from colab_utils.diagnosis.timing import EmulatedStep
+        >>> from colab_utils.loading.clock import EmulatedStep
         >>> batches = [(["first image"], [{}]), (["second image"], [{}])]
         >>> found = diagnose(batches, EmulatedStep(5), seconds=0.5)
         >>> found.step, [stage.name for stage in found.stages]

@@ -30,18 +30,6 @@ from numpy.typing import NDArray
 from colab_utils.loading.workers import describe_exit
 from colab_utils.runtime import find_free_memory, list_processes
 
-__all__ = [
-    "Activity",
-    "Growth",
-    "MemoryLog",
-    "Reading",
-    "SampleTimes",
-    "WorkerMonitor",
-    "find_growth",
-    "read_ending",
-    "waiting",
-]
-
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
 _BITS = 48  # of the longest time, 39 hours
 _HERE = os.path.dirname(__file__)

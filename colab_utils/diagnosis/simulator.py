@@ -12,8 +12,6 @@ import numpy as np
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["Simulation", "Trace", "simulate"]
-
 _ROUNDING_S = 1e-9
 _MAX_BATCHES = 1_000_000  # more would keep you waiting for minutes and tell nothing new
 

@@ -20,8 +20,6 @@ from colab_utils.diagnosis.timing import Stage, count_workers, find_error, measu
 from colab_utils.loading.clock import LoopClock
 from colab_utils.runtime import count_cores, format_bytes, format_seconds, is_notebook, write_file
 
-__all__ = ["Cause", "LoopRecord", "Summary", "find_causes", "refine_causes"]
-
 _Array = NDArray[Any]
 _WORST = 10  # batches
 _SHOWN_S = 10.0  # of the steps

@@ -20,29 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from colab_utils.data.masks import unpack_masks
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import list_processes, quiet_fork
-
-__all__ = [
-    "BatchTimes",
-    "EmulatedStep",
-    "LoadingStages",
-    "Stage",
-    "count_images",
-    "count_workers",
-    "fetch_batches",
-    "find_error",
-    "find_tensors",
-    "measure_tree_cpu",
-    "time_batches",
-    "time_calls",
-    "time_dataset_stages",
-    "time_handoff",
-    "time_samples",
-    "time_stages",
-]
 
 _ROUNDS = 3  # of a batch from each worker
 _IMAGES = 64  # that are timed at most

@@ -23,8 +23,6 @@ from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
 from colab_utils.runtime import quiet_fork, require_linux
 
-__all__ = ["OnStall", "Stall", "WatchedLoader", "find_file", "watch"]
-
 OnStall = Literal["report", "skip", "restart", "raise"]
 
 _PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s

@@ -27,8 +27,6 @@ from colab_utils.runtime import format_bytes, write_file
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
 from colab_utils.shards.format import ShardIndex, explain_write, hash_bytes, read_index, remove_leftovers, write_index
 
-__all__ = ["Arrival", "ArrivingShards"]
-
 STATUS_NAME = "arriving.json"  # in the target: marks the folder, and tells all processes what has arrived
 _READERS = 32  # of the tables, which lie at the start of a small file beside each shard
 _POLL_S = 0.02

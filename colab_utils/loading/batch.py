@@ -20,11 +20,6 @@ from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.masks import MaskBits, draw_masks, expand_masks, send, split_masks
 
-__all__ = [
-    "BadSampleError", "BatchShape", "PackedBatch", "PackedSample", "Target", "Transforms", "apply_transforms",
-    "collate_packed", "open_batch", "pack_samples", "pack_target", "write_batch",
-]  # fmt: skip
-
 Target = dict[str, Any]
 """torchvision's target: boxes float32 [N, 4] (x0, y0, x1, y1 in pixels), labels int64 [N], masks uint8 [N, H, W],
 image_id int, area float32 [N], iscrowd int64 [N]."""

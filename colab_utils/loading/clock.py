@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["EmulatedStep", "LoopClock"]
-
 _BUSY = 0.9  # of a core: what a training process takes to launch kernels
 _BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
 

@@ -32,8 +32,6 @@ from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_tr
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
 from colab_utils.shards.records import ShardArrays, check_record, convert_boxes, load_arrays, rebuild_arrays
 
-__all__ = ["CocoFolder", "ShardDataset", "ShardFiles", "load_shard"]
-
 OPEN_FILES = 512
 
 

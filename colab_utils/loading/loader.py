@@ -20,8 +20,6 @@ from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_tra
 from colab_utils.loading.workers import PREFETCH, Fetcher, Prefetcher, WorkerJob, seed_random, tune_workers
 from colab_utils.runtime import count_cores, require_linux
 
-__all__ = ["BatchSampler", "Loader", "find_device", "make_loader"]
-
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
 Delivery = Literal["dense", "packed"]
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from colab_utils.data.masks import number_within
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["MaskBits", "draw_masks", "expand_masks", "flip_boxes", "sample_masks", "send", "split_masks"]
-
 Ints = NDArray[np.int64]
 
 CHUNK_BYTES = {"cpu": 64_000_000, "cuda": 256_000_000}  # of memory for what is worked on at once

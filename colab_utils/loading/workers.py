@@ -42,11 +42,6 @@ from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import count_cores, end_with_parent, find_free_memory, format_bytes, quiet_fork, show_progress
 
-__all__ = [
-    "Fetcher", "Prefetcher", "Result", "WorkerDiedError", "WorkerJob", "describe_exit", "explain_death", "seed_random",
-    "tune_workers",
-]  # fmt: skip
-
 PREFETCH = 2
 """Batches ahead for each worker."""
 _LENT_BUFFERS = 4  # that a training loop may hold: its batch, the next one, and two more that somebody keeps to look at

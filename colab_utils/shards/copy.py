@@ -28,11 +28,6 @@ from colab_utils.shards.format import (
     write_index,
 )
 
-__all__ = [
-    "COPY_STREAMS", "BadShard", "CopyReport", "Copying", "VerifyReport", "check_space", "copy_shards", "read_target",
-    "verify_shards",
-]  # fmt: skip
-
 COPY_STREAMS = 4  # files at the same time
 PIECE_BYTES = 1 << 20  # of a file, between two looks at whether to stop
 _DISK_MARGIN = 1.02

@@ -25,11 +25,6 @@ from colab_utils.drive import DriveFile, Retries, explain_write, open_file, read
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import hash_bytes, require_linux, write_file
 
-__all__ = [
-    "ShardIndex", "ShardInfo", "SkippedImage", "hold_folder", "parse_fields", "parse_recipe", "read_index",
-    "write_index",
-]  # fmt: skip
-
 FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2
 INDEX_NAME, WRITER_NAME = "index.json", "writer.txt"

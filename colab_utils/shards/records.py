@@ -33,12 +33,6 @@ from colab_utils.drive import MOST_BYTES, DriveLostError, Retries, open_file, re
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import ShardInfo, SkippedImage, hash_bytes, hash_file, parse_fields, split_member
 
-__all__ = [
-    "ArraysBuilder", "Sample", "ShardArrays", "Storage", "StoredImage", "check_record", "convert_boxes",
-    "count_mask_bytes", "describe_shard", "dump_arrays", "dump_record", "fit_size", "load_arrays", "make_record",
-    "plan_size", "read_image", "rebuild_arrays", "store_image", "try_sample",
-]  # fmt: skip
-
 Storage = Literal["keep", "shrink", "pixels"]
 """How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw pixels."""
 _JPEG_QUALITY = 95

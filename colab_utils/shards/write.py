@@ -37,8 +37,6 @@ from colab_utils.shards.format import (
 )
 from colab_utils.shards.records import ArraysBuilder, Storage, describe_shard, dump_arrays, read_image, try_sample
 
-__all__ = ["READ_STREAMS", "ShardPlan", "ShardReport", "find_recipe", "plan_shards", "write_shards"]
-
 READ_STREAMS = 4  # files that a process reads at the same time
 _TRIED_IMAGES = 16  # from which the images of a shard, and a plan, are worked out
 _RANGES = {"max_bad": (0, 1), "shard_mb": (1e-9, 1024)}

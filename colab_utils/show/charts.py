@@ -21,11 +21,6 @@ from colab_utils.show.pictures import PALETTE, make_figure
 if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
 
-__all__ = [
-    "COCO_IMAGES", "describe_gain", "plot_bars", "plot_cold_start", "plot_comparison", "plot_epochs",
-    "plot_first_seconds", "plot_receipts", "plot_statistics", "read_receipts", "summarise_receipt",
-]  # fmt: skip
-
 COCO_IMAGES = 118_287  # to which hours are scaled
 _CLASSES = 20  # that a chart has room for
 _BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#949494", "#1a1a1a"

@@ -17,8 +17,6 @@ from colab_utils.show import render
 from colab_utils.show.charts import plot_first_seconds
 from colab_utils.show.pictures import PALETTE, embed_figure
 
-__all__ = ["LiveMonitor", "animate_simulation", "draw_run", "explore_simulation"]
-
 _DRAWING_S = 1.0  # between two drawings of a run; one takes about a millisecond
 _POINTS = 240  # of a curve, at most: as many as it has pixels
 _GREEN, _RED = PALETTE[2], PALETTE[3]  # which show on white and on Colab's dark grey

@@ -28,8 +28,6 @@ from colab_utils.data.masks import MaskEncoder, resize_rles
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
 
-__all__ = ["PALETTE", "draw_annotations", "draw_pair", "draw_predictions", "embed_figure", "make_figure"]
-
 # Okabe and Ito's colours, told apart with every common colour blindness (jfly.uni-koeln.de/color).
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
 _DARK = (PALETTE[0], PALETTE[2], PALETTE[3])  # white text on these

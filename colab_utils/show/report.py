@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from colab_utils.comparison.compare import Comparison
     from colab_utils.diagnosis.summary import Summary
 
-__all__ = [
-    "check_receipt_folder", "show_chart", "show_notes", "tabulate_comparison", "write_check",
-    "write_receipt", "write_summary",
-]  # fmt: skip
-
 _TITLES = {
     "receipt": "Receipt: ways of loading, side by side",
     "summary": "Summary: where the time of a loop went",

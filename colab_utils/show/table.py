@@ -12,8 +12,6 @@ from markupsafe import Markup
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show import render
 
-__all__ = ["Table", "make_table"]
-
 _NUMBER = r"–|not tried|[-+]?[\d.,]+(e[-+]\d+)?( ?[^\d\s]{1,8})?"  # 7.97e-05, +7%, 4.2 s
 
 

@@ -26,8 +26,6 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import hash_bytes
 
-__all__ = ["CheckpointFolder", "CheckpointWriter", "copy_to_cpu", "explain_state", "load_weights"]
-
 Which = Literal["newest", "best"]
 """The newest checkpoint of a run, or the one with the highest average precision."""
 

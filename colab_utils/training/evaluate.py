@@ -34,8 +34,6 @@ from colab_utils.runtime import fork_pool, show_progress
 from colab_utils.training.losses import Size, choose_sizes, fit_shape
 from colab_utils.training.model import choose_precision, keep_boxes_exact
 
-__all__ = ["AveragePrecision", "EvaluationProcessError", "describe_detections", "detect", "evaluate"]
-
 _RESULT = ("boxes", "labels", "scores", "masks")
 _DECODERS = 2  # threads
 

@@ -33,8 +33,6 @@ from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
 from colab_utils.shards.records import fit_size
 
-__all__ = ["Augment", "Size", "choose_sizes", "compute_losses", "fit_shape"]
-
 Augment = Literal["none", "flip"]
 """Augmentation by name: nothing, or random flips left to right."""
 

@@ -33,11 +33,6 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import is_watched
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state, load_weights
 
-__all__ = [
-    "BUILDERS", "GPU_MODEL", "LARGEST_SIDE", "LIGHT_MODEL", "MODEL_NAMES", "TINY_MODEL", "assemble_mask_rcnn",
-    "build_mask_rcnn", "choose_precision", "fold_norms", "keep_boxes_exact", "load_trained_model",
-]  # fmt: skip
-
 Norms = Literal["frozen", "trained"]
 """What training does with the batch norms of pretrained weights."""
 

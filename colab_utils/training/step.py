@@ -29,10 +29,6 @@ from colab_utils.training.checkpoint import load_weights
 from colab_utils.training.losses import choose_sizes, compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
-__all__ = [
-    "MemoryPlan", "Ranks", "TrainingStep", "choose_rate", "compute_rate", "join_ranks", "make_optimizer", "plan_memory",
-]  # fmt: skip
-
 Images = PackedBatch | list[Tensor] | None
 """A packed batch, or images as torchvision takes them; None where a process has none of a batch's images."""
 

@@ -26,8 +26,6 @@ from colab_utils.training.losses import Augment
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer, plan_memory
 from colab_utils.training.trainer import LogLine, Trainer, TrainingPlan, TrainReport
 
-__all__ = ["LogLine", "TrainReport", "TrainingPlan", "train"]
-
 _State = dict[str, Any] | None
 
 

@@ -29,8 +29,6 @@ from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, 
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
 from colab_utils.training.step import MemoryPlan, TrainingStep, compute_rate
 
-__all__ = ["EMA", "LogLine", "TrainReport", "Trainer", "TrainingPlan"]
-
 _LOG_STEPS = 10  # between two lines of the log
 _AGREE_STEPS = 10  # after which several processes ask each other whether to stop
 

@@ -26,10 +26,11 @@ from colab_utils.diagnosis.diagnose import (
     rank_fixes,
     read_run,
 )
-from colab_utils.diagnosis.timing import BatchTimes, EmulatedStep, Stage, time_stages
+from colab_utils.diagnosis.timing import BatchTimes, Stage, time_stages
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import CocoFolder, ShardDataset, make_loader
+from colab_utils.loading.clock import EmulatedStep
 
 SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from colab_utils.diagnosis.timing import EmulatedStep, time_batches, time_calls
+from colab_utils.diagnosis.timing import time_batches, time_calls
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.clock import EmulatedStep
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
