@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from colab_utils.data.archive import is_archive, unpack_dataset
+from colab_utils.data.sources import is_archive, unpack_dataset
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.runtime import COLAB_ROOT, hash_bytes, is_colab, write_file

@@ -16,21 +16,20 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+from tests.data.test_archive import write_zip
 
-from colab_utils import drive
+from colab_utils import ShardDataset, drive
 from colab_utils import workspace as module
 from colab_utils.__main__ import main
 from colab_utils.data.checks import check_dataset
 from colab_utils.drive import DRIVE_PROFILES, get_profile, read_file, slow_down
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import read_index
 from colab_utils.shards.write import write_shards
 from colab_utils.workspace import SCENES, Workspace, ensure_dataset, ensure_shards
 from tests.colab.mountpoint import check_mountpoint
-from tests.data.test_archive import write_zip
 
 REAL = "my Drive, my GPU"
 

@@ -33,10 +33,3 @@
 
 How many workers do this is tried out by `tune_workers`, beside them.
 """
-
-from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.batch import PackedBatch
-from colab_utils.loading.dataset import CocoFolder, ShardDataset
-from colab_utils.loading.loader import Loader, make_loader
-
-__all__ = ["ArrivingShards", "CocoFolder", "Loader", "PackedBatch", "ShardDataset", "make_loader"]

@@ -378,8 +378,11 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield Ranks()
         return
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    joins = not distributed.is_initialized()  # a group of yours is used, and stays
+    if joins:
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     try:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
     finally:
-        distributed.destroy_process_group()
+        if joins:
+            distributed.destroy_process_group()

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import colab_utils
+from colab_utils import CocoFolder
 from colab_utils.comparison import compare as comparing
 from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import compare, describe_difference
@@ -24,7 +25,6 @@ from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, Pre
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import CocoFolder
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.sample_data import make_dataset
 

@@ -20,8 +20,8 @@ from PIL import Image, TiffImagePlugin
 
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.decoding import decode_pixels, open_image
-from colab_utils.data.instances import convert_masks
 from colab_utils.data.repair import repair_annotations
+from colab_utils.data.sources import convert_masks
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.write import write_shards
 from colab_utils.show.report import write_check

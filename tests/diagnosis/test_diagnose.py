@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from colab_utils import CocoFolder, ShardDataset, make_loader
 from colab_utils.__main__ import main
 from colab_utils.data.coco import read_coco, write_subset
 from colab_utils.diagnosis import diagnose as module
@@ -29,7 +30,6 @@ from colab_utils.diagnosis.diagnose import (
 from colab_utils.diagnosis.timing import BatchTimes, Stage, time_stages
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import CocoFolder, ShardDataset, make_loader
 from colab_utils.loading.clock import EmulatedStep
 
 SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
+from colab_utils import CocoFolder, ShardDataset, make_loader
 from colab_utils.diagnosis import diagnose as fixes
 from colab_utils.diagnosis.diagnose import Situation, _copy_files, diagnose, find_fixes, open_like
 from colab_utils.diagnosis.timing import BatchTimes, time_batches, time_stages
 from colab_utils.drive import DriveProfile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading import CocoFolder, ShardDataset, make_loader
 from colab_utils.loading.clock import EmulatedStep
 
 SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")

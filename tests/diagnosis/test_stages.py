@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from colab_utils import CocoFolder, ShardDataset
 from colab_utils.diagnosis import timing as module
 from colab_utils.diagnosis.timing import (
     LoadingStages,
@@ -17,7 +18,6 @@ from colab_utils.diagnosis.timing import (
     time_stages,
 )
 from colab_utils.drive import DriveProfile
-from colab_utils.loading import CocoFolder, ShardDataset
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

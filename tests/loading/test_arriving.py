@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from colab_utils import make_loader
 from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.drive import DriveLostError, DriveProfile
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import arriving, make_loader
+from colab_utils.loading import arriving
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards.copy import Copying, copy_shards, verify_shards

@@ -174,7 +174,7 @@ def test_indices_are_those_of_a_list(tiny_shards, tiny_dataset, kind):
 
 PROCESS_SCRIPT = """
 import multiprocessing, sys
-from colab_utils.loading import ShardDataset, make_loader
+from colab_utils import ShardDataset, make_loader
 
 def read(dataset, queue):
     image, target = dataset[5]

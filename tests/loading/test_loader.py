@@ -500,7 +500,7 @@ def test_what_is_kept_needs_few_open_files():
 
 INTERRUPT_SCRIPT = """
 import sys, time
-from colab_utils.loading import ShardDataset, make_loader
+from colab_utils import ShardDataset, make_loader
 loader = make_loader(ShardDataset(sys.argv[1]), batch_size=1, workers=2, deliver="packed")
 try:
     for batch in loader:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from matplotlib.patches import Rectangle
 
+from colab_utils import ShardDataset
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading import ShardDataset
 from colab_utils.show.pictures import draw_pair, draw_predictions
 
 

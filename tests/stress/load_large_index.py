@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from colab_utils.loading import ShardDataset, make_loader
+from colab_utils import ShardDataset, make_loader
 from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.records import describe_shard, dump_arrays, load_arrays
 from colab_utils.shards.write import write_shards
