@@ -4,8 +4,6 @@ Importing this package is light: no torch, no network, no mount, no folder made.
 imported from its module when you first use it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from functools import cache

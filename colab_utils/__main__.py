@@ -1,7 +1,5 @@
 """The command line: ``python -m colab_utils COMMAND``; each command calls one function of the package."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Google Drive as a mounted folder: what lies on it, what to do when it fails, and how slow it is."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -235,7 +233,7 @@ class Retries:
                 self.stop.wait(wait_s)
         return call()
 
-    def __reduce__(self) -> tuple[type[Retries], tuple[()]]:
+    def __reduce__(self) -> "tuple[type[Retries], tuple[()]]":
         return Retries, ()  # another process counts its own
 
     def __str__(self) -> str:

@@ -1,7 +1,5 @@
 """The error and the warning of this package: every error that a user can cause is a `ColabUtilsError`."""
 
-from __future__ import annotations
-
 import re
 
 # control characters, what breaks a line, what turns the direction of a text, and halves of characters

@@ -1,7 +1,5 @@
 """The machine that this runs on, and what every module needs: progress bars, process pools, safe writing of files."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import hashlib

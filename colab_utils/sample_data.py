@@ -1,7 +1,5 @@
 """The built-in dataset: pictures that weigh what photos weigh, with COCO annotations, made by code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from colorsys import hsv_to_rgb

@@ -1,7 +1,5 @@
 """Where things lie, and what a notebook finds there or makes: every notebook starts on a machine of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`compare`: every strategy on the same images, checked to be equal first, then timed in turns."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,7 +203,7 @@ class _Row:
     cold: BatchTimes | None = None
     times: list[BatchTimes] = field(default_factory=list)
 
-    def attempt(self, run: Callable[[_Row], object]) -> None:
+    def attempt(self, run: "Callable[[_Row], object]") -> None:
         """Run the strategy; one that failed keeps a note, and is not run again."""
         try:
             if not self.note:

@@ -3,8 +3,6 @@
 First the data, the same images as loose files, saved tensors or shards; then what loads them; then the table.
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 import tempfile

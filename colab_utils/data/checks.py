@@ -1,7 +1,5 @@
 """Look over a dataset before anything long starts: every defect by name, what becomes of it, the data in numbers."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -165,7 +163,7 @@ def check_dataset(
     return _sum_up(dataset, findings, more)
 
 
-def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> list[Findings]:
+def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) -> "list[Findings]":
     """What is wrong with each image and its annotations, in the dataset's order.
 
     Raises:
@@ -181,13 +179,13 @@ def inspect_images(images: Path, dataset: CocoDataset, *, deep: bool = False) ->
         return list(show_progress("check", findings, total=len(dataset), unit="image"))
 
 
-def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> list[Findings]:
+def _inspect_part(images: Path, deep: bool, part: CocoDataset) -> "list[Findings]":
     with ThreadPoolExecutor(_STREAMS) as pool:
         headers = pool.map(partial(_read_header, images, part, retries=Retries(), deep=deep), range(len(part)))
         return [_check_image(part, i, header) for i, header in enumerate(headers)]
 
 
-def _sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[Defect]) -> DatasetReport:
+def _sum_up(dataset: CocoDataset, findings: "Sequence[Findings]", more: Sequence[Defect]) -> DatasetReport:
     """The report of what was found in each image, of what concerns the whole dataset, and of ``more`` defects."""
     examples, scores = defaultdict[str, list[str]](list), Counter[int]()
     for i, found in enumerate(findings):
@@ -210,7 +208,7 @@ def _sum_up(dataset: CocoDataset, findings: Sequence[Findings], more: Sequence[D
     return DatasetReport(len(dataset), total, ok, problems, statistics, worst)
 
 
-def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings], classes: dict[str, int]) -> Iterator[Defect]:
+def _find_in_all(dataset: CocoDataset, findings: "Sequence[Findings]", classes: dict[str, int]) -> Iterator[Defect]:
     """What no single image shows."""
     if not len(dataset):
         yield "no images", "the list of images is empty"
@@ -239,7 +237,7 @@ def _find_in_all(dataset: CocoDataset, findings: Sequence[Findings], classes: di
 
 
 def _find_shared(
-    images: Path, dataset: CocoDataset, findings: Sequence[Findings], others: str | Path, annotations: str | Path
+    images: Path, dataset: CocoDataset, findings: "Sequence[Findings]", others: str | Path, annotations: str | Path
 ) -> list[Defect]:
     """The pictures that are in another dataset, too, by whatever name: files whose sizes match are compared."""
     require_folder(others)
@@ -260,7 +258,7 @@ def _find_shared(
         return [*filter(None, pool.map(compare, range(len(other))))]
 
 
-def _measure_dataset(dataset: CocoDataset, findings: Sequence[Findings], look_at: Sequence[str]) -> DatasetStatistics:
+def _measure_dataset(dataset: CocoDataset, findings: "Sequence[Findings]", look_at: Sequence[str]) -> DatasetStatistics:
     """The numbers of a dataset, from what was found in each image; ``look_at``: files with problems."""
     objects = np.concatenate([np.zeros((0, 4)), *(found.objects for found in findings)])
     names = {one["id"]: one["name"] for one in dataset.categories}
@@ -289,7 +287,7 @@ def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int
     return dict(zip(limits, np.diff(below, prepend=0).tolist(), strict=True))
 
 
-def _advise_size(findings: Sequence[Findings], masks: NDArray[np.float64]) -> str:
+def _advise_size(findings: "Sequence[Findings]", masks: NDArray[np.float64]) -> str:
     """An input size: as the images are where their objects, of these pixels, are large; else torchvision's."""
     sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
     scales, pixels = _find_scale(*sizes.T), sizes.prod(1)

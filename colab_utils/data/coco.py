@@ -4,8 +4,6 @@ No Python object is kept for an annotation, so COCO train2017 (118,000 images, 8
 little more memory than its text, and worker processes share it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -170,7 +168,7 @@ class CocoDataset:
         """The JSON of the image's annotations, parted by commas."""
         return self.texts[self.text_ends[index] : self.text_ends[index + 1]]
 
-    def subset(self, start: int, stop: int) -> CocoDataset:
+    def subset(self, start: int, stop: int) -> "CocoDataset":
         """Images ``start`` to ``stop`` alone, in arrays of their own (small to send to another process)."""
         a, b = int(self.first[start]), int(self.first[stop])
         return replace(
@@ -347,7 +345,7 @@ def write_coco(path: Path, images: Sequence[Any], annotations: Iterable[bytes], 
     return path
 
 
-def _read_entries(text: str, path: Path, columns: _Columns) -> None:
+def _read_entries(text: str, path: Path, columns: "_Columns") -> None:
     """Add each entry of the three lists of a COCO JSON."""
     decode, found = json.JSONDecoder().raw_decode, set[str]()
 

@@ -1,7 +1,5 @@
 """Bytes of an image to pixels: JPEG by torchvision's libjpeg-turbo, raw pixels as they are, the rest by Pillow."""
 
-from __future__ import annotations
-
 import io
 import re
 import warnings
@@ -86,7 +84,7 @@ def decode_upright(data: bytes | bytearray, height: int, width: int) -> NDArray[
     return _take_pixels(to_rgb(turn_upright(open_image(data), height, width)))
 
 
-def _take_pixels(image: Image.Image) -> NDArray[np.uint8]:
+def _take_pixels(image: "Image.Image") -> NDArray[np.uint8]:
     """In bands, because Pillow gives pixels away through two copies."""
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for top in range(0, image.height, _BAND):
@@ -95,7 +93,7 @@ def _take_pixels(image: Image.Image) -> NDArray[np.uint8]:
     return pixels
 
 
-def open_image(data: bytes | bytearray) -> Image.Image:
+def open_image(data: bytes | bytearray) -> "Image.Image":
     """A complete image, by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not refuse its pixels.
 
     Raises:
@@ -110,7 +108,7 @@ def open_image(data: bytes | bytearray) -> Image.Image:
         raise
 
 
-def open_lazily(file: Any) -> Image.Image:
+def open_lazily(file: Any) -> "Image.Image":
     """`PIL.Image.open` for the formats that datasets have; nothing is decoded yet.
 
     Raises:
@@ -133,7 +131,7 @@ def open_lazily(file: Any) -> Image.Image:
     return image
 
 
-def _load_image(data: bytes | bytearray) -> Image.Image:
+def _load_image(data: bytes | bytearray) -> "Image.Image":
     try:
         image = open_lazily(io.BytesIO(data))
         if data[:3] == _JPEG and (scans := data.count(_SCAN)) > _MOST_SCANS:
@@ -146,7 +144,7 @@ def _load_image(data: bytes | bytearray) -> Image.Image:
     return image
 
 
-def read_orientation(image: Image.Image) -> int:
+def read_orientation(image: "Image.Image") -> int:
     """The orientation that EXIF gives, 1 to 8; 1 where there is none or it is damaged. Nothing is decoded for it.
 
     Example:
@@ -163,7 +161,7 @@ def read_orientation(image: Image.Image) -> int:
     return found if isinstance(found, int) and found in range(1, 9) else 1
 
 
-def turn_upright(image: Image.Image, height: int, width: int) -> Image.Image:
+def turn_upright(image: "Image.Image", height: int, width: int) -> "Image.Image":
     """The image at the size that annotations give (0: none), turned by EXIF only where its orientation explains that.
 
     Raises:
@@ -181,7 +179,7 @@ def turn_upright(image: Image.Image, height: int, width: int) -> Image.Image:
     raise ColabUtilsError(f"the annotations say {width} x {height} pixels, the file has {image.width} x {image.height}")
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: "Image.Image") -> "Image.Image":
     """8-bit RGB; 16-bit grey loses its low byte, where Pillow's own conversion would turn most of it white.
 
     Raises:

@@ -3,8 +3,6 @@
 Packed masks are what shards and batches carry: each mask cropped to its own tight box, one bit a pixel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

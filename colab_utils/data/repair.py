@@ -1,7 +1,5 @@
 """A repaired copy of annotations: mended where the right value is known, else left out with the whole image."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from dataclasses import replace

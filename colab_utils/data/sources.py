@@ -1,7 +1,5 @@
 """Data that comes in another form: a COCO export in a zip, on Drive or behind a URL; masks as image files."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -4,8 +4,6 @@ How much a cure would bring is forecast by a short trial, and measured by a long
 diagnosis, or an earlier run under `watch`.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

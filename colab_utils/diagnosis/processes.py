@@ -4,8 +4,6 @@ Read from outside, from Linux's /proc, so that a process that hangs need not hel
 they are at; elsewhere than on Linux most of it stays unknown.
 """
 
-from __future__ import annotations
-
 import mmap
 import operator
 import os

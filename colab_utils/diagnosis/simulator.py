@@ -1,7 +1,5 @@
 """How a DataLoader with workers behaves in time: an exact simulation that needs no data and no GPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where the time of a whole run went: waits, steps and what lies between, what caused the waiting, what to do next."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The clocks: what batches and calls cost, in wall time and in CPU time; and each stage of loading, timed alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -172,7 +170,7 @@ class Stage:
     """Mean wall time: what decides how many images a second come through."""
 
     @classmethod
-    def from_calls(cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> Stage:
+    def from_calls(cls, name: str, wall_ms: Sequence[float] | NDArray[np.float64], cpu_ms: float) -> "Stage":
         """From the wall time of each call, milliseconds [calls]."""
         median, p95 = np.percentile(wall_ms, (50, 95)).tolist()
         return cls(name, median, p95, cpu_ms, float(np.mean(wall_ms)))

@@ -1,7 +1,5 @@
 """The fetch that never returns: which worker, sample and file a batch is waited for, and why; and, if asked, go on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -75,7 +73,7 @@ class Stall:
         return f"expected a batch, found none for {self.waited_s:.3g} s: {who} {what}{where}. {self.cure}"
 
 
-def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "report") -> WatchedLoader:
+def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "report") -> "WatchedLoader":
     """Watch a loader: its batches come unchanged, you see where the time goes, and why a batch does not come.
 
     When your loop ends, or is left, a summary is printed: waits, steps and what lies between them, the causes, and what

@@ -1,7 +1,5 @@
 """Shards as a dataset that is trained on while they are still copied from Drive: the copy, and the order meanwhile."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Batches: flat tensors in one buffer from the worker to the device, float images and dense masks made there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -168,7 +166,7 @@ class PackedBatch:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def __getitem__(self, part: slice) -> PackedBatch:
+    def __getitem__(self, part: slice) -> "PackedBatch":
         """Some of the images, one after another, with their objects: views of this batch, without dense masks."""
         first, end, _ = part.indices(len(self))
         pixels = [0, *accumulate((3 * self.sizes.long().prod(1)).tolist())]
@@ -196,7 +194,7 @@ class PackedBatch:
         parts = self.pixels.split([3 * h * w for h, w in sizes])
         return [part.view(h, w, 3).permute(2, 0, 1) for part, (h, w) in zip(parts, sizes, strict=True)]
 
-    def to(self, device: torch.device | str) -> PackedBatch:
+    def to(self, device: torch.device | str) -> "PackedBatch":
         """The batch with its pixels, objects and mask bits on a device."""
         moved = {name: send(getattr(self, name), device) for name in ("pixels", *_PARTS)}
         return replace(self, masks=self.masks._replace(bits=send(self.masks.bits, device)), **moved)

@@ -2,8 +2,6 @@
 a step that takes a given time.
 """
 
-from __future__ import annotations
-
 import zlib
 from array import array
 from collections import deque
@@ -109,7 +107,7 @@ class LoopClock:
         self._settle()
         return float(self.parts_s[:, 0].sum()) + sum(_measure(at_work))
 
-    def _end_batch(self, left: _Moment) -> None:
+    def _end_batch(self, left: "_Moment") -> None:
         if len(self._moments) > 1:
             self._pending.append([*self._moments, left])
             self._settle()

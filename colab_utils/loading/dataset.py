@@ -5,8 +5,6 @@ labels int64 [N] (0 is the background, and never given), masks uint8 [N, H, W], 
 iscrowd int64 [N]. Crowds and boxes without area are left out, as torchvision's ``references/detection`` does.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The loader: samples in a seeded order, packed by workers into reused memory, delivered on the device."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Generator, Iterator, Sequence
@@ -122,7 +120,7 @@ def make_loader(
     prefetch: int = PREFETCH,
     transforms: Transforms | None = None,
     max_bad: int = 0,
-) -> Loader:
+) -> "Loader":
     """Make a loader whose batches arrive ready on the device.
 
     A shuffled batch holds wide images, or tall ones, where the dataset has ``sizes``: less padding, as in torchvision's

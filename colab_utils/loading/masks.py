@@ -4,8 +4,6 @@ What depends on the objects' crops alone is worked out on the CPU, in small tabl
 operations over all objects at once, on the device that the bits are on, in chunks of bounded memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, repeat
 from math import prod

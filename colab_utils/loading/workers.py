@@ -5,8 +5,6 @@ hand-off: making it, copying into it and faulting it in, for each tensor anew. A
 fork, and grows where a batch asks for more. It is anonymous memory: /dev/shm may be small or full.
 """
 
-from __future__ import annotations
-
 import gc
 import mmap
 import multiprocessing

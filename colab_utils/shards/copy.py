@@ -1,7 +1,5 @@
 """Copy shards from Drive to this machine's disk, index last, and verify what lies there: a few big reads."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor

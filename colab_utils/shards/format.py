@@ -1,7 +1,5 @@
 """The folder of shards: its index, the members of its tars, checksums, and the lock of its one writer."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -9,8 +9,6 @@ written. The tables hold what torchvision's references train on: crowds and boxe
 in the tar's JSON).
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

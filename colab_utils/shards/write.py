@@ -3,8 +3,6 @@
 A run that is interrupted leaves only finished shards; the same call continues after the last one.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import tarfile
 from collections.abc import Callable, Generator

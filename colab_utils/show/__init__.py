@@ -1,7 +1,5 @@
 """Every figure and page that a person sees; their HTML stands in ``templates``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from jinja2 import Environment, PackageLoader

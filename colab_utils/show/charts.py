@@ -1,7 +1,5 @@
 """Charts that make their point in five seconds: the title is the finding, built from the numbers."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -164,7 +162,7 @@ def plot_statistics(statistics: DatasetStatistics) -> Figure:
     return figure
 
 
-def plot_comparison(comparison: Comparison | _Content) -> Figure:
+def plot_comparison(comparison: "Comparison | _Content") -> Figure:
     """Images per second of every strategy, how long its step waits, and the speed of the step itself as a line.
 
     The five strategies of the course are named as its steps. What is not timed yet has no bar.
@@ -193,7 +191,7 @@ def plot_comparison(comparison: Comparison | _Content) -> Figure:
     return figure
 
 
-def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None = None) -> Figure:
+def plot_cold_start(comparison: "Comparison | _Content", *, seconds: float | None = None) -> Figure:
     """`plot_first_seconds` of the cold runs, with nothing in a cache; by default as long as all of them ran.
 
     Of more than five strategies, those of the course are drawn.
@@ -211,7 +209,7 @@ def plot_cold_start(comparison: Comparison | _Content, *, seconds: float | None 
     return plot_first_seconds({row["label"]: row["timeline"] for row in drawn}, seconds=shown_s, title=title)
 
 
-def plot_epochs(comparison: Comparison | _Content) -> Figure:
+def plot_epochs(comparison: "Comparison | _Content") -> Figure:
     """Hours since the beginning over the epochs of a dataset as large as COCO, in sessions of three epochs.
 
     What was measured is scaled to COCO's images. Converting counts once, copying in each session. Drawn are the
@@ -291,7 +289,7 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
         raise ColabUtilsError(f"expected receipts (comparison.json), {found}") from None
 
 
-def summarise_receipt(comparison: Comparison | _Content) -> dict[str, Any]:
+def summarise_receipt(comparison: "Comparison | _Content") -> dict[str, Any]:
     """A line for the class sheet: the machine, and the first way beside the best way.
 
     Raises:
@@ -307,7 +305,7 @@ def summarise_receipt(comparison: Comparison | _Content) -> dict[str, Any]:
     return line | {_TIMES: round(after["images_per_second"] / before["images_per_second"], 1)}
 
 
-def describe_gain(comparison: Comparison | _Content) -> str:
+def describe_gain(comparison: "Comparison | _Content") -> str:
     """The finding in one sentence: how long the step waits before and after, and how many times as fast it trains.
 
     Raises:
@@ -330,7 +328,7 @@ def _find_gain(content: _Content) -> tuple[_Content, _Content]:
     return next(iter(fair.values())), fair["packed" if "packed" in best else best[-1]]
 
 
-def _read(comparison: Comparison | _Content) -> _Content:
+def _read(comparison: "Comparison | _Content") -> _Content:
     """The comparison as ``comparison.json`` has it, and its strategies by name, each with a ``label`` for charts.
 
     ``timed`` are those that were timed; ``fair``, of these, those that deliver the same samples, or else all. In the

@@ -1,7 +1,5 @@
 """What moves in a notebook: the simulated loader, to watch and to touch, and a training run while it goes on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Images with their masks, boxes and class names drawn on them: the check that no table replaces."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

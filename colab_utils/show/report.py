@@ -1,7 +1,5 @@
 """Pages that need no network: the receipt of a comparison with its numbers as JSON beside it, a run, a dataset."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,7 @@ _TITLES = {
 }
 
 
-def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
+def write_receipt(comparison: "Comparison", folder: str | Path) -> Path:
     """Write ``index.html`` and ``comparison.json`` into ``folder`` (made if need be); returns the page.
 
     The page holds its style, its charts and every number; all text is escaped.
@@ -56,7 +54,7 @@ def write_receipt(comparison: Comparison, folder: str | Path) -> Path:
     return page
 
 
-def write_summary(summary: Summary, path: str | Path) -> Path:
+def write_summary(summary: "Summary", path: str | Path) -> Path:
     """Write the summary of a watched loop as one HTML page: steps and white gaps, causes, the slowest batches.
 
     Args:

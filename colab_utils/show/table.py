@@ -1,7 +1,5 @@
 """A small table that a notebook shows as HTML and a terminal as text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The checkpoints of a run: complete or absent, the newest two kept, waiting on this machine while Drive is lost."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

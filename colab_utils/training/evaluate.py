@@ -4,8 +4,6 @@ The model finds objects in batches of images, which threads decode ahead. Anothe
 COCO's sums meanwhile.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence

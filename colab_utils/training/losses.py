@@ -6,8 +6,6 @@ call. Here each step has a fixed number of places, and a mask says which of them
 packed masks: no dense mask is made, and the device is waited for once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate

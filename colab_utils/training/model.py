@@ -6,8 +6,6 @@ and `keep_boxes_exact` make it fast and exact on a GPU. Every model is torchvisi
 into plain torchvision, and the other way round.
 """
 
-from __future__ import annotations
-
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 as one of several processes, as ``torchrun`` starts them.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os
@@ -75,7 +73,7 @@ class TrainingStep:
 
     def __init__(
         self, model: nn.Module, device: str | torch.device, *, optimizer: torch.optim.Optimizer | None = None,
-        ranks: Ranks | None = None,
+        ranks: "Ranks | None" = None,
     ) -> None:  # fmt: skip
         self.device, self.ranks = torch.device(device), ranks or Ranks()
         try:

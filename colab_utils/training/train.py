@@ -1,7 +1,5 @@
 """Train a Mask R-CNN: ``train`` checks what was asked for, opens the data, and builds what `Trainer` runs."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping

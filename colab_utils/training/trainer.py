@@ -1,7 +1,5 @@
 """The training loop, the state between two steps that a checkpoint holds, and what a run reports."""
 
-from __future__ import annotations
-
 import copy
 import math
 import signal
@@ -37,7 +35,7 @@ class Trainer:
     """A run between two steps: model, optimiser, place in the order of the images, losses. Made by ``train``."""
 
     def __init__(
-        self, plan: TrainingPlan, step: TrainingStep, loader: Loader, folder: CheckpointFolder, dataset: ShardDataset,
+        self, plan: "TrainingPlan", step: TrainingStep, loader: Loader, folder: CheckpointFolder, dataset: ShardDataset,
         validation: ShardDataset | None, *, checkpoint_steps: int | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.step, self.loader, self.folder = plan, step, loader, folder
@@ -55,7 +53,7 @@ class Trainer:
         self._position = loader.state_dict()
         self._is_interrupted = self._is_evaluating = False
 
-    def run(self, log: Callable[[TrainingPlan | LogLine], object] | None) -> TrainReport:
+    def run(self, log: "Callable[[TrainingPlan | LogLine], object] | None") -> "TrainReport":
         """Train until the plan's last step, and evaluate; ``log`` gets the plan first; without it, show a progress bar.
 
         Raises:
@@ -132,7 +130,7 @@ class Trainer:
         self._measured = now
         return images / wall_s, wait_s / wall_s
 
-    def _log(self, log: Callable[[LogLine], object] | None) -> None:
+    def _log(self, log: "Callable[[LogLine], object] | None") -> None:
         self._fetch_losses()
         loss, rate = fmean(self.losses[self._logged_step :]), self.step.optimizer.param_groups[0]["lr"]
         gpu_bytes = torch.cuda.max_memory_allocated(self.step.device) if self.step.device.type == "cuda" else None
