@@ -268,12 +268,9 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def read_file(
-    path: str | Path,
-    profile: DriveProfile | None = None,
-    retries: Retries | None = None,
-    *,
+    path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None, *,
     most_bytes: float = MOST_BYTES,
-) -> bytes:
+) -> bytes:  # fmt: skip
     """Read a file, no faster than ``profile``, or else the slowed folder that it lies in, allows.
 
     Where Drive fails it is tried again by ``retries``; without them the first error is raised.

@@ -184,13 +184,9 @@ class CocoFolder(_CocoSamples):
     """
 
     def __init__(
-        self,
-        images: str | Path,
-        annotations: str | Path,
-        *,
-        profile: str | DriveProfile | None = None,
+        self, images: str | Path, annotations: str | Path, *, profile: str | DriveProfile | None = None,
         contiguous_labels: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.folder, self.profile, self.retries = Path(images), get_profile(profile, images), Retries()
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)

@@ -106,21 +106,11 @@ class BatchSampler(Sampler[list[int]]):
 
 
 def make_loader(
-    dataset: Dataset[Any],
-    *,
-    batch_size: int,
-    device: torch.device | str = "cpu",
-    workers: int | Literal["auto"] = "auto",
-    deliver: Delivery = "dense",
-    image_dtype: torch.dtype = torch.float32,
-    shuffle: bool = True,
-    sampler: Sampler[int] | Sequence[int] | None = None,
-    drop_last: bool = False,
-    seed: int = 0,
-    prefetch: int = PREFETCH,
-    transforms: Transforms | None = None,
-    max_bad: int = 0,
-) -> "Loader":
+    dataset: Dataset[Any], *, batch_size: int, device: torch.device | str = "cpu",
+    workers: int | Literal["auto"] = "auto", deliver: Delivery = "dense", image_dtype: torch.dtype = torch.float32,
+    shuffle: bool = True, sampler: Sampler[int] | Sequence[int] | None = None, drop_last: bool = False, seed: int = 0,
+    prefetch: int = PREFETCH, transforms: Transforms | None = None, max_bad: int = 0,
+) -> "Loader":  # fmt: skip
     """Make a loader whose batches arrive ready on the device.
 
     A shuffled batch holds wide images, or tall ones, where the dataset has ``sizes``: less padding, as in torchvision's

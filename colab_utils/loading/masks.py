@@ -110,16 +110,9 @@ def _draw_rows(masks: MaskBits, sizes: Ints, dense: Tensor) -> None:
 
 @torch.no_grad()
 def sample_masks(
-    masks: MaskBits,
-    objects: Tensor,
-    boxes: Tensor,
-    *,
-    sizes: Tensor,
-    counts: Tensor,
-    flips: Sequence[bool],
-    to_sizes: Sequence[Sequence[int]],
-    size: int = 28,
-) -> Tensor:
+    masks: MaskBits, objects: Tensor, boxes: Tensor, *, sizes: Tensor, counts: Tensor, flips: Sequence[bool],
+    to_sizes: Sequence[Sequence[int]], size: int = 28,
+) -> Tensor:  # fmt: skip
     """Mask targets of R proposals, straight from the bits: memory follows the boxes, not the images.
 
     Bilinear sampling on a regular grid is separable: a target is ``rows @ crop @ columns.T``, where a row of either

@@ -78,18 +78,10 @@ class ShardJob(NamedTuple):
 
 
 def write_shards(
-    images: str | Path,
-    annotations: str | Path,
-    *,
-    shards: str | Path,
-    shard_mb: float = 128,
-    min_size: int = 800,
-    max_size: int = 1333,
-    storage: Storage = "shrink",
-    workers: int | Literal["auto"] = "auto",
-    executor: Executor | None = None,
-    max_bad: float = 0.01,
-) -> ShardReport:
+    images: str | Path, annotations: str | Path, *, shards: str | Path, shard_mb: float = 128, min_size: int = 800,
+    max_size: int = 1333, storage: Storage = "shrink", workers: int | Literal["auto"] = "auto",
+    executor: Executor | None = None, max_bad: float = 0.01,
+) -> ShardReport:  # fmt: skip
     """Write a COCO dataset as shards: uncompressed tars that WebDataset reads, each with its flat arrays.
 
     Images keep their bytes, unless they are larger than training needs: those are shrunk once. A bad image
@@ -408,14 +400,9 @@ class ShardPlan:
 
 
 def plan_shards(
-    images: str | Path,
-    annotations: str | Path,
-    *,
-    storage: Storage | Literal["auto"] = "auto",
-    min_size: int = 800,
-    max_size: int = 1333,
-    workers: int | Literal["auto"] = "auto",
-) -> ShardPlan:
+    images: str | Path, annotations: str | Path, *, storage: Storage | Literal["auto"] = "auto", min_size: int = 800,
+    max_size: int = 1333, workers: int | Literal["auto"] = "auto",
+) -> ShardPlan:  # fmt: skip
     """Pick a storage for `write_shards`, and try it on a few images; nothing is written.
 
     Where no image is larger than training needs, every file keeps its bytes; else the larger ones are shrunk. Raw

@@ -48,15 +48,9 @@ _COCO_NAMES: dict[int, str] = dict(enumerate(_WEIGHTS[GPU_MODEL].meta["categorie
 
 
 def build_mask_rcnn(
-    name: str = GPU_MODEL,
-    *,
-    num_classes: int,
-    weights: str | Path | None = "coco",
-    min_size: int = 800,
-    max_size: int = 1333,
-    norms: Norms = "frozen",
-    class_names: Mapping[int, str] | None = None,
-) -> MaskRCNN:
+    name: str = GPU_MODEL, *, num_classes: int, weights: str | Path | None = "coco", min_size: int = 800,
+    max_size: int = 1333, norms: Norms = "frozen", class_names: Mapping[int, str] | None = None,
+) -> MaskRCNN:  # fmt: skip
     """Build a Mask R-CNN with the right number of classes, in training mode.
 
     Args:

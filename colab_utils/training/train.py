@@ -28,30 +28,15 @@ _State = dict[str, Any] | None
 
 
 def train(
-    shards: str | Path,
-    run: str | Path,
-    *,
-    local: str | Path | None = None,
-    limit_gb: float | None = None,
-    val_shards: str | Path | None = None,
-    steps: int | None = None,
-    epochs: int | None = None,
-    model: str | None = None,
-    weights: str | Path | None = "coco",
-    batch_size: int | Literal["auto"] = "auto",
-    resume: Literal["auto", "never"] = "auto",
-    seed: int = 0,
-    checkpoint_steps: int | None = None,
-    learning_rate: float | None = None,
-    min_size: int | None = None,
-    max_size: int | None = None,
-    augment: Augment | Transforms | None = None,
-    norms: models.Norms | None = None,
-    ema: float | None = None,
-    workers: int | Literal["auto"] = "auto",
-    log: Callable[[TrainingPlan | LogLine], object] | None = None,
+    shards: str | Path, run: str | Path, *, local: str | Path | None = None, limit_gb: float | None = None,
+    val_shards: str | Path | None = None, steps: int | None = None, epochs: int | None = None, model: str | None = None,
+    weights: str | Path | None = "coco", batch_size: int | Literal["auto"] = "auto",
+    resume: Literal["auto", "never"] = "auto", seed: int = 0, checkpoint_steps: int | None = None,
+    learning_rate: float | None = None, min_size: int | None = None, max_size: int | None = None,
+    augment: Augment | Transforms | None = None, norms: models.Norms | None = None, ema: float | None = None,
+    workers: int | Literal["auto"] = "auto", log: Callable[[TrainingPlan | LogLine], object] | None = None,
     device: str | torch.device | None = None,
-) -> TrainReport:
+) -> TrainReport:  # fmt: skip
     """Train a Mask R-CNN on shards, with checkpoints in ``run`` from which the same call continues.
 
     On a CPU, a run that was killed and resumed gives the same losses as one left alone, bit for bit. A resumed run
