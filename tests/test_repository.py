@@ -123,8 +123,8 @@ def test_the_floors_test_finds_faults(tmp_path, module, text, fault):
     assert any(fault in line for line in find_faults(package))
 
 
-CODE_LINES = 9_120  # of the package; it falls, and rises only for what an issue asks for
-MODULES = 52
+CODE_LINES = 9_000  # of the package; it falls, and rises only for what an issue asks for
+MODULES = 51
 CONFIGURED = {"train", "make_loader", "compare", "write_shards"}  # what people configure may be longer
 LONGEST, CONFIGURED_LONGEST = 50, 60  # code lines of a function
 PARAMETERS, CONFIGURED_PARAMETERS = 10, 22

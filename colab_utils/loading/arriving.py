@@ -67,9 +67,7 @@ class Arrival:
         is_marked = previous is None and status.get("rolls")
         if self.rolls and not is_marked and target.exists() and any(target.iterdir()):
             found = f"files in {target}, which are never removed: name another folder, or leave limit_gb out"
-            raise ColabUtilsError(
-                f"expected a new or empty folder for shards that take turns (limit_gb), found {found}"
-            )
+            raise ColabUtilsError(f"expected a new or empty folder for shards that take turns, found {found}")
         fitting = zip(index.shards, accumulate(self._sizes), strict=True)
         files = [file for shard, end in fitting if end <= limit_bytes for file in shard.files()]
         check_space(target, files, cached=is_on_drive(source))

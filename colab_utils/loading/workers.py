@@ -165,9 +165,7 @@ class SharedBuffer:
                 os.posix_fallocate(self._file, 0, wanted)  # now, and not by a bus error on the first touch
             except OSError as error:
                 found = f"too little ({error.strerror}): use fewer workers, a smaller prefetch or a smaller batch"
-                raise ColabUtilsError(
-                    f"expected {format_bytes(size)} of shared memory for a batch, found {found}"
-                ) from None
+                raise ColabUtilsError(f"expected {format_bytes(size)} of shared memory, found {found}") from None
         return self.view(size)
 
     def view(self, size: int) -> NDArray[np.uint8]:

@@ -201,9 +201,9 @@ class Copying:
         try:
             file = DriveFile(self.source / name, self.profile, self.retries)
         except OSError as error:
+            found = f"{error.strerror}. Run verify on it, then preprocess again what it names"
             raise ColabUtilsError(
-                f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. Run verify "
-                "on it, then preprocess again what it names"
+                f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: {found}"
             ) from error
         with file, open(temporary, "wb") as out:
             while offset <= size and (count := file.readinto(piece, offset)):

@@ -131,10 +131,8 @@ def _parse_index(raw: Any, folder: Path) -> ShardIndex:
     if not isinstance(raw, dict) or raw.get("format") != FORMAT_NAME:
         raise ColabUtilsError(f"expected an index of {FORMAT_NAME} in {folder}, found something else. Name another.")
     if (version := raw.get("format_version")) != FORMAT_VERSION:
-        raise ColabUtilsError(
-            f"expected shards of format version {FORMAT_VERSION} in {folder}, found version {version!s:.20}. "
-            "Update colab_utils, or run preprocess again, into another folder."
-        )
+        found = f"version {version!s:.20}. Update colab_utils, or run preprocess again, into another folder."
+        raise ColabUtilsError(f"expected shards of format version {FORMAT_VERSION} in {folder}, found {found}")
     if raw.pop("xxh3_64") != hash_bytes(_to_text(raw)):
         raise ValueError("another checksum")
     index = ShardIndex(

@@ -396,7 +396,7 @@ def act_with_little_shared_memory(index):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 def test_too_little_shared_memory_is_said(make):
     loader = make(Numbers(8, act_with_little_shared_memory), batch_size=4, workers=1)
-    with pytest.raises(ColabUtilsError, match=r"shared memory for a batch.*File too large.*fewer workers"):
+    with pytest.raises(ColabUtilsError, match=r"of shared memory.*File too large.*fewer workers"):
         list(loader)
 
 

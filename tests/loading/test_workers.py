@@ -105,7 +105,7 @@ def test_a_buffer_grows_and_what_was_lent_keeps_its_content():
 def test_a_batch_larger_than_memory_is_refused(make, monkeypatch):
     monkeypatch.setattr(workers, "find_free_memory", lambda: 1000)
     for count in (0, 2):
-        with pytest.raises(ColabUtilsError, match=r"shared memory for a batch.*1.0 kB free.*smaller batch"):
+        with pytest.raises(ColabUtilsError, match=r"of shared memory.*1.0 kB free.*smaller batch"):
             list(make(Numbers(20), batch_size=4, workers=count))
 
 
