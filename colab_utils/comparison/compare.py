@@ -286,8 +286,9 @@ def _run_in_turns(rows: Sequence[_Row], repeats: int) -> Iterator[None]:
         runs += [(_Row.run_warm, row) for row in (*rows[first:], *rows[:first])]
     for row in rows:  # which has bars of its own
         row.attempt(_Row.prepare)
-    attempts = (row.attempt(run) for run, row in runs)
-    yield from show_progress("comparing", attempts, total=len(runs), unit="run")
+    for run, row in show_progress("comparing", runs, total=len(runs), unit="run"):
+        row.attempt(run)
+        yield
 
 
 def describe_difference(sample: tuple[Any, Any], reference: tuple[Any, Any]) -> str:

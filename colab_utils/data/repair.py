@@ -66,9 +66,9 @@ def repair_annotations(
             done[change].append(name)
     if not objects:
         why = [f"{len(done[kind]):,} x {kind}" for kind in gone] + [f"{len(kept):,} x crowd"] * bool(kept)
-        found = f"found none in {annotations} with an image in {folder} and masks ({', '.join(why)})"
+        none = f"found none in {annotations} with an image in {folder} and masks ({', '.join(why)})"
         cure = "Name the right image folder, export polygons, or use --crowds objects."
-        raise ColabUtilsError(f"expected objects to keep, {found}. {cure}")
+        raise ColabUtilsError(f"expected objects to keep, {none}. {cure}")
     with explain_write(output.parent):
         write_coco(output, entries, kept, dataset.categories)
     left = "images left out whole, with {:,} objects, so that none becomes background"

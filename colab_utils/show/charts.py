@@ -285,8 +285,8 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
             found.append({"receipt": name, **summarise_receipt(json.loads(place.read_text(encoding="utf-8")))})
         return found
     except (ColabUtilsError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        found = f"found {place} ({describe_error(error)}): name what compare wrote"
-        raise ColabUtilsError(f"expected receipts (comparison.json), {found}") from None
+        none = f"found {place} ({describe_error(error)}): name what compare wrote"
+        raise ColabUtilsError(f"expected receipts (comparison.json), {none}") from None
 
 
 def summarise_receipt(comparison: "Comparison | _Content") -> dict[str, Any]:
