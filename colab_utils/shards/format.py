@@ -171,7 +171,7 @@ def parse_fields(kind: Any, raw: Any) -> Any:
     entry = kind(**raw)
     for field in fields(kind):
         value = getattr(entry, field.name)
-        if type(value).__name__ != field.type or (field.type == "int" and not 0 <= value < 1 << 62):
+        if type(value) is not field.type or (field.type is int and not 0 <= value < 1 << 62):
             raise ValueError(f"{field.name} {value!r}")
     return entry
 
