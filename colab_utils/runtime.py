@@ -189,8 +189,8 @@ class _ForkPool(ProcessPoolExecutor):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, BrokenExecutor):
-            found = "found one that the system ended, most often for want of memory"
-            raise ColabUtilsError(f"expected every process to finish, {found}: use fewer (--workers 1)") from None
+            found = "found one that the system ended, most often for want of memory: use fewer workers (--workers 1)"
+            raise ColabUtilsError(f"expected every process to finish, {found}") from None
 
 
 def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments: Any) -> ProcessPoolExecutor:

@@ -93,7 +93,7 @@ recipe = {"min_size": 800, "max_size": 1333, "shard_mb": 0.5, "images_per_shard"
 @st.composite
 def indexes(draw) -> ShardIndex:
     """What `parse_fields` and `parse_recipe` allow: any texts and sizes."""
-    values = {"str": text, "int": size}
+    values = {str: text, int: size}
     infos = []
     for number in draw(st.sets(st.integers(0, 10**6), max_size=3)):
         names = {"name": f"shard-{number:06d}.tar", "arrays_name": f"shard-{number:06d}.arrays"}
