@@ -265,7 +265,7 @@ def hold_folder(folder: Path) -> Iterator[None]:
     call = explain_write(folder)
 
     def begin() -> None:
-        write_file(path, f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}".encode())
+        write_file(path, f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}\n{os.getpid()}\n".encode())
         remove_leftovers(folder)
 
     def touch() -> None:
@@ -311,11 +311,13 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
     Raises:
         ColabUtilsError: if there is a writer, which it names.
     """
-    writer, host, silent_s = "", "", math.inf
+    writer, host, pid, silent_s = "", "", "", math.inf
     with suppress(FileNotFoundError), open_file(path) as file:
-        writer, _, host = file.read(200).decode(errors="replace").partition("\n")
+        writer, host, pid, *_ = (file.read(200).decode(errors="replace") + "\n\n").split("\n")
         silent_s = time() - os.fstat(file.fileno()).st_mtime
-    if is_locked or (silent_s < _SILENT_S and host != _find_host()):
+    # the lock is found by the folder's path; the same folder may be mounted at two of them
+    is_alive = host != _find_host() or (pid.isdecimal() and psutil.pid_exists(int(pid[:9])))
+    if is_locked or (silent_s < _SILENT_S and is_alive):
         raise ColabUtilsError(
             f"expected no other writer in {path.parent}, found one at work there ({writer!r}). Let it end, or stop it "
             f"and run the same: it continues. (On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"

@@ -119,10 +119,8 @@ def _check_classes(model: Any, dataset: Any) -> None:
     fits = known == classes or (known > classes and all(label == number for label, number in ids.items()))
     trained = getattr(model, "category_ids", ids)  # of `load_trained_model`
     if not fits or not ids.items() <= trained.items():
-        raise ColabUtilsError(
-            f"expected a dataset with the classes of the model ({known} with the background), found other labels "
-            f"({classes} with the background). Open it with the contiguous_labels of the training dataset."
-        )
+        found = f"other labels ({classes} in all). Open it with the contiguous_labels of the training dataset."
+        raise ColabUtilsError(f"expected a dataset with the classes of the model ({known} in all), found {found}")
 
 
 @contextmanager
