@@ -108,13 +108,13 @@ def draw_annotations(
 def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, dict[str, Any]]:
     """A small copy of an image, and its annotations at the same scale."""
     height, width = (int(side) if side > 0 else 480 for side in dataset.sizes[i])
-    picture = Image.new("RGB", (width, height), "#dddddd")
+    picture: Image.Image | None = None
     with suppress(Exception):  # whatever is wrong with the file, the page says it in words
-        picture = to_rgb(open_image(read_file(dataset.find_image(images, i)[0])))
-        picture = turn_upright(picture, height, width)
-    width, height = picture.size
+        picture = to_rgb(turn_upright(open_image(read_file(dataset.find_image(images, i)[0])), height, width))
+        width, height = picture.size
     scale = min(1, 640 / max(width, height))
-    small = picture.resize((max(1, round(width * scale)), max(1, round(height * scale))))
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    small = picture.resize(size) if picture else Image.new("RGB", size, "#dddddd")
     annotations, encoder, masks = dataset.read_annotations(i)[0], MaskEncoder(height, width), list[Any]()
     annotations = sorted(annotations, key=lambda one: -abs(math.prod(one["bbox"][2:])))[:_DRAWN]
     for one in annotations:
