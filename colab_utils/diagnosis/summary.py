@@ -385,7 +385,8 @@ def _explain_slow_sample(waits: _Array, share: float, record: LoopRecord) -> Cau
     if fits.any():
         found = fits.argmax()
         seconds, index = times.slowest
-        told = f"the {count[found]:,.0f} slowest hold {slow_s[found] / times.wall_s:.0%} of the time of all samples"
+        slow = f"{count[found]:,.0f} of {times.samples:,.0f}"
+        told = f"loads as slow ({slow}) hold {slow_s[found] / times.wall_s:.0%} of the time of all samples"
     elif rare and not times.samples:  # loaded in this process
         worst = max(rare, key=lambda number: waits[number])
         seconds, index = waits[worst], record.seen[worst][0]
