@@ -162,7 +162,8 @@ def test_a_read_that_hangs(tmp_path, kind):
     (stall,) = watched.stalls
     assert stall.verdict == "read"
     assert (stall.seen.sample, stall.file, stall.seen.call) == (BAD, str(fifo), "openat")
-    assert stall.job.indices == (() if "torch" in kind else (2, 3))
+    # of torch's own loader only the sample that is being loaded is seen, not its batch
+    assert stall.job.indices == ((BAD,) if "torch" in kind else (2, 3))
     here = kind.endswith("alone")
     assert here == any(line.endswith(" __getitem__") and "test_watchdog.py:" in line for line in stall.seen.stack)
     assert (stall.job.worker is None) == (stall.job.pid == os.getpid()) == here
