@@ -31,7 +31,7 @@ from colab_utils.runtime import find_free_memory, write_file
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
 _MEMORY_OF_JSON = 3  # times its bytes: they, their text, and what is kept
-_TOO_LARGE = 2**63  # for an integer of numpy
+_TOO_LARGE, _MOST = 2**63, 1e15  # for an integer of numpy; for a box and an area
 _LONGEST_NAME = 4096  # characters of a file_name: no path of Linux is longer
 _UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
 _NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
@@ -484,12 +484,12 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
     if name == "segmentation" or (value is None and name in ("id", "bbox", "area")):
         return value
     if name == "bbox":
-        box = [float(_to_number(side, name)) for side in (value if isinstance(value, list) else [value])]
-        if len(box) not in (0, 4):
-            raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
-        return box or None
+        box = [float(_to_number(side, name, most=_MOST)) for side in (value if isinstance(value, list) else [value])]
+        if len(box) in (0, 4):
+            return box or None
+        raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
     if name == "area":
-        return float(_to_number(value, name))
+        return float(_to_number(value, name, most=_MOST))
     return value if name == "id" and isinstance(value, str) else _to_integer(value, name)  # a UUID
 
 
@@ -512,12 +512,12 @@ def _read_annotation(entry: dict[str, Any], masks: MaskEncoder) -> dict[str, Any
     return one | {"bbox": box or tight, "area": float(pixels) if area is None else area}
 
 
-def _to_number(value: Any, name: str, kind: str = "finite numbers") -> float:
+def _to_number(value: Any, name: str, kind: str = "finite numbers", most: float = _TOO_LARGE) -> float:
     """A number, which may be text, as Roboflow and VIA write some."""
     if isinstance(value, str):
         with suppress(ValueError):
             value = int(value) if value.strip().isdecimal() else float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _TOO_LARGE:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < most:
         raise ValueError(f"{name} {value!r:.40} where COCO has {kind}")
     return value
 
