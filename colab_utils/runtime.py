@@ -248,6 +248,16 @@ def quiet_fork() -> Iterator[None]:
         yield
 
 
+def name_temporary(path: Path) -> Path:
+    """The name under which this thread writes a file until the file is complete; it tells the process and the thread.
+
+    Example:
+        >>> name_temporary(Path("index.json"))
+        PosixPath('.index.json...part')
+    """
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
+
+
 def write_file(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file under a temporary name, read it back, then rename it; a failure leaves nothing behind.
 
@@ -256,7 +266,7 @@ def write_file(path: Path, *parts: bytes | memoryview) -> None:
     Raises:
         OSError: what Python raised, or EIO where the file reads back differently.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = name_temporary(path)
     try:
         with open(temporary, "wb") as file:
             file.writelines(parts)

@@ -106,8 +106,6 @@ class Summary:
     """When each step of the first ten seconds began and ended, since its first batch was asked for."""
     worst: tuple[SlowBatch, ...]
     """The ten batches that took longest, the longest first."""
-    worker_cpu: float
-    """Cores that all workers kept busy, in the mean; 0 where their samples are not seen."""
     growth: Growth | None
     """Of memory."""
     unseen: tuple[str, ...]
@@ -213,7 +211,7 @@ class LoopRecord:
         return Summary(
             _describe(causes, parts, start_s / max(whole, 1e-9)), tuple(causes), parts, whole, start_s, clock.ends_s,
             len(waits), int(is_first.sum()), clock.images, find_error(each_s), tuple(spans_s), worst,
-            self.times.worker_cpu_s / max(whole - clock.ends_s, 1e-9), self.growth, tuple(unseen), rank,
+            self.growth, tuple(unseen), rank,
         )  # fmt: skip
 
     def print_summary(self, *, only_news: bool) -> None:

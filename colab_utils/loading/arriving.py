@@ -144,7 +144,7 @@ class Arrival:
                 self._copy_all()
                 if self.is_complete:
                     write_index(self.target, self.index)
-                    (self.target / STATUS_NAME).unlink()
+                    (self.target / STATUS_NAME).unlink(missing_ok=True)
                     return
         except CancelledError:
             pass
@@ -222,10 +222,8 @@ class Arrival:
                 file.truncate(0)
 
     def _write_status(self) -> None:
-        status = {
-            "key": self.key, "rolls": self.rolls, "pid": os.getpid(), "arrived": list(self.spans_s),
-            "error": str(self._error or ""),
-        }  # fmt: skip
+        arrived, error = list(self.spans_s), str(self._error or "")
+        status = {"key": self.key, "rolls": self.rolls, "pid": os.getpid(), "arrived": arrived, "error": error}
         write_file(self.target / STATUS_NAME, json.dumps(status).encode())
 
 

@@ -13,7 +13,7 @@ import xxhash
 
 from colab_utils.drive import DriveFile, DriveProfile, Retries, explain_write, get_profile, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import format_bytes, pop_done, require_space, show_progress
+from colab_utils.runtime import format_bytes, name_temporary, pop_done, require_space, show_progress
 from colab_utils.shards.format import (
     INDEX_NAME,
     WRITER_NAME,
@@ -176,7 +176,7 @@ class Copying:
 
     def copy_file(self, name: str, size: int, checksum: str) -> str:
         """Copy one file unless it is there; returns its name if it was copied, else ""."""
-        path, temporary = self.target / name, self.target / f".{name}.{os.getpid()}.part"
+        path, temporary = self.target / name, name_temporary(self.target / name)
         with explain_write(self.target):
             if not _find_fault(self.target, [(name, size, checksum)]):
                 self._sizes[name] = size

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from colab_utils.data.coco import CocoDataset
-from colab_utils.data.decoding import MOST_PIXELS, open_image, to_rgb, turn_upright
+from colab_utils.data.decoding import MOST_PIXELS, open_image, read_npy_header, to_rgb, turn_upright
 from colab_utils.data.masks import MaskEncoder, pack_masks, resize_rles
 from colab_utils.drive import MOST_BYTES, DriveLostError, Retries, open_file, read_file
 from colab_utils.errors import ColabUtilsError
@@ -326,10 +326,12 @@ def load_arrays(path: Path, shard: ShardInfo, categories: Sequence[dict[str, Any
         tables = file.read(head["tables_bytes"])
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
-        each = io.BytesIO(tables)
-        names = (field.name for field in fields(ShardArrays)[:-1])
-        values = {name: np.lib.format.read_array(each, allow_pickle=False) for name in names}
-        arrays = _check_arrays(ShardArrays(**values, bits=file.tell()), shard, categories)
+        values, place = dict[str, Any](bits=file.tell()), 0
+        for field in fields(ShardArrays)[:-1]:
+            skip, shape, dtype = read_npy_header(tables[place : place + 256])
+            values[field.name] = table = np.frombuffer(tables, dtype, math.prod(shape), place + skip).reshape(shape)
+            place += skip + table.nbytes
+        arrays = _check_arrays(ShardArrays(**values), shard, categories)
         if not os.fstat(file.fileno()).st_size - file.tell() == head["bits_bytes"] == arrays.mask_ends[-1]:
             raise ValueError("cut short")
         return arrays

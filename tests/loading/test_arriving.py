@@ -324,8 +324,8 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
         with monkeypatch.context() as patch:
             patch.setattr(arriving, "write_index", lambda *_: 1 / 0)
             before = ArrivingShards(drive, tmp_path / "ssd")
-            while before.arrival._error is None:
-                time.sleep(0.01)
+            before.arrival._thread.join(60)
+            assert before.arrival._error
     tar = tmp_path / "ssd" / "shard-000001.tar"
     good = tar.read_bytes()
     tar.write_bytes(good[:8000] + bytes(100) + good[8100:])
@@ -334,6 +334,18 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
     dataset.stop()
     assert tar.read_bytes() == good
     assert verify_shards(tmp_path / "ssd").bad == ()
+
+
+def test_a_cell_that_is_run_again_while_the_shards_arrive(drive, tmp_path):
+    datasets = [ArrivingShards(drive, tmp_path / "ssd", profile=SLOW) for _ in range(4)]
+    for dataset in datasets:
+        loader = make_loader(dataset, batch_size=2, workers=0)
+        assert sorted(flatten(list_ids(loader))) == sorted(dataset.image_ids)
+        dataset.arrival._thread.join(60)
+        assert dataset.arrival.is_complete
+        assert not dataset.arrival._error
+    assert verify_shards(tmp_path / "ssd").bad == ()
+    assert sorted(path.name for path in (tmp_path / "ssd").iterdir()) == sorted(path.name for path in drive.iterdir())
 
 
 def test_a_file_of_the_user_is_not_replaced(drive, tmp_path):
