@@ -30,11 +30,11 @@ slides: setup
 workshop: setup
 	$(RUN) -m tools.workshop
 
-# Two processes for all that does not look at clocks; the rest alone, one after the other; then, did they raise each error?
+# Three processes, since many wait for others, for all that does not look at clocks; the rest alone, one after the other; then, did they raise each error?
 test: export COLAB_UTILS_RAISED := $(CURDIR)/runs/raised
 test: lint fuse
 	rm -rf $(COLAB_UTILS_RAISED)
-	$(RUN) -m pytest -n 2 --dist loadfile -m "not clock and not browser and not stress"
+	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser and not stress"
 	$(RUN) -m pytest -m "clock and not browser and not stress"
 	$(RUN) -m tools.list_errors --raised $(COLAB_UTILS_RAISED)
 

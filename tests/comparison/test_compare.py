@@ -219,6 +219,7 @@ def test_a_second_comparison_makes_its_data_anew_and_times_that(prepare):
     assert first.once_s > 0 < second.once_s
 
 
+@pytest.mark.clock
 def test_drive_is_slow_where_it_is_read_and_only_there(race):
     rows, found = race("sequential", "dataloader_on_ssd", "shards_on_drive", "packed", drive_profile=SLOW)
     # two images a batch, each a known sleep of 20 ms; a shard is two such sleeps, one a file

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -278,8 +279,14 @@ def list_kinds(report):
     return {problem.kind: problem.count for problem in report.problems}
 
 
+@pytest.fixture
+def no_fork(monkeypatch):
+    """Images are looked at in a thread: to fork takes longer than a dozen of them."""
+    monkeypatch.setattr("colab_utils.data.checks.fork_pool", ThreadPoolExecutor)
+
+
 @pytest.mark.parametrize(("spoil", "kind", "serious", "kept"), DEFECTS)
-def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, tmp_path):
+def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, tmp_path, no_fork):
     before = list_kinds(dataset.check())
     spoil(dataset)
     report = dataset.check()
@@ -301,7 +308,8 @@ def test_each_defect_has_a_name_and_a_cure(dataset, spoil, kind, serious, kept, 
     again = repair_annotations(dataset.images, tmp_path / "repaired.json", output=tmp_path / "again.json")
     assert again.repairs == ()
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "repaired.json").read_bytes()
-    shards = write_shards(dataset.images, tmp_path / "repaired.json", shards=tmp_path / "shards", workers=1)
+    with ThreadPoolExecutor(1) as executor:
+        shards = write_shards(dataset.images, tmp_path / "repaired.json", shards=tmp_path / "shards", executor=executor)
     assert (shards.skipped, shards.images) == ((), kept)
     for _, target in ShardDataset(tmp_path / "shards"):
         assert (target["masks"].flatten(1).sum(1) > 0).all()

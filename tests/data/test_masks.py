@@ -104,7 +104,7 @@ def test_empty_runs_cost_no_image():
     size, runs = [10_500, 10_500], [5, 0, 95, 10_500**2 - 100]
     tracemalloc.start()
     rle = encode_segmentation({"size": size, "counts": runs}, *size)
-    assert tracemalloc.get_traced_memory()[1] < 1e6
+    assert tracemalloc.get_traced_memory()[1] < 1e7  # other threads may take some; the image has 110 MB
     tracemalloc.stop()
     assert rle == encode_segmentation({"size": size, "counts": [100, 10_500**2 - 100]}, *size)
 

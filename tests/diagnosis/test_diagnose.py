@@ -372,6 +372,7 @@ def test_another_file_is_refused(tmp_path, text):
 def test_the_command_says_what_changed_and_fails_below(tiny_dataset, tmp_path, capsys):
     before, command = tmp_path / "before.json", ["diagnose", "--images", str(tiny_dataset.images)]
     command += ["--annotations", str(tiny_dataset.annotations), "--step-ms", "5", "--workers", "0", "--batch-size", "2"]
+    command += ["--seconds", "4"]
     assert main([*command, "--fail-below", "0.9"]) == 2
     assert "--against FILE" in capsys.readouterr().err
     assert main([*command, "--against", str(before)]) == 2

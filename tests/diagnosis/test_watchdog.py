@@ -132,7 +132,7 @@ def _burn_until(path):
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing():
+def _leaves_nothing(few_objects):
     """No process or thread stays."""
 
     def list_all():

@@ -125,7 +125,7 @@ def test_killed_and_resumed_gives_the_same_losses(undisturbed, tiny_shards, tmp_
             raise Killed
 
     with pytest.raises(Killed):
-        train(tiny_shards, tmp_path, steps=5, checkpoint_steps=1, log=kill, **TINY)
+        train(tiny_shards, tmp_path, steps=5, checkpoint_steps=killed_after - 1, log=kill, **TINY)
     monkeypatch.undo()
     assert list_names(tmp_path)[-1] == f"checkpoint-{killed_after - 1:08d}.pt"
     torch.rand(17)  # what happened in between must not matter
