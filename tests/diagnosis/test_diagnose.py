@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import signal
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -369,10 +370,10 @@ def test_another_file_is_refused(tmp_path, text):
         read_run(path)
 
 
-def test_the_command_says_what_changed_and_fails_below(tiny_dataset, tmp_path, capsys):
+def test_the_command_says_what_changed_and_fails_below(tiny_dataset, tmp_path, capsys, monkeypatch):
     before, command = tmp_path / "before.json", ["diagnose", "--images", str(tiny_dataset.images)]
     command += ["--annotations", str(tiny_dataset.annotations), "--step-ms", "5", "--workers", "0", "--batch-size", "2"]
-    command += ["--seconds", "4"]
+    monkeypatch.setattr("colab_utils.diagnose", partial(diagnose, seconds=4))
     assert main([*command, "--fail-below", "0.9"]) == 2
     assert "--against FILE" in capsys.readouterr().err
     assert main([*command, "--against", str(before)]) == 2
