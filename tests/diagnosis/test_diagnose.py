@@ -193,6 +193,7 @@ def test_copies_of_batches_have_a_budget(monkeypatch):
 # The verdict
 
 
+@pytest.mark.clock
 def test_batches_that_differ_make_no_headspace(no_fixes):
     seen = []
 
