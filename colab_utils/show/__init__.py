@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 __all__ = ["render"]
 
-_TEMPLATES = Environment(loader=PackageLoader(__name__), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+_TEMPLATES = Environment(loader=PackageLoader(__name__), autoescape=True, trim_blocks=True, undefined=StrictUndefined)
 
 
 def render(template: str, **content: Any) -> Markup:

@@ -78,6 +78,7 @@ def test_the_receipt_says_what_is_slowed_and_emulated_and_on_which_machine(tmp_p
     assert "606 ms per file" in text
     assert comparison.machine.cpu in text
     assert comparison.machine.software in text
+    assert f"Machine: {comparison.machine}." in " ".join(text.split())
     assert "median of 3 repeats of 8 batches" in text
 
 
