@@ -302,7 +302,7 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     """By how much memory grows; None where it does not, or little.
 
     The second half of a process's readings counts, when caches and pools are full. Growth is not sure where noise could
-    be the reason, or where it slows down.
+    be the reason, or where it slows down. A process that hardly grows is not named.
     """
     last = max((reading.batches for reading in readings), default=0)
     running = [reading for reading in readings if reading.batches < last]  # later, workers end
@@ -314,9 +314,10 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
         if len(batches) < _LEAST_READINGS or not np.ptp(batches[late:]):
             continue
         (slope, _), covariance = np.polyfit(batches, own, 1, cov=True)
-        if slope > 3 * covariance[0, 0] ** 0.5 and np.polyfit(batches[late:], own[late:], 1)[0] > slope / 2:
+        rise = float(slope * np.ptp(batches)) if slope > 3 * covariance[0, 0] ** 0.5 else 0.0
+        if rise > _LEAST_GROWTH * own[-1] and np.polyfit(batches[late:], own[late:], 1)[0] > slope / 2:
             growth["this process" if pid == os.getpid() else f"pid {pid}"] = float(slope) / 1e6
-            grown += float(slope * np.ptp(batches))
+            grown += rise
     if grown <= _LEAST_GROWTH * used:
         return None
     total = sum(growth.values())

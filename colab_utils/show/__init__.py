@@ -5,8 +5,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-__all__ = ["render"]
-
 _TEMPLATES = Environment(loader=PackageLoader(__name__), autoescape=True, trim_blocks=True, undefined=StrictUndefined)
 
 

@@ -83,6 +83,13 @@ def test_workers_that_end_after_the_last_batch_hide_no_growth():
     assert find_growth([*samples, last, last]).mb_per_batch == pytest.approx(2, rel=0.01)
 
 
+def test_a_process_that_hardly_grows_is_not_named():
+    readings = make_readings(2 * MB)
+    for number, reading in enumerate(readings):
+        reading.own_bytes[FIRST] += 4096 * number
+    assert list(find_growth(readings).by_process) == ["this process"]
+
+
 class Hoarder(Dataset):
     """Keeps what it read: every worker grows by 20 MB a sample."""
 
