@@ -225,14 +225,15 @@ def fork_pool(workers: int, initializer: Callable[..., object] = int, *arguments
 def pop_done(pending: set[Future[Any]]) -> set[Future[Any]]:
     """Sleep a moment; then take the futures that are done out of ``pending``.
 
-    Ctrl-C within ``concurrent.futures.wait`` would leave locks of futures held, and their pool could never end.
+    Ctrl-C within ``concurrent.futures.wait`` or ``Future.done`` would leave a future's lock held, and its pool could
+    never end: its state is read without the lock.
 
     Example:
         >>> pop_done(set())
         set()
     """
     sleep(0.02)
-    done = {future for future in pending if future.done()}
+    done = {future for future in pending if future._state not in ("PENDING", "RUNNING")}
     pending -= done
     return done
 

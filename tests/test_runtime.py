@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -51,3 +52,9 @@ def test_a_process_that_is_killed_while_it_draws_stops_no_later_bar(monkeypatch)
     with runtime.show_progress("second", total=1) as later:
         later.update(1)
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_futures_are_asked_without_their_lock():
+    future = Future()
+    with ThreadPoolExecutor(1) as pool, future._condition:  # Ctrl-C while this thread has it would leave it held
+        assert pool.submit(runtime.pop_done, {future}).result(timeout=30) == set()
