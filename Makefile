@@ -30,7 +30,7 @@ slides: setup
 workshop: setup
 	$(RUN) -m tools.workshop
 
-# Three processes, since many wait for others, for all that does not look at clocks; the rest alone, one after the other; then, did they raise each error?
+# Three processes, since many tests wait, for all that does not look at clocks; the rest alone; then, did they raise each error?
 test: export COLAB_UTILS_RAISED := $(CURDIR)/runs/raised
 test: lint fuse
 	rm -rf $(COLAB_UTILS_RAISED)

@@ -31,12 +31,14 @@ from colab_utils.runtime import find_free_memory, write_file
 _SECTIONS = ("images", "annotations", "categories")
 _MARK = re.compile(r"[ \t\n\r]*([][{},:])[ \t\n\r]*")
 _MEMORY_OF_JSON = 3  # times its bytes: they, their text, and what is kept
-_TOO_LARGE, _MOST = 2**63, 1e15  # for an integer of numpy; for a box and an area
+_TOO_LARGE = 2**63  # for an integer of numpy
 _LONGEST_NAME = 4096  # characters of a file_name: no path of Linux is longer
 _UNREADABLE = -(2**63)  # stands for an id of an annotation that is no number; no id has it
 _NAME_INSTANCES = "Name the instances file (such as instances_train2017.json), or export the dataset as COCO instances."
 FAULTS = (TypeError, ValueError, OverflowError, RecursionError)
 """What reading an entry raises."""
+LARGEST_NUMBER = 1e15
+"""The numbers of a box and an area are less."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -484,12 +486,12 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
     if name == "segmentation" or (value is None and name in ("id", "bbox", "area")):
         return value
     if name == "bbox":
-        box = [float(_to_number(side, name, most=_MOST)) for side in (value if isinstance(value, list) else [value])]
+        box = [float(_to_number(x, name, most=LARGEST_NUMBER)) for x in (value if isinstance(value, list) else [value])]
         if len(box) in (0, 4):
             return box or None
         raise ValueError(f"bbox {box!r:.60} where COCO has [x, y, width, height]")
     if name == "area":
-        return float(_to_number(value, name, most=_MOST))
+        return float(_to_number(value, name, most=LARGEST_NUMBER))
     return value if name == "id" and isinstance(value, str) else _to_integer(value, name)  # a UUID
 
 

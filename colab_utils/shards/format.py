@@ -30,7 +30,7 @@ _MOST_INDEX_BYTES = 1 << 25  # of 80,000 shards
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
-_TEMPORARY_NAME = re.compile(r"\.(?:shard-\d+\.\w+|(?:index|arriving)\.json|writer\.txt)\.(\d{1,9})(?:-\d+)?\.part")
+_PART = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt)\.(\d{1,9})(?:-\d+)?\.part")
 _TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
 
@@ -233,7 +233,7 @@ def hash_file(path: str | Path) -> tuple[int, str]:
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
     for path in folder.glob(".*.part"):
-        if (match := _TEMPORARY_NAME.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
+        if (match := _PART.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
             path.unlink(missing_ok=True)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from colab_utils.data.coco import CocoDataset
+from colab_utils.data.coco import LARGEST_NUMBER, CocoDataset
 from colab_utils.data.decoding import MOST_PIXELS, open_image, read_npy_header, to_rgb, turn_upright
 from colab_utils.data.masks import MaskEncoder, pack_masks, resize_rles
 from colab_utils.drive import MOST_BYTES, DriveLostError, Retries, open_file, read_file
@@ -37,7 +37,6 @@ _JPEG_QUALITY = 95
 _KEPT_KINDS, _KEPT_MODES = ("JPEG", "MPO", "PNG"), ("RGB", "L")
 _PNG_DEPTH = 24  # the byte of a PNG that holds its bits per channel
 _START_BYTES = 16  # before the head
-_LARGEST_NUMBER = 1e15  # of a box
 
 
 class StoredImage(NamedTuple):
@@ -372,7 +371,7 @@ def check_record(record: dict[str, Any]) -> list[dict[str, Any]]:
     """
     for one in record["annotations"]:
         numbers = [*one["bbox"], one["area"]]
-        sound = len(numbers) == 5 and all(abs(number) < _LARGEST_NUMBER for number in numbers)
+        sound = len(numbers) == 5 and all(abs(number) < LARGEST_NUMBER for number in numbers)
         sound &= isinstance(one["segmentation"], dict)  # polygons are none of preprocess
         if not (sound and isinstance(one["category_id"], int) and one["iscrowd"] in (0, 1)):
             raise ValueError(f"an annotation {one}")

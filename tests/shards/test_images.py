@@ -311,10 +311,11 @@ def test_photos_of_phones_pass_and_bombs_are_refused_before_they_are_decoded():
     jpeg = bytearray(save(GREY, "JPEG"))
     place = jpeg.index(b"\xff\xc0")
     jpeg[place + 5 : place + 9] = b"\xff\x00\xff\x00"
+    refusal = "more than 112,000,000 pixels|exceeds limit of 224000000 pixels|not an image"
     for data in (bomb, bytes(jpeg), bomb.replace(b"IHDR\0\0\x3e\x80", b"IHDR\0\x7f\xff\xff", 1)):
         for read in (decode_pixels, lambda data: store_image(data, (0, 0), **SIZES)):
             tracemalloc.start()
-            with pytest.raises(ColabUtilsError, match=r"112,000,000 pixels|224000000 pixels|not an image"):
+            with pytest.raises(ColabUtilsError, match=refusal):
                 read(data)
             assert tracemalloc.get_traced_memory()[1] < 20e6
             tracemalloc.stop()
