@@ -32,6 +32,8 @@ workshop: setup
 
 # Three processes, since many tests wait, for all that does not look at clocks; the rest alone; then, did they raise each error?
 test: export COLAB_UTILS_RAISED := $(CURDIR)/runs/raised
+# Hundreds of processes need not compile the package anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint fuse
 	rm -rf $(COLAB_UTILS_RAISED)
 	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser and not stress"

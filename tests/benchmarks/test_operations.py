@@ -24,9 +24,7 @@ def test_a_step_asks_for_a_third_of_the_references_operations(name, operations, 
 
 
 def test_operations_hardly_grow_with_the_batch(one_thread):
-    few, many = (
-        count_step(make_small("maskrcnn_resnet50_fpn"), make_batch(size), ours=True)["operations"] for size in (2, 16)
-    )
+    few, many = (count_step(make_small(TINY_MODEL), make_batch(size), ours=True)["operations"] for size in (2, 16))
     assert many <= 1.1 * few
 
 

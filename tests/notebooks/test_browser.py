@@ -20,7 +20,6 @@ import venv
 from contextlib import contextmanager
 from pathlib import Path
 
-import nbformat
 import pytest
 
 from tools.run_as_colab import read_small_settings
@@ -161,6 +160,8 @@ def serve(folder, files):
 @pytest.fixture(params=NAMES)
 def opened(request, browser, handed_out, tmp_path):
     """The page of a notebook that lies alone in an empty folder, and what the browser's console says meanwhile."""
+    import nbformat  # importing it takes two seconds of every process that collects tests
+
     name, folder = request.param, tmp_path / "alone"
     folder.mkdir()
     notebook = nbformat.read(next(path for path in handed_out if path.stem == name), as_version=4)

@@ -6,8 +6,6 @@ import json
 import sys
 from html.parser import HTMLParser
 
-import nbformat
-import nbformat.v4 as v4
 import pytest
 
 from colab_utils.comparison.strategies import COURSE_STRATEGIES
@@ -61,6 +59,8 @@ def results(demo):
 
 
 def test_all_five_ran_in_order(demo):
+    import nbformat  # importing it takes two seconds of every process that collects tests
+
     assert [run.name[:2] for run in demo.notebooks] == ["01", "02", "03", "04", "05"]
     for run in demo.notebooks:
         cells = [cell for cell in nbformat.read(run.notebook, as_version=4).cells if cell.cell_type == "code"]
@@ -147,6 +147,9 @@ def test_the_checkout_is_not_touched(demo):
 
 
 def write_notebooks(folder, *sources):
+    import nbformat
+    import nbformat.v4 as v4
+
     folder.mkdir()
     for number, source in enumerate(sources, start=1):
         cells = [
@@ -159,6 +162,8 @@ def write_notebooks(folder, *sources):
 
 
 def test_settings_are_injected_after_the_tagged_cell(tmp_path):
+    import nbformat
+
     notebooks = write_notebooks(tmp_path / "notebooks", "print(LIMIT == 7, 'NAME' in dir())")
     report = run_demo(tmp_path / "out", notebooks=notebooks, parameters={"LIMIT": 7})
     cells = nbformat.read(report.notebooks[0].notebook, as_version=4).cells
@@ -241,5 +246,7 @@ def test_missing_nbclient_is_said(tmp_path, monkeypatch):
 
 
 def test_a_notebook_without_settings_is_said():
+    import nbformat.v4 as v4
+
     with pytest.raises(ColabUtilsError, match="tagged 'parameters'"):
         inject_parameters(v4.new_notebook(cells=[v4.new_code_cell("A = 1")]), {"A": 2})

@@ -12,10 +12,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 from tools.setup_cell import ROOT, read_setup_cell, write_setup_cells
 from tools.workshop import MOST_BYTES, build_wheel, carry_wheel, write_workshop
@@ -172,6 +169,10 @@ def test_make_workshop_says_what_it_wrote(tmp_path):
 
 
 def test_an_interrupt_says_what_is_safe_and_ends_the_run():
+    import nbformat  # importing it takes two seconds of every process that collects tests
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
     code = nbformat.v4.new_code_cell
     interrupt = code("import signal\nsignal.raise_signal(signal.SIGINT)")
     notebook = nbformat.v4.new_notebook(cells=[code(read_setup_cell()), interrupt, code("print('never')")])

@@ -6,8 +6,6 @@ import base64
 import io
 import json
 
-import nbformat
-import nbformat.v4 as v4
 import pytest
 from PIL import Image
 
@@ -27,6 +25,8 @@ RED, CLEAR = draw_png("red"), draw_png((0, 0, 0, 0))
 @pytest.fixture
 def demo(tmp_path):
     """An executed demo: two figures in one notebook, one in the next."""
+    import nbformat  # importing it takes two seconds of every process that collects tests
+    import nbformat.v4 as v4
 
     def show(*pngs):
         data = [{"image/png": base64.b64encode(png).decode(), "text/plain": "<Figure>"} for png in pngs]
