@@ -1,11 +1,11 @@
-# make setup | demo | slides | workshop | badges | setup-cells | errors
+# make setup | demo | slides | workshop | badges | setup-cells
 # make test | lint | fuse | fuzz | test-browser | test-colab | test-formats | stress | peers | benchmark | gpu
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo slides workshop badges setup-cells errors test fuse fuzz lint test-browser test-colab test-formats stress peers benchmark gpu
+.PHONY: setup demo slides workshop badges setup-cells test fuse fuzz lint test-browser test-colab test-formats stress peers benchmark gpu
 
 # A .venv with everything; it is made again from scratch when you delete it.
 setup: $(INSTALLED)
@@ -30,19 +30,12 @@ slides: setup
 workshop: setup
 	$(RUN) -m tools.workshop
 
-# Three processes, since many tests wait, for all that does not look at clocks; the rest alone; then, did they raise each error?
-test: export COLAB_UTILS_RAISED := $(CURDIR)/runs/raised
+# Three processes, since many tests wait, for all that does not look at clocks; the rest alone.
 # Hundreds of processes need not compile the package anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint fuse
-	rm -rf $(COLAB_UTILS_RAISED)
 	$(RUN) -m pytest -n 3 --dist loadfile -m "not clock and not browser and not stress"
 	$(RUN) -m pytest -m "clock and not browser and not stress"
-	$(RUN) -m tools.list_errors --raised $(COLAB_UTILS_RAISED)
-
-# After a change of an error: docs/errors.md from the code and tools/list_errors.txt
-errors: setup
-	$(RUN) -m tools.list_errors
 
 # The notebooks in JupyterLab, in a browser: needs Chromium or Chrome; screenshots are left in runs/browser
 test-browser: setup

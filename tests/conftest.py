@@ -5,53 +5,21 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 
 import pytest
 
-import colab_utils
 from colab_utils import drive
-from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores
 from colab_utils.sample_data import BuiltinDataset, make_dataset
 from colab_utils.shards.write import write_shards
 
 SHARED = Path(os.environ.get("COLAB_UTILS_SHARED", Path(__file__).parents[2] / "shared"))
-
-
-RAISED = "COLAB_UTILS_RAISED"
-"""Environment variable: a folder that gets an empty file for each line of the package that made an error, and for the
-lines that called for it; ``tools.list_errors --raised`` reads it."""
-
-
-def pytest_configure() -> None:
-    if RAISED in os.environ:
-        _record_errors(Path(os.environ[RAISED]))
-
-
-def _record_errors(folder: Path) -> None:
-    """Note who makes an error; forked processes do it, too."""
-    folder.mkdir(parents=True, exist_ok=True)
-    make, package = ColabUtilsError.__init__, colab_utils.__path__[0] + os.sep
-
-    @wraps(make)
-    def make_and_record(error, *arguments):
-        make(error, *arguments)
-        frame = sys._getframe(1)
-        for _ in range(4):
-            if frame and frame.f_code.co_filename.startswith(package):
-                line = f"{frame.f_code.co_filename.removeprefix(package)}:{frame.f_lineno}"
-                (folder / line.replace(os.sep, "+")).touch()  # under any limit of a test on the size of files
-            frame = frame and frame.f_back
-
-    ColabUtilsError.__init__ = make_and_record
 
 
 @dataclass(frozen=True)
