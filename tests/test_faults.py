@@ -17,7 +17,7 @@ import pytest
 from colab_utils.__main__ import main
 from colab_utils.drive import DriveProfile
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards import format as lock
+from colab_utils.shards import lock
 from colab_utils.shards.write import write_shards
 from colab_utils.training import train as loop
 from tests.drive_mount import DriveMount, mount_or_skip
@@ -316,7 +316,7 @@ def test_a_writer_on_another_machine_is_left_alone_until_it_is_silent(world, mon
 def test_a_killed_writer_is_no_writer(world):
     folder = world.backing / "new"
     script = (
-        "import os, signal\nfrom pathlib import Path\nfrom colab_utils.shards.format import hold_folder\n"
+        "import os, signal\nfrom pathlib import Path\nfrom colab_utils.shards.lock import hold_folder\n"
         f"with hold_folder(Path({str(folder)!r})):\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL

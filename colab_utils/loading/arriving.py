@@ -17,13 +17,23 @@ from typing import Any
 import numpy as np
 import psutil
 
-from colab_utils.drive import DriveLostError, DriveProfile, Retries, get_profile, guard_drive, is_on_drive, read_file
+from colab_utils.drive import (
+    DriveLostError,
+    DriveProfile,
+    Retries,
+    explain_write,
+    get_profile,
+    guard_drive,
+    is_on_drive,
+    read_file,
+)
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
 from colab_utils.runtime import format_bytes, write_file
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
-from colab_utils.shards.format import ShardIndex, explain_write, hash_bytes, read_index, remove_leftovers, write_index
+from colab_utils.shards.format import ShardIndex, hash_bytes, read_index, write_index
+from colab_utils.shards.lock import remove_leftovers
 
 STATUS_NAME = "arriving.json"  # in the target: marks the folder, and tells all processes what has arrived
 _READERS = 32  # of the tables, which lie at the start of a small file beside each shard

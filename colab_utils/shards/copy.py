@@ -16,15 +16,14 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, name_temporary, pop_done, require_space, show_progress
 from colab_utils.shards.format import (
     INDEX_NAME,
-    WRITER_NAME,
     ShardIndex,
     ShardInfo,
     has_size,
     hash_file,
     read_index,
-    remove_leftovers,
     write_index,
 )
+from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
 
 COPY_STREAMS = 4  # files at the same time
 PIECE_BYTES = 1 << 20  # of a file, between two looks at whether to stop

@@ -1,37 +1,26 @@
-"""The folder of shards: its index, the members of its tars, checksums, and the lock of its one writer."""
+"""The folder of shards: its index, the members of its tars, and checksums."""
 
 import json
-import math
-import os
 import re
 import tarfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from functools import partial
-from multiprocessing.util import register_after_fork
 from pathlib import Path
-from tempfile import gettempdir
-from time import time
 from typing import Any
 
-import psutil
 import xxhash
 
-from colab_utils.drive import DriveFile, Retries, explain_write, open_file, read_file
+from colab_utils.drive import DriveFile, Retries, read_file
 from colab_utils.errors import ColabUtilsError
-from colab_utils.runtime import hash_bytes, require_linux, write_file
+from colab_utils.runtime import hash_bytes, write_file
 
 FORMAT_NAME = "colab_utils shards"
 FORMAT_VERSION = 2
-INDEX_NAME, WRITER_NAME = "index.json", "writer.txt"
+INDEX_NAME = "index.json"
 _MOST_INDEX_BYTES = 1 << 25  # of 80,000 shards
 _PIECE_BYTES = 1 << 20  # of a file that is hashed
 
 _TAR_NAME = re.compile(r"shard-[0-9]{6,12}\.tar")
-_PART = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt)\.(\d{1,9})(?:-\d+)?\.part")
-_TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
 
 @dataclass(frozen=True)
@@ -228,101 +217,3 @@ def hash_file(path: str | Path) -> tuple[int, str]:
             state.update(piece)
             offset += len(piece)
     return offset, state.hexdigest()
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
-    for path in folder.glob(".*.part"):
-        if (match := _PART.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def hold_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder``: no other process writes into it while the block runs. The folder is made if need be.
-
-    What killed writers left half-written goes before the block, and what the block leaves so, after it.
-
-    On this machine the lock is the system's, on a file in the folder for temporary files: it ends with its process.
-    Other machines see the file ``writer.txt``, which its writer touches every 30 seconds; when it has not for 100
-    seconds, its session has ended. (Drive shows another machine's files with a delay, so two machines that start within
-    seconds of each other can both get in.)
-
-    Raises:
-        ColabUtilsError: if another process writes there, or the folder cannot be written to.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with hold_folder(folder), hold_folder(folder):
-        ...     pass
-        Traceback (most recent call last):
-        colab_utils.errors.ColabUtilsError: expected no other writer in ..., found one ...
-    """
-    require_linux("lock a folder")
-    path, made, done, retries = folder / WRITER_NAME, not folder.exists(), threading.Event(), Retries()
-    call = explain_write(folder)
-
-    def begin() -> None:
-        write_file(path, f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}\n{os.getpid()}\n".encode())
-        remove_leftovers(folder)
-
-    def touch() -> None:
-        while not done.wait(_TOUCH_S):
-            with suppress(OSError):  # the work itself meets the error too
-                os.utime(path)
-
-    retries.run(partial(call(folder.mkdir), parents=True, exist_ok=True))
-    with _lock_here(folder) as is_free:
-        retries.run(partial(call(_refuse_writer), path, is_locked=not is_free))
-        try:
-            retries.run(call(begin))
-            threading.Thread(target=touch, name="writer", daemon=True).start()
-            yield
-        finally:
-            done.set()
-            with suppress(OSError):
-                remove_leftovers(folder)
-                path.unlink(missing_ok=True)
-                if made:
-                    folder.rmdir()  # if it stayed empty
-
-
-@contextmanager
-def _lock_here(folder: Path) -> Iterator[bool]:
-    """The lock of a folder among the processes of this machine; gives whether it was to be had."""
-    import fcntl
-
-    place = hash_bytes(os.fsencode(os.path.realpath(folder)))
-    with open(Path(gettempdir(), f"colab_utils-{os.getuid()}-{place}.lock"), "ab") as file:
-        register_after_fork(file, type(file).close)  # or the workers of a killed process would go on holding it
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-
-
-def _refuse_writer(path: Path, *, is_locked: bool) -> None:
-    """Refuse a folder that somebody writes into: a process on this machine where ``is_locked``, else one elsewhere.
-
-    Raises:
-        ColabUtilsError: if there is a writer, which it names.
-    """
-    writer, host, pid, silent_s = "", "", "", math.inf
-    with suppress(FileNotFoundError), open_file(path) as file:
-        writer, host, pid, *_ = (file.read(200).decode(errors="replace") + "\n\n").split("\n")
-        silent_s = time() - os.fstat(file.fileno()).st_mtime
-    # the lock is found by the folder's path; the same folder may be mounted at two of them
-    is_alive = host != _find_host() or (pid.isdecimal() and psutil.pid_exists(int(pid[:9])))
-    if is_locked or (silent_s < _SILENT_S and is_alive):
-        raise ColabUtilsError(
-            f"expected no other writer in {path.parent}, found one at work there ({writer!r}). Let it end, or stop it "
-            f"and run the same: it continues. (On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
-        )
-
-
-def _find_host() -> str:
-    """This machine since it was started, and this user: Colab gives many machines one name."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.getuid()}"

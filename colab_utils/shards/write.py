@@ -22,17 +22,16 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
 from colab_utils.shards.format import (
     INDEX_NAME,
-    WRITER_NAME,
     ShardIndex,
     SkippedImage,
     has_size,
     hash_bytes,
-    hold_folder,
     parse_fields,
     parse_recipe,
     read_index,
     write_index,
 )
+from colab_utils.shards.lock import WRITER_NAME, hold_folder
 from colab_utils.shards.records import ArraysBuilder, Storage, describe_shard, dump_arrays, read_image, try_sample
 
 READ_STREAMS = 4  # files that a process reads at the same time

@@ -24,13 +24,13 @@ from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import (
     INDEX_NAME,
-    WRITER_NAME,
     ShardIndex,
     ShardInfo,
     hash_file,
     read_index,
     write_index,
 )
+from colab_utils.shards.lock import WRITER_NAME
 from tests.sealed import seal_index
 
 RECIPE = {"storage": "keep", "min_size": 800, "max_size": 1333, "shard_mb": 1, "images_per_shard": 2}

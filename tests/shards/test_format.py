@@ -3,32 +3,23 @@ from __future__ import annotations
 import errno
 import io
 import json
-import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from dataclasses import replace
 from functools import reduce
 
 import pytest
 
-from colab_utils.drive import DriveLostError
+from colab_utils.drive import DriveLostError, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
-from colab_utils.shards import format as module
 from colab_utils.shards.format import (
     ShardIndex,
     ShardInfo,
     SkippedImage,
-    explain_write,
     hash_bytes,
     hash_file,
-    hold_folder,
     read_index,
-    remove_leftovers,
     split_member,
     write_index,
 )
@@ -226,24 +217,6 @@ def test_errors_of_writing_in_words(tmp_path, number, kind, found):
         raise OSError(number, os.strerror(number))
 
 
-def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", "pass"])
-    process.wait()
-    dead, alive = process.pid, os.getppid()
-    gone = [f".shard-000001.tar.{dead}.part", f".index.json.{dead}.part"]
-    kept = [
-        f".shard-000001.arrays.{alive}.part",
-        f".my-notes.{dead}.part",
-        f"shard-000001.tar.{dead}.part",
-        "shard-000001.tar",
-        ".shard-000001.tar.part",
-    ]
-    for name in gone + kept:
-        (tmp_path / name).touch()
-    remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
-
-
 def test_members_make_a_plain_tar():
     data = [("a.jpg", b"x" * 700), ("a.json", b"{}")]
     blob = b"".join(part for member in data for part in split_member(*member)) + bytes(1024)
@@ -255,111 +228,3 @@ def test_members_make_a_plain_tar():
 def test_checksums_of_bytes_and_files_agree(tmp_path):
     (tmp_path / "a").write_bytes(b"abc" * 100_000)  # more than is read at once
     assert hash_file(tmp_path / "a") == (300_000, hash_bytes(b"abc" * 100_000))
-
-
-# the lock of a folder's one writer
-
-
-def write_lock(folder, name="here", host=None):
-    """The lock of a process that ended on this machine, or is on another one."""
-    folder.mkdir(exist_ok=True)
-    (folder / "writer.txt").write_text(f"process 1 on {name}\n{host or module._find_host()}")
-
-
-def contend(barrier, folder, rounds, results):
-    """Ask for the lock at the same moment as other processes, and keep it until all have asked, round after round."""
-    for n in range(rounds):
-        barrier.wait(60)
-        try:
-            with hold_folder(folder / str(n)):
-                barrier.wait(60)
-                results.put((n, ""))
-        except ColabUtilsError as error:
-            barrier.wait(60)
-            results.put((n, str(error)))
-
-
-@pytest.mark.parametrize("dead", [False, True])  # the lock of a killed process is there
-def test_one_of_several_processes_gets_the_lock(tmp_path, dead):
-    rounds, count, context = 60, 3, multiprocessing.get_context("fork")
-    for n in range(rounds) if dead else ():
-        write_lock(tmp_path / str(n))
-    barrier, results = context.Barrier(count), context.Queue()
-    processes = [context.Process(target=contend, args=(barrier, tmp_path, rounds, results)) for _ in range(count)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=60) for _ in range(count * rounds)]
-    for process in processes:
-        process.join()
-    for n in range(rounds):
-        refused = [error for number, error in found if number == n and error]
-        assert len(refused) == count - 1
-        assert all("found one at work there (" in error and "\n" not in error for error in refused)
-        assert not (tmp_path / str(n) / "writer.txt").exists()
-
-
-def test_the_lock_of_another_machine_counts_for_a_while(tmp_path):
-    write_lock(tmp_path, "colab-2", "boot 0")
-    with (
-        pytest.raises(ColabUtilsError, match=r"found one at work there \('process 1 on colab-2'\)"),
-        hold_folder(tmp_path),
-    ):
-        pass
-    assert (tmp_path / "writer.txt").exists()
-    os.utime(tmp_path / "writer.txt", (time.time() - 101,) * 2)  # it gives no sign of life any more
-    with hold_folder(tmp_path):
-        assert os.uname().nodename in (tmp_path / "writer.txt").read_text()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_writer_gives_signs_of_life(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_TOUCH_S", 0.01)
-    with hold_folder(tmp_path):
-        os.utime(tmp_path / "writer.txt", (0, 0))
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "writer.txt").stat().st_mtime:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 2000, b"\x1b[31m\n" * 9])
-def test_a_lock_without_content_is_somebodys(tmp_path, content):
-    (tmp_path / "writer.txt").write_bytes(content)
-    with pytest.raises(ColabUtilsError, match="found one at work there") as error, hold_folder(tmp_path):
-        pass
-    assert str(error.value).isprintable()
-    assert len(str(error.value)) < 900
-    os.utime(tmp_path / "writer.txt", (0, 0))
-    with hold_folder(tmp_path):
-        pass
-
-
-def test_a_lock_that_is_no_file(tmp_path):
-    os.mkfifo(tmp_path / "writer.txt")
-    with pytest.raises(ColabUtilsError, match="found a device or a pipe"), hold_folder(tmp_path):
-        pass
-    (tmp_path / "writer.txt").unlink()
-    (tmp_path / "mine").write_text("mine")
-    for target in ("nowhere", "mine"):  # nothing is written where a link leads
-        (tmp_path / "writer.txt").symlink_to(target)
-        os.utime(tmp_path / "mine", (0, 0))
-        with hold_folder(tmp_path):
-            assert not (tmp_path / "writer.txt").is_symlink()
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "mine")]
-
-
-def test_a_process_of_a_killed_writer_does_not_hold_its_lock(tmp_path):
-    """As the workers of a preprocess do, until they notice."""
-    script = (
-        "import multiprocessing, os, signal, sys, time\nfrom pathlib import Path\n"
-        "from colab_utils.shards.format import hold_folder\n"
-        "with hold_folder(Path(sys.argv[1])):\n"
-        "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
-        "    worker.start()\n    print(worker.pid, flush=True)\n    time.sleep(1)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        worker = int(process.stdout.readline())
-        assert process.wait() == -signal.SIGKILL
-        with hold_folder(tmp_path):
-            os.kill(worker, signal.SIGKILL)

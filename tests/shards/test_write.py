@@ -33,7 +33,8 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.shards import records as image_module
 from colab_utils.shards import write
 from colab_utils.shards.copy import copy_shards, verify_shards
-from colab_utils.shards.format import hold_folder, read_index, write_index
+from colab_utils.shards.format import read_index, write_index
+from colab_utils.shards.lock import hold_folder
 from colab_utils.shards.write import find_recipe, plan_shards, write_shards
 
 SHARD_MB = 0.03  # a few images of the tiny dataset
