@@ -267,11 +267,12 @@ def test_a_shard_that_another_machine_wrote_and_that_does_not_show_yet(world, co
 
 
 def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
-    """The mount dies between two steps: the steps go on, the checkpoints wait, and are sent."""
-    lost = []
+    """The mount dies between two steps: the steps go on, the checkpoints wait, and are sent by the next command."""
+    lost, log = [], []
 
     def train(*arguments, **options):
         def look(line):
+            log.append(str(line))
             if getattr(line, "step", 0) == 1 and not lost:
                 lost.append(world.mount.fail(lost=True))
 
@@ -281,13 +282,17 @@ def test_training_goes_on_from_the_ssd_when_drive_is_lost(world):
     assert world.run("copy")[0] == 0
     loop.train = train
     try:
-        status, shown, result = world.run("train")
+        status, shown, _ = world.run("train")
     finally:
         loop.train = loop_train
     assert lost
-    assert status == 0, shown
-    assert result["steps"] == STEPS
+    assert status == 2, shown
+    assert f"step {STEPS}/{STEPS}" in log[-1]
     assert "note: Drive does not answer: checkpoint checkpoint-00000002.pt waits in" in shown
+    errors = [line for line in shown.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, shown
+    assert f"checkpoint-{STEPS:08}.pt is not in {world.drive / 'run'}, and lies in " in errors[0]
+    assert f"drive.mount('{world.mount.folder}', force_remount=True), then run" in errors[0]
     world.mount.fail()
     assert not (world.backing / "run" / f"checkpoint-{STEPS:08}.pt").exists()
     run_complete(world, "resume")

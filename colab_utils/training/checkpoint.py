@@ -10,18 +10,19 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, open_file
+from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive, open_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.runtime import write_file
+from colab_utils.runtime import COLAB_ROOT, write_file
 from colab_utils.shards.format import hash_bytes
 
 Which = Literal["newest", "best"]
@@ -85,11 +86,19 @@ class CheckpointFolder:
                 target.mkdir(exist_ok=True)
                 shutil.move(path, target / path.name)
 
-    def save(self, state: Mapping[str, Any], *, step: int, which: Which = "newest", patiently: bool = False) -> Path:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        which: Which = "newest",
+        is_last: bool = False,
+    ) -> Path:
         """Write one checkpoint; then the oldest of three goes, or the one that was best before.
 
-        Where Drive does not answer, the checkpoint waits on this machine, with a warning; ``patiently`` tries Drive
-        again for 81 seconds first, for the last one of a run.
+        Where Drive does not answer, the checkpoint waits on this machine, with a warning:
+        `send_waiting` sends it, or the next one that Drive takes replaces it. Of the last one of a
+        run the warning does not say that training goes on.
 
         Raises:
             ColabUtilsError: The disk is full or the folder cannot be written; older checkpoints stay as they are.
@@ -101,13 +110,44 @@ class CheckpointFolder:
         content[-2:] = len(_make_seal(b"")).to_bytes(2, "little")  # a zip ends with the length of its comment
         parts = content, _make_seal(content)
         try:
-            self._write(path, which, *parts, patiently=patiently)
+            self._write(path, which, *parts)
         except DriveLostError:
             path = self.waiting / path.name
             self._write(path, which, *parts)
-            cure = "run the same command on this machine when Drive is back" if patiently else "training goes on"
-            text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does; {cure}"
-            warnings.warn(text, ColabUtilsWarning, stacklevel=2)
+            outlook = "Drive is tried again now" if is_last else "training goes on"
+            text = f"Drive does not answer: checkpoint {path.name} waits in {self.waiting} until it does"
+            warnings.warn(f"{text}; {outlook}", ColabUtilsWarning, stacklevel=2)
+        return path
+
+    def send_waiting(self) -> None:
+        """Send to the run's folder what waits on this machine; try for 81 seconds where Drive fails.
+
+        Raises:
+            DriveLostError: Drive did not take it. The message says where it lies, and what to do.
+            ColabUtilsError: The folder cannot be written, or a waiting file is damaged.
+        """
+        for which in get_args(Which):
+            waiting = _list_files(self.waiting, which)
+            if waiting:
+                # Once the newest has arrived, the older ones that wait go.
+                self._send(waiting[-1], which, _read_sealed(waiting[-1]))
+
+    def _send(self, waiting: Path, which: Which, content: bytes | None) -> Path:
+        """Write a checkpoint that waits into the run's folder, and return its path there."""
+        if content is None:
+            cure = "Move it away, and run the same command again: the one before it is taken."
+            raise ColabUtilsError(f"{waiting} is torn (cut short or damaged). {cure}")
+        path = self.run / waiting.name
+        try:
+            self._write(path, which, content, patiently=True)
+        except DriveLostError as error:
+            mount = find_mount(self.run) or COLAB_ROOT / "drive"
+            raise DriveLostError(
+                f"Drive does not answer: checkpoint {path.name} is not in {self.run}, and lies in "
+                f"{self.waiting} of this machine alone. Remount Drive with drive.mount('{mount}', "
+                "force_remount=True), then run the same command on this machine, which sends it; or "
+                "keep a copy of that folder elsewhere."
+            ) from error
         return path
 
     def read(self, which: Which = "newest", *, repair: bool = False) -> dict[str, Any] | None:
@@ -125,8 +165,7 @@ class CheckpointFolder:
             if content:
                 state = _load(path, content)
                 if repair and path.parent == self.waiting:
-                    path = self.run / path.name
-                    self._write(path, which, content, patiently=True)
+                    path = self._send(path, which, content)
                 return {**state, "path": str(path)}
             text = f"{path} is torn (cut short or damaged): the one before it is taken"
             if repair:
@@ -194,10 +233,11 @@ class CheckpointWriter:
             return step % self._every_steps == 0
         return perf_counter() - self._saved_s >= _PAUSES_S[epoch_ended]
 
-    def submit(self, state: Mapping[str, Any], *, step: int, patiently: bool = False) -> None:
+    def submit(self, state: Mapping[str, Any], *, step: int, is_last: bool = False) -> None:
         """Copy a state to this machine's memory, and write it in the thread."""
         self.finish()
-        self._job = self._thread.submit(self._folder.save, copy_to_cpu(dict(state)), step=step, patiently=patiently)
+        save = partial(self._folder.save, step=step, is_last=is_last)
+        self._job = self._thread.submit(save, copy_to_cpu(dict(state)))
         self._saved_s = perf_counter()
 
     def finish(self) -> None:

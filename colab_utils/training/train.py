@@ -49,7 +49,8 @@ def train(
 
     Args:
         shards: Folder of shards; images without objects are left out, as in torchvision's references.
-        run: Folder for the checkpoints; while Drive does not answer they wait on this machine's disk.
+        run: Folder for the checkpoints; while Drive does not answer they wait on this machine's disk, and are
+            sent at the end of the run at the latest.
         local: Folder on the SSD, where ``shards`` lie on Drive: they are copied there during training, which begins
             with the first one that has arrived.
         limit_gb: The most that they may take in ``local``, in GB, where the disk is smaller than all of them.
@@ -82,6 +83,8 @@ def train(
 
     Raises:
         DriveLostError: Drive went away, and did not come back before its shards were needed; what was done is saved.
+            Or the run has ended, and Drive does not take its last checkpoint: the message says where
+            it lies.
         ColabUtilsError: Bad arguments, no image with objects, a checkpoint of another dataset or model, a
             full disk, a batch too large for the GPU, or a loss that is not a number.
         KeyboardInterrupt: After the step in progress is finished and saved.

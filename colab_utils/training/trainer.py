@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
@@ -58,6 +59,7 @@ class Trainer:
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, when the step in progress is finished and saved.
+            DriveLostError: The run has ended, and Drive does not take its last checkpoint or its best one.
         """
         if log:
             log(self.plan)
@@ -71,15 +73,19 @@ class Trainer:
                 epoch_ended = self.loader.left == len(self.loader)
                 if self.done % _LOG_STEPS == 0 or self.done in (self.plan.first_step + 1, self.plan.steps):
                     self._log(log)
-                if self.writer.is_due(self.done, epoch_ended=epoch_ended):
+                is_due = self.writer.is_due(self.done, epoch_ended=epoch_ended)
+                # The last step's checkpoint is written below, and is waited for.
+                if is_due and self.done < self.plan.steps:
                     self.save()
                 self._stop_if_asked()
                 if epoch_ended and self.done < self.plan.steps:
                     self.clock.stop()
                     self._evaluate()
-            self.save(is_last=True)
+            self._save_last()
             self._stop_if_asked()
             self._evaluate()
+        if self.ranks.is_first:
+            self.folder.send_waiting()
         self._measured = 0, 0.0, 0.0
         losses = tuple(LossPoint(number, loss) for number, loss in enumerate(self.losses, 1))
         return TrainReport(self.done, losses, *self._measure(), str(self.folder.newest), self.ap, self.plan, self.best)
@@ -154,15 +160,13 @@ class Trainer:
             if self.ap and (self.best is None or self.ap.segm > self.best.segm):
                 facts = {"ap": asdict(self.ap), "validation": self.validation.fingerprint}
                 state = {**self._facts, "model": copy_to_cpu(model.state_dict()), **facts}
-                self.folder.save(state, step=self.done, which="best")
+                is_last = self.done >= self.plan.steps
+                self.folder.save(state, step=self.done, which="best", is_last=is_last)
                 self.best = self.ap
         self.ap, self.best = self.ranks.send((self.ap, self.best))
 
     def save(self, *, is_last: bool = False) -> None:
-        """Write the state as a checkpoint in a thread, if any step was done since the last one.
-
-        The last one of a run is waited for, and written patiently, see `CheckpointFolder.save`.
-        """
+        """Write the state as a checkpoint in a thread, if any step was done since the last one."""
         if self.done != self._saved_step:
             self._fetch_losses()  # a loss that is not a number must not be saved as progress
             if self.ranks.is_first:
@@ -175,10 +179,26 @@ class Trainer:
                     "loader": self._position,
                     "losses": torch.tensor(self.losses, dtype=torch.float64),
                 }
-                self.writer.submit(state, step=self.done, patiently=is_last)
+                self.writer.submit(state, step=self.done, is_last=is_last)
             self._saved_step = self.done
-        if is_last:
+
+    def _save_last(self) -> None:
+        """Save the state that training ends with, and send what waits on this machine, patiently.
+
+        Where Drive does not take it, a warning says where it lies: what comes next is an
+        evaluation, or the error that ended training, and neither must get lost.
+        """
+        try:
+            # A step that was applied in part is no state to save.
+            if not self.step.is_applying:
+                self.save(is_last=True)
+        finally:
             self.writer.finish()
+            if self.ranks.is_first:
+                try:
+                    self.folder.send_waiting()
+                except DriveLostError as error:
+                    warnings.warn(str(error), ColabUtilsWarning, stacklevel=2)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
@@ -231,8 +251,8 @@ class Trainer:
         try:
             yield
         except BaseException:
-            if not self.step.is_applying:  # whatever it is: the state is that of the step before
-                self.save(is_last=True)
+            # Whatever it is: the state is that of the step before.
+            self._save_last()
             raise
         finally:
             if signal.getsignal(signal.SIGINT) is note:

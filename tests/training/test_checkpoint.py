@@ -141,12 +141,46 @@ def test_the_next_checkpoint_that_drive_takes_replaces_those_that_wait(mount, mo
     monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
     folder = CheckpointFolder(mount.folder / "run")
     mount.fail(lost=True)
-    with pytest.warns(ColabUtilsWarning, match="run the same command on this machine when Drive is back"):
-        folder.save(make_state(), step=20, patiently=True)
+    with pytest.warns(ColabUtilsWarning, match="Drive is tried again now$"):
+        folder.save(make_state(), step=20, is_last=True)
     mount.fail()
     assert folder.save(make_state(), step=30) == folder.newest
     assert list_names(folder.run) == ["checkpoint-00000030.pt"]
     assert list_names(folder.waiting) == []
+
+
+def test_what_waits_is_sent_when_it_is_asked_for(mount, monkeypatch):
+    monkeypatch.setattr("colab_utils.drive.RETRY_WAITS_S", (0.01,))
+    folder = CheckpointFolder(mount.folder / "run")
+    folder.send_waiting()
+    assert not folder.run.exists()
+    mount.fail(lost=True)
+    for step in (20, 30):
+        with pytest.warns(ColabUtilsWarning, match="training goes on"):
+            folder.save(make_state(step), step=step)
+    with pytest.warns(ColabUtilsWarning, match="waits"):
+        folder.save(make_state(5), step=5, which="best")
+    with pytest.raises(
+        DriveLostError, match=rf"00030\.pt is not in {folder.run}, and lies in {folder.waiting}"
+    ) as error:
+        folder.send_waiting()
+    cure = f"drive.mount('{mount.folder}', force_remount=True), then run the same command"
+    assert cure in str(error.value)
+    assert len(list_names(folder.waiting)) == 3
+    mount.fail()
+    folder.send_waiting()
+    assert list_names(folder.run) == ["best-00000005.pt", "checkpoint-00000030.pt"]
+    assert list_names(folder.waiting) == []
+    assert folder.read()["losses"] == [1.5, 30]
+
+
+def test_a_damaged_file_that_waits_is_not_sent(tmp_path):
+    folder = CheckpointFolder(tmp_path / "run")
+    path = CheckpointFolder(folder.waiting).save(make_state(), step=30)
+    os.truncate(path, 500)
+    with pytest.raises(ColabUtilsError, match=r"00030\.pt is torn .* Move it away"):
+        folder.send_waiting()
+    assert not folder.run.exists()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN], ids=["a broken disk", "a lost Drive"])

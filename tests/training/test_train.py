@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import multiprocessing
 import os
@@ -253,6 +254,121 @@ def test_light_model_on_a_cpu_is_small(tiny_shards, tmp_path, options, sizes):
         train(tiny_shards, tmp_path, weights=None, device="cpu", workers=0, log=stop, **options)
     assert (plans[0].min_size, plans[0].max_size) == sizes
     assert (plans[0].batch_size, plans[0].learning_rate) == (2, 0.001)
+
+
+class Refusal:
+    """Drive refuses files of a run's folder: how many times, by their names; None for always."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, int | None] = {}
+        self._write = checkpoints.write_file
+
+    def write(self, path, *parts):
+        left = self.times.get(path.name, 0)
+        is_waiting = path.parent.parent.name == "colab_utils-checkpoints"
+        if is_waiting or left == 0:
+            return self._write(path, *parts)
+        if left is not None:
+            self.times[path.name] = left - 1
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+
+@pytest.fixture
+def refusal(monkeypatch) -> Refusal:
+    refusal = Refusal()
+    monkeypatch.setattr(checkpoints, "write_file", refusal.write)
+    return refusal
+
+
+NEWEST, BEST = "checkpoint-00000003.pt", "best-00000003.pt"
+LAST = pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (NEWEST, {}),  # one was not due
+        (NEWEST, {"checkpoint_steps": 3}),  # one was due, at the last step
+        (NEWEST, {"checkpoint_steps": 1}),
+        (BEST, {"checkpoint_steps": 3}),
+    ],
+)
+
+
+@pytest.mark.filterwarnings("ignore:Drive does not answer")
+@LAST
+def test_what_a_run_ends_with_is_sent_patiently(tiny_shards, tmp_path, refusal, name, options):
+    refusal.times[name] = 3
+    settings = {"steps": 3, "val_shards": tiny_shards, **options, **TINY}
+    report = train(tiny_shards, tmp_path / "run", **settings)
+    assert {NEWEST, BEST} <= set(list_names(tmp_path / "run"))
+    assert report.checkpoint == str(tmp_path / "run" / NEWEST)
+    assert refusal.times[name] == 0
+
+
+@pytest.mark.filterwarnings("ignore:Drive does not answer")
+@LAST
+def test_a_run_whose_last_file_lies_here_alone_is_no_success(tiny_shards, tmp_path, refusal, name, options):
+    folder = CheckpointFolder(tmp_path / "run")
+    refusal.times[name] = None
+    lies = rf"{name} is not in {folder.run}, and lies in {folder.waiting}"
+    with pytest.raises(DriveLostError, match=lies):
+        train(tiny_shards, folder.run, steps=3, val_shards=tiny_shards, **options, **TINY)
+    assert list_names(folder.waiting) == [name]
+    assert name not in list_names(folder.run)
+    refusal.times.clear()
+    report = train(tiny_shards, folder.run, steps=3, **TINY)  # it is finished, also without validation
+    assert report.plan.first_step == 3
+    assert {NEWEST, BEST} <= set(list_names(folder.run))
+    assert list_names(folder.waiting) == []
+
+
+def test_training_goes_on_where_that_is_said(tiny_shards, tmp_path, refusal):
+    refusal.times = {"checkpoint-00000001.pt": 1, "checkpoint-00000002.pt": 1, NEWEST: 1, BEST: 1}
+    with pytest.warns(ColabUtilsWarning) as caught:
+        train(tiny_shards, tmp_path, steps=3, checkpoint_steps=1, val_shards=tiny_shards, **TINY)
+    texts = [str(warning.message) for warning in caught]
+    goes_on = [text for text in texts if "training goes on" in text]
+    assert goes_on
+    assert not any(name in text for text in goes_on for name in (NEWEST, BEST))
+    tried = [text for text in texts if text.endswith("Drive is tried again now")]
+    assert len(tried) == 2
+    assert len(texts) == len(goes_on) + len(tried)
+
+
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, DriveLostError])
+@pytest.mark.parametrize("times", [3, None])
+def test_what_ends_a_run_is_raised_and_what_waits_is_sent(tiny_shards, tmp_path, refusal, error, times):
+    folder, name = CheckpointFolder(tmp_path / "run"), "checkpoint-00000002.pt"
+    refusal.times[name] = times
+
+    def stop(line):
+        if getattr(line, "step", 0) == 2:
+            raise error("the reason")
+
+    with (
+        pytest.warns(ColabUtilsWarning, match="Drive does not answer") as caught,
+        pytest.raises(error, match="the reason"),
+    ):
+        train(tiny_shards, folder.run, steps=3, log=stop, **TINY)
+    assert list_names(folder.waiting if times is None else folder.run) == [name]
+    named = [warning for warning in caught if f"is not in {folder.run}" in str(warning.message)]
+    assert len(named) == (1 if times is None else 0)
+
+
+def test_what_waits_is_sent_where_the_state_itself_is_not_saved(tiny_shards, tmp_path, refusal, monkeypatch):
+    """The weights have moved in part; the checkpoint of the step before waits."""
+    refusal.times["checkpoint-00000001.pt"] = 1
+    real, calls = TrainingStep.apply_gradients, []
+
+    def fail_second(self):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(self)
+
+    monkeypatch.setattr(TrainingStep, "apply_gradients", fail_second)
+    with pytest.warns(ColabUtilsWarning, match="waits"), pytest.raises(KeyboardInterrupt):
+        train(tiny_shards, tmp_path, steps=3, checkpoint_steps=1, **TINY)
+    assert list_names(tmp_path) == ["checkpoint-00000001.pt"]
 
 
 def test_finished_run_has_nothing_left_to_do(undisturbed, tiny_shards):
