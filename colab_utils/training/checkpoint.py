@@ -310,6 +310,19 @@ def explain_state(state: Mapping[str, Any] | None) -> Iterator[None]:
         raise _refuse(Path(state["path"])) from error
 
 
+def choose_weights(state: Mapping[str, Any]) -> Any:
+    """Return the weights of a checkpoint: the averaged ones where an earlier version stored them.
+
+    Example:
+        >>> choose_weights({"model": {"weight": 1}, "ema": {"weight": 2}})
+        {'weight': 2}
+    """
+    averaged = state.get("ema")
+    if averaged is None:
+        return state["model"]
+    return averaged
+
+
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], path: str) -> None:
     """Load the weights of the checkpoint at ``path`` into a model.
 

@@ -29,7 +29,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import is_watched
-from colab_utils.training.checkpoint import CheckpointFolder, explain_state, load_weights
+from colab_utils.training.checkpoint import CheckpointFolder, choose_weights, explain_state, load_weights
 
 Norms = Literal["frozen", "trained"]
 """What training does with the batch norms of pretrained weights."""
@@ -139,8 +139,8 @@ def _freeze_norms(model: nn.Module) -> None:
 def load_trained_model(run: str | Path, *, which: Literal["best", "newest"] = "newest") -> MaskRCNN:
     """Load the model of a run's newest checkpoint, on the CPU, in evaluation mode; no file is changed.
 
-    The averaged weights are taken where the run has them. The model has ``class_names`` (label to name) and
-    ``category_ids`` (label to COCO category id) of the data that it was trained on.
+    The averaged weights are taken where an earlier version stored them. The model has ``class_names``
+    (label to name) and ``category_ids`` (label to COCO category id) of the data that it was trained on.
 
     Args:
         run: Folder of the run.
@@ -165,7 +165,7 @@ def _read_model(state: Mapping[str, Any]) -> MaskRCNN:
     """The model of a checkpoint, in training mode."""
     with explain_state(state):
         plan, names = state["plan"], ("num_classes", "min_size", "max_size", "starts_from", "norms")
-        weights, classes, ids = state.get("ema") or state["model"], state["class_names"], state["category_ids"]
+        weights, classes, ids = choose_weights(state), state["class_names"], state["category_ids"]
         sound = all(type(plan[name]) is int and 1 <= plan[name] <= LARGEST_SIDE for name in names[:3])
         sound &= len(weights["roi_heads.box_predictor.cls_score.bias"]) == plan["num_classes"]
         sound &= all(label in range(plan["num_classes"]) and isinstance(name, str) for label, name in classes.items())

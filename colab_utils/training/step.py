@@ -23,7 +23,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, collate_packed
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.runtime import format_bytes
-from colab_utils.training.checkpoint import load_weights
+from colab_utils.training.checkpoint import choose_weights, load_weights
 from colab_utils.training.losses import choose_sizes, compute_losses
 from colab_utils.training.model import GPU_MODEL, LIGHT_MODEL, TINY_MODEL, choose_precision, keep_boxes_exact
 
@@ -176,13 +176,13 @@ class TrainingStep:
         torch.cuda.empty_cache()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take ``model``, ``optimizer`` and ``scaler`` from a checkpoint, of whatever device.
+        """Take the weights, ``optimizer`` and ``scaler`` from a checkpoint, of whatever device.
 
         Raises:
             ColabUtilsError: A weight is not a number.
             LookupError, RuntimeError, TypeError, ValueError: It is the state of something else.
         """
-        load_weights(self.model, state["model"], state["path"])
+        load_weights(self.model, choose_weights(state), state["path"])
         groups = self.optimizer.state_dict()["param_groups"]  # with the settings of this version and device
         if [own["params"] for own in groups] != [saved["params"] for saved in state["optimizer"]["param_groups"]]:
             raise ValueError("an optimizer of other weights")
@@ -258,7 +258,7 @@ def plan_memory(step: TrainingStep, dataset: ShardDataset, rows: list[int], *, b
         tries = [(size, 1) for size in _BATCH_SIZES if size <= max(1, len(heaviest))]
     else:
         tries = [(batch_size, parts) for parts in (1, 2, 4, _MOST_PARTS) if parts <= max(1, batch_size)]
-    # the optimiser's averages and those of the weights come later
+    # The optimiser's averages come later: AdamW keeps two of each weight.
     reserve = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     limit = torch.cuda.mem_get_info(step.device)[0] + torch.cuda.memory_reserved(step.device) - reserve
     buffers = [buffer.clone() for buffer in model.buffers()]

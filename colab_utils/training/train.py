@@ -33,7 +33,7 @@ def train(
     weights: str | Path | None = "coco", batch_size: int | Literal["auto"] = "auto",
     resume: Literal["auto", "never"] = "auto", seed: int = 0, checkpoint_steps: int | None = None,
     learning_rate: float | None = None, min_size: int | None = None, max_size: int | None = None,
-    augment: Augment | Transforms | None = None, norms: models.Norms | None = None, ema: float | None = None,
+    augment: Augment | Transforms | None = None, norms: models.Norms | None = None,
     workers: int | Literal["auto"] = "auto", log: Callable[[TrainingPlan | LogLine], object] | None = None,
     device: str | torch.device | None = None,
 ) -> TrainReport:  # fmt: skip
@@ -76,7 +76,6 @@ def train(
             ``torchvision.transforms.v2`` of (image, target), on the device.
         norms: ``"frozen"``, the default, keeps the statistics of pretrained batch norms; ``"trained"`` trains them. See
             ``build_mask_rcnn``.
-        ema: Average the weights with this decay, say 0.999, and evaluate the average. Default: no average.
         workers: Loading workers, see ``make_loader``. ``"auto"`` is one on a CPU, whose cores the step needs.
         log: Called with the plan, then with a line every ten steps. Default: a progress bar instead.
         device: Default: the GPU if there is one.
@@ -97,7 +96,7 @@ def train(
     transforms = augment if callable(augment) else None
     asked = {
         "model": model, "norms": norms, "min_size": min_size, "max_size": max_size, "learning_rate": learning_rate,
-        "augment": "own" if transforms else augment, "ema": ema,
+        "augment": "own" if transforms else augment,
         "batch_size": None if batch_size == "auto" else batch_size,
     }  # fmt: skip
     more = {"steps": steps, "epochs": epochs, "resume": resume, "seed": seed, "checkpoint_steps": checkpoint_steps}
@@ -139,7 +138,6 @@ def _check_values(**values: Any) -> None:
         "epochs": (lambda value: value >= 1 and values["steps"] is None, "of at least 1, and no steps beside them"),
         "resume": (("auto", "never").__contains__, "as 'auto' or 'never'"),
         "seed": (lambda value: value >= 0, "of 0 or more"),
-        "ema": (lambda value: 0 < value < 1, "between 0 and 1, say 0.999"),
         "learning_rate": (lambda value: 0 < value < float("inf"), "above 0, say 0.005"),
         "augment": ((*augments, "own").__contains__, f"as one of {', '.join(augments)} or transforms of your own"),
         "norms": (get_args(models.Norms).__contains__, "as 'frozen' or 'trained'"),
@@ -193,7 +191,7 @@ def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gp
     """Fill in the settings that nobody asked for: from the run's own plan, else the defaults.
 
     Args:
-        asked: ``model``, ``min_size``, ``max_size``, ``augment``, ``norms``, ``ema``, ``batch_size`` and
+        asked: ``model``, ``min_size``, ``max_size``, ``augment``, ``norms``, ``batch_size`` and
             ``learning_rate``; None where nothing is asked for.
         known: The plan of an earlier session; empty for a new run.
         on_gpu: Whether it is trained on a GPU.

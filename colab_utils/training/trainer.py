@@ -1,6 +1,5 @@
 """The training loop, the state between two steps that a checkpoint holds, and what a run reports."""
 
-import copy
 import math
 import signal
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from colab_utils.drive import DriveLostError
@@ -24,7 +23,7 @@ from colab_utils.loading.clock import LoopClock
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader
 from colab_utils.runtime import format_bytes, show_progress
-from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, copy_to_cpu, explain_state, load_weights
+from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter, copy_to_cpu, explain_state
 from colab_utils.training.evaluate import AveragePrecision, EvaluationProcessError, evaluate
 from colab_utils.training.step import MemoryPlan, TrainingStep, compute_rate
 
@@ -43,7 +42,6 @@ class Trainer:
         self.validation, self.ranks, self.writer = validation, step.ranks, CheckpointWriter(folder, checkpoint_steps)
         names, ids = dict(dataset.class_names), dict(dataset.category_ids)
         self._facts = {"plan": asdict(plan), "class_names": names, "category_ids": ids}  # of each checkpoint
-        self.ema = EMA(step.model, decay=plan.ema) if plan.ema and self.ranks.is_first else None
         self.clock, self._measured = LoopClock(), (0, 0.0, 0.0)
         self.done = self._saved_step = self._logged_step = 0
         self.losses: list[float] = []
@@ -119,8 +117,6 @@ class Trainer:
             raise ColabUtilsError(f"expected boxes that can be trained on from your transforms, {found}") from error
         self.clock.end_step()
         self._pending.append((loss, ids))
-        if self.ema:
-            self.ema.update(self.step.model, steps=self.done)
         self.done += 1
         self._position = self.loader.state_dict()
 
@@ -149,7 +145,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measure the average precision, on the first process, and keep the weights if they are the best so far."""
         if self.validation and self.ranks.is_first:
-            model = self.ema.model if self.ema else self.step.model
+            model = self.step.model
             self._is_evaluating = True
             try:
                 self.ap = replace(evaluate(model, self.validation, device=self.step.device), step=self.done)
@@ -173,7 +169,6 @@ class Trainer:
                 state = {
                     **self._facts,
                     "model": self.step.model.state_dict(),
-                    "ema": self.ema.model.state_dict() if self.ema else None,
                     "optimizer": self.step.optimizer.state_dict(),
                     "scaler": self.step.scaler.state_dict(),
                     "loader": self._position,
@@ -202,8 +197,6 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, whose model, optimiser and place in the order are loaded already."""
-        if self.ema:
-            load_weights(self.ema.model, state["ema"] or state["model"], state["path"])
         losses, self.done = state["losses"], state["step"]
         is_plain = losses.dtype == torch.float64 and losses.is_contiguous()  # not one number repeated
         if not (is_plain and losses.shape == (self.done,) and losses.isfinite().all()):
@@ -266,37 +259,6 @@ class Trainer:
             raise KeyboardInterrupt
 
 
-class EMA:
-    """An exponential moving average of a model's weights; ``model`` holds it, and can be evaluated.
-
-    The decay grows with the steps, ``(1 + steps) / (10 + steps)`` at first, as in TensorFlow's
-    ``ExponentialMovingAverage``: otherwise the first, random weights would stay in it for thousands of steps.
-
-    Args:
-        model: On its device.
-        decay: Between 0 and 1; 0.999 looks back over about 1,000 steps.
-
-    Example:
-        >>> layer = nn.Linear(1, 1)
-        >>> ema = EMA(layer, decay=0.999)
-        >>> _ = nn.init.constant_(layer.bias, 4.0)
-        >>> ema.update(layer, steps=1000)
-        >>> bool(ema.model.bias < layer.bias)
-        True
-    """
-
-    def __init__(self, model: nn.Module, *, decay: float) -> None:
-        self.model, self._decay = copy.deepcopy(model), decay
-
-    @torch.no_grad()
-    def update(self, model: nn.Module, *, steps: int) -> None:
-        """Take in the model's weights; ``steps`` were done before this one."""
-        decay = min(self._decay, (1 + steps) / (10 + steps))
-        torch._foreach_lerp_([*self.model.parameters()], [*model.parameters()], 1 - decay)
-        if buffers := [*model.buffers()]:  # statistics of norms
-            torch._foreach_copy_([*self.model.buffers()], buffers)
-
-
 @dataclass(frozen=True)
 class TrainingPlan:
     """Everything that was decided for a run. ``str()`` gives the line for the log."""
@@ -339,8 +301,6 @@ class TrainingPlan:
     """By name; "own" for transforms of your own."""
     norms: str = "frozen"
     """Whether pretrained batch norms are "frozen" or "trained"."""
-    ema: float | None = None
-    """Decay of the averaged weights."""
     ranks: int = 1
     """Processes that train together."""
     memory: MemoryPlan | None = None

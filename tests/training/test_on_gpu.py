@@ -26,7 +26,6 @@ from colab_utils.training.model import (
 )
 from colab_utils.training.step import TrainingStep
 from colab_utils.training.train import train
-from colab_utils.training.trainer import EMA
 from tests.simulated_gpu import GpuTensor, SimulatedGpu
 from tests.tiny_model import TINY_MODEL
 
@@ -170,7 +169,7 @@ def test_evaluation_waits_no_more_for_many_objects(shards, gpu):
 
 
 def test_a_run_goes_on_there_and_elsewhere(shards, val_shards, tmp_path, gpu):
-    lines, more = [], {"ema": 0.9, "augment": "none"}
+    lines, more = [], {"augment": "none"}
     first = train(shards, tmp_path, steps=2, val_shards=val_shards, log=lines.append, **QUICK, **more)
     assert first.plan.device == "cuda:0"
     assert first.plan.precision in ("float16", "bfloat16")
@@ -233,15 +232,6 @@ def test_memory_that_runs_out_later_halves_the_batch(shards, tmp_path, gpu):
 
 
 @simulated
-def test_averaging_weights_does_not_wait_for_the_gpu(shards, gpu):
-    model = make_model(shards).to("cuda")
-    ema = EMA(model, decay=0.9)
-    gpu.waits.clear()
-    ema.update(model, steps=3)
-    assert not gpu.waits
-
-
-@simulated
 def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(shards, tmp_path, gpu):
     train(shards, tmp_path, steps=1, **(QUICK | {"device": "cpu"}))
     with pytest.warns(ColabUtilsWarning, match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels"):
@@ -292,9 +282,8 @@ def test_steps_in_float16_train(shards, monkeypatch):
 
 
 @real
-def test_a_step_is_waited_for_three_times_and_the_average_never(shards):
+def test_a_step_is_waited_for_three_times(shards):
     step, batch = TrainingStep(make_model(shards), "cuda"), read_batch(shards).to("cuda")
-    ema = EMA(step.model, decay=0.9)
     for _ in range(3):
         step(batch)
     with warnings.catch_warnings(record=True) as found:
@@ -302,8 +291,6 @@ def test_a_step_is_waited_for_three_times_and_the_average_never(shards):
         torch.cuda.set_sync_debug_mode("warn")
         try:
             step(batch)
-            torch.cuda.set_sync_debug_mode("error")
-            ema.update(step.model, steps=3)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = [str(one.message) for one in found if "synchronizing" in str(one.message)]

@@ -15,7 +15,6 @@ from colab_utils.training.step import (
     compute_rate,
     make_optimizer,
 )
-from colab_utils.training.trainer import EMA
 from tests.tiny_model import TINY_MODEL
 
 
@@ -176,23 +175,3 @@ def test_optimiser_leaves_frozen_weights_alone(name: str):
     optimizer = make_optimizer(model, name=name, learning_rate=0.1)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     assert held == {id(parameter) for parameter in model[1].parameters()}
-
-
-def test_averaged_weights_follow_and_lag():
-    model = nn.Linear(1, 1, bias=False)
-    ema, values = EMA(model, decay=0.9), []
-    for step, value in enumerate([1.0] * 30 + [2.0] * 5):
-        nn.init.constant_(model.weight, value)
-        ema.update(model, steps=step)
-        values.append(ema.model.weight.item())
-    assert values[29] == pytest.approx(1.0)
-    assert 1.2 < values[-1] < 2.0
-
-
-def test_averaging_copies_the_statistics_of_batch_norm():
-    model = nn.BatchNorm2d(2)
-    ema = EMA(model, decay=0.9)
-    model(torch.rand(2, 2, 3, 3))
-    ema.update(model, steps=0)
-    assert torch.equal(ema.model.running_mean, model.running_mean)
-    assert ema.model.num_batches_tracked == 1
