@@ -13,12 +13,15 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
+from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import Loader, find_device, make_loader
+from colab_utils.runtime import hash_bytes
 from colab_utils.training import model as models
+from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state
 from colab_utils.training.losses import Augment
 from colab_utils.training.step import Ranks, TrainingStep, choose_rate, join_ranks, make_optimizer, plan_memory
@@ -45,7 +48,8 @@ def train(
     step: what it takes to make it fit is done and reported.
 
     Under ``torchrun`` all processes train one model by ``DistributedDataParallel``: each gets its share of every batch,
-    and the first one evaluates and writes the files.
+    and the first one evaluates and writes the files. Before the first step they compare their data and settings: where
+    these differ, all of them end with one message.
 
     Args:
         shards: Folder of shards; images without objects are left out, as in torchvision's references.
@@ -104,9 +108,15 @@ def train(
     with ExitStack() as stack:
         torch_device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(torch_device))
-        dataset, rows, validation = _open_images(shards, local, limit_gb, val_shards, seed, ranks, stack)
-        folder = CheckpointFolder(run)
-        state = ranks.send(folder.read(repair=True) if resume == "auto" and ranks.is_first else None)
+        folder, state = CheckpointFolder(run), None
+        with share_errors(ranks):
+            dataset, rows, validation = _open_images(shards, local, limit_gb, val_shards, seed, ranks, stack)
+            if resume == "auto" and ranks.is_first:
+                state = folder.read(repair=True)
+        if ranks.count > 1:
+            settings = {**asked, "seed": seed, "steps": steps, "epochs": epochs}
+            require_same(ranks, {**_describe_images(dataset, rows, validation), **settings})
+        state = ranks.send(state)
         with explain_state(state):
             plan = _make_plan(asked, dataset, len(rows), state, device=torch_device, ranks=ranks.count, seed=seed)
         step = _build_step(plan, dataset.class_names, weights, state, ranks)
@@ -185,6 +195,24 @@ def _open_images(
         found = f"found none in {len(dataset)} images. Check the annotations that the shards were made from."
         raise ColabUtilsError(f"expected images with objects in {shards}, {found}")
     return dataset, rows, validation
+
+
+def _describe_images(dataset: ShardDataset, rows: list[int], validation: ShardDataset | None) -> dict[str, Any]:
+    """Return what has to be the same in all processes, so that each takes its share of the same batches."""
+    facts = {
+        "version of colab_utils": __version__,
+        "dataset": dataset.fingerprint,
+        "number of images": len(dataset),
+        "number of images with objects": len(rows),
+        # Copies of as many images may hold others. The sizes decide which images share a batch.
+        "order of the images": hash_bytes(dataset.image_ids.tobytes(), dataset.sizes.tobytes()),
+        "validation dataset": None,
+        "number of validation images": None,
+    }
+    if validation is not None:
+        facts["validation dataset"] = validation.fingerprint
+        facts["number of validation images"] = len(validation)
+    return facts
 
 
 def choose_settings(asked: Mapping[str, Any], known: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -17,12 +18,17 @@ import pytest
 import torch
 from torch import nn
 
+from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
+from colab_utils.shards.copy import copy_shards
+from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.write import write_shards
+from colab_utils.training import train as train_module
 from colab_utils.training import trainer
+from colab_utils.training.agreement import require_same
 from colab_utils.training.step import Ranks, TrainingStep, join_ranks
 from colab_utils.training.train import train
 from tests.loading.test_loader import join_group
@@ -177,6 +183,115 @@ def refuse_to_copy(folder, shards):
 
 def test_several_processes_copy_nothing_while_they_train(shards, tmp_path):
     assert run_ranks(refuse_to_copy, 2, tmp_path / "ranks", tmp_path, shards) == [["ranks"], ["ranks"]]
+
+
+def refuse_to_train(folders, run, options):
+    """The message of this rank, which has its own shards and its own options."""
+    rank = int(os.environ["RANK"])
+    options = dict(options[rank])
+    if "version" in options:
+        train_module.__version__ = options.pop("version")
+    with pytest.raises(ColabUtilsError) as caught:
+        train(folders[rank], run, log=pytest.fail, **{**TINY, "model": TINY_MODEL, **options})
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def many_shards(tmp_path_factory):
+    """Nine images in several shards, in full, and a copy of some of the shards."""
+    folder = tmp_path_factory.mktemp("many")
+    made = make_dataset(folder / "data", n=9, width=96, height=80, objects=(1, 3), workers=1)
+    write_shards(made.images, made.annotations, shards=folder / "full", shard_mb=0.02, workers=1)
+    limit_gb = 0.6 * sum(path.stat().st_size for path in (folder / "full").iterdir()) / 1e9
+    copy_shards(folder / "full", folder / "part", limit_gb=limit_gb)
+    assert 0 < len(ShardDataset(folder / "part")) < len(ShardDataset(folder / "full"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"seed": 7}, "seed (0 on rank 0, 7 on rank 1)"),
+        ({"batch_size": 6}, "batch_size (4 on rank 0, 6 on rank 1)"),
+        ({"steps": 2}, "steps (1 on rank 0, 2 on rank 1)"),
+        ({"min_size": 80}, "min_size (64 on rank 0, 80 on rank 1)"),
+        ({"augment": "none"}, "augment (None on rank 0, none on rank 1)"),
+        ({"version": "9.9"}, f"version of colab_utils ({__version__} on rank 0, 9.9 on rank 1)"),
+    ],
+)
+def test_ranks_with_other_settings_are_refused_in_all_of_them(shards, tmp_path, options, difference):
+    own = [{"batch_size": 4, "steps": 1}, {"batch_size": 4, "steps": 1, **options}]
+    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", own)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"The processes that train together differ in {difference}. ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_a_partial_copy_are_refused_in_all_of_them(many_shards, tmp_path):
+    """Their orders are of other images: the losses would look well until the smaller epoch ends, and then all hang."""
+    folders = [many_shards / "full", many_shards / "full", many_shards / "part"]
+    messages = run_ranks(refuse_to_train, 3, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 3)
+    assert len(set(messages)) == 1
+    left = len(ShardDataset(many_shards / "part"))
+    assert f"number of images (9 on ranks 0 and 1, {left} on rank 2)" in messages[0]
+    assert "complete copies of the same shards" in messages[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_images_of_the_same_number_are_refused(many_shards, tmp_path):
+    """Two hosts may each have copied another part of one dataset."""
+    index = read_index(many_shards / "full")
+    counts = [shard.images for shard in index.shards]
+    folders = []
+    for left_out in (0, counts.index(counts[0], 1)):
+        folder = Path(shutil.copytree(many_shards / "full", tmp_path / f"without-{left_out}"))
+        kept = [shard for number, shard in enumerate(index.shards) if number != left_out]
+        write_index(folder, dataclasses.replace(index, shards=tuple(kept), partial=True))
+        folders.append(folder)
+    first, second = (ShardDataset(folder) for folder in folders)
+    assert len(first) == len(second)
+    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2)
+    assert messages[0] == messages[1]
+    assert "differ in order of the images (" in messages[0]
+
+
+def test_ranks_with_other_datasets_are_refused_in_all_of_them(shards, many_shards, tmp_path):
+    folders, other = [shards, shards], many_shards / "full"
+    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", [shards, other], tmp_path / "run", [{"steps": 1}] * 2)
+    assert messages[0] == messages[1]
+    fingerprints = [ShardDataset(folder).fingerprint for folder in (shards, other)]
+    assert f"differ in dataset ({fingerprints[0]} on rank 0, {fingerprints[1]} on rank 1)" in messages[0]
+    own = [{"steps": 1, "val_shards": shards}, {"steps": 1, "val_shards": other}]
+    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", own)
+    assert messages[0] == messages[1]
+    assert f"differ in validation dataset ({fingerprints[0]} on rank 0, {fingerprints[1]} on rank 1)" in messages[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_do_not_wait_for_one_that_cannot_open_its_shards(shards, tmp_path, rank):
+    folders = [shards, shards]
+    folders[rank] = tmp_path / "none"
+    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", folders, tmp_path / "run", [{"steps": 1}] * 2)
+    own = messages.pop(rank)
+    assert own.startswith("expected a folder of shards, found nothing at ")
+    assert messages == [f"Rank {rank} stopped before the first step, and so did all others. It says: {own}"]
+
+
+def test_ranks_do_not_wait_for_a_checkpoint_that_cannot_be_read(shards, tmp_path):
+    (tmp_path / "run").mkdir()
+    torch.save({"step": 2}, tmp_path / "run" / "checkpoint-00000002.pt")  # of another program
+    messages = run_ranks(refuse_to_train, 2, tmp_path / "out", [shards, shards], tmp_path / "run", [{"steps": 1}] * 2)
+    assert "found one that was changed or renamed" in messages[0]
+    assert messages[1] == f"Rank 0 stopped before the first step, and so did all others. It says: {messages[0]}"
+
+
+def test_many_ranks_are_counted():
+    class Pretended(Ranks):
+        def gather(self, value):
+            return [{"seed": 0}] * 9 + [{"seed": 7}] * 2
+
+    with pytest.raises(ColabUtilsError, match=r"seed \(0 on ranks 0, 1, 2, 3 and 5 more, 7 on ranks 9 and 10\)\. "):
+        require_same(Pretended(0, 11), {"seed": 0})
 
 
 def test_all_ranks_take_what_the_first_one_has(tmp_path):

@@ -1,0 +1,83 @@
+"""What the processes that train together tell each other before the first step.
+
+A process that loads other images, or stops at an error, would leave the others waiting for it in the middle of a step.
+So all of them compare what they have, and where it differs all of them end with the same words.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.training.step import Ranks
+
+_NAMED_RANKS = 4
+
+
+@contextmanager
+def share_errors(ranks: Ranks) -> Iterator[None]:
+    """Raise in every process where one of them had an error in the block: none waits for it afterwards.
+
+    The block itself must not wait for another process.
+
+    Raises:
+        ColabUtilsError: Another process had an error. It is named, and so is its rank.
+
+    Example:
+        >>> with share_errors(Ranks()):
+        ...     raise ColabUtilsError("expected shards, found none. Copy them first.")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected shards, found none. Copy them first.
+    """
+    try:
+        yield
+    except Exception as error:
+        ranks.gather(describe_error(error))
+        raise
+    for rank, text in enumerate(ranks.gather(None)):
+        if text is not None:
+            raise ColabUtilsError(f"Rank {rank} stopped before the first step, and so did all others. It says: {text}")
+
+
+def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+    """Refuse to train, in every process, where one of the facts is not the same in all of them.
+
+    Args:
+        ranks: The processes that train together.
+        facts: What this process has, by the name that the message gives it: texts, numbers and None.
+
+    Raises:
+        ColabUtilsError: They differ. Each difference is named, with the ranks that have each value.
+
+    Example:
+        >>> require_same(Ranks(), {"seed": 0})
+    """
+    facts_of_ranks = ranks.gather(dict(facts))
+    # Another version of colab_utils may compare more facts, or fewer.
+    names = dict.fromkeys(name for one_rank in facts_of_ranks for name in one_rank)
+    differences = []
+    for name in names:
+        values = [one_rank.get(name) for one_rank in facts_of_ranks]
+        if len(set(values)) > 1:
+            differences.append(f"{name} ({_describe_values(values)})")
+    if differences:
+        raise ColabUtilsError(
+            f"The processes that train together differ in {'; '.join(differences)}. "
+            "Start all of them with the same version, the same settings and complete copies of the same shards."
+        )
+
+
+def _describe_values(values: list[Any]) -> str:
+    """Return each value with the ranks that have it, such as "0 on rank 0, 7 on ranks 1 and 2"."""
+    ranks_of_values: dict[Any, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks_of_values.setdefault(value, []).append(str(rank))
+    parts = []
+    for value, ranks in ranks_of_values.items():
+        if len(ranks) == 1:
+            parts.append(f"{value} on rank {ranks[0]}")
+            continue
+        if len(ranks) > _NAMED_RANKS:
+            ranks = [*ranks[:_NAMED_RANKS], f"{len(ranks) - _NAMED_RANKS} more"]
+        parts.append(f"{value} on ranks {', '.join(ranks[:-1])} and {ranks[-1]}")
+    return ", ".join(parts)
