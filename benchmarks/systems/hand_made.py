@@ -82,7 +82,7 @@ class Ceiling(_Threads):
         self._samples: list[tuple[Any, ...]] = []
         index = read_index(folder)
         for shard in index.shards:
-            arrays = load_arrays(folder / shard.arrays_name, shard, index.categories)
+            arrays = load_arrays(folder / shard.arrays_name, shard)
             tar, masks = (np.memmap(folder / name, np.uint8, "r") for name in (shard.name, shard.arrays_name))
             first = 0
             spans = zip(arrays.image_ids.tolist(), arrays.sizes.tolist(), arrays.image_spans.tolist(), strict=True)

@@ -26,8 +26,6 @@ from colab_utils.shards.format import (
     SkippedImage,
     has_size,
     hash_bytes,
-    parse_fields,
-    parse_recipe,
     read_index,
     write_index,
 )
@@ -374,8 +372,8 @@ def _read_ahead(job: ShardJob) -> Generator[Future[bytes], None, None]:
 def _read_arrays(content: bytes) -> ShardIndex:
     """The index of the one shard that an arrays file describes; partial, as its run may not have ended."""
     head, shard = describe_shard(content)
-    skipped = tuple(parse_fields(SkippedImage, image) for image in head["skipped"])
-    return ShardIndex(head["fingerprint"], parse_recipe(head["recipe"]), (), (shard,), skipped, partial=True)
+    skipped = tuple(SkippedImage(**image) for image in head["skipped"])
+    return ShardIndex(head["fingerprint"], head["recipe"], (), (shard,), skipped, partial=True)
 
 
 @dataclass(frozen=True)

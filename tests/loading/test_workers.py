@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import multiprocessing
 import os
 import random
@@ -32,7 +31,7 @@ from colab_utils.loading.dataset import ShardDataset
 from colab_utils.loading.loader import make_loader
 from colab_utils.loading.workers import Fetcher, SharedBuffer, SharedBufferPool, WorkerDiedError
 from colab_utils.shards.format import hash_bytes, read_index, split_member, write_index
-from colab_utils.shards.records import ArraysBuilder, check_record, describe_shard, dump_arrays
+from colab_utils.shards.records import ArraysBuilder, describe_shard, dump_arrays, load_record
 
 from .test_loader import TENSORS, Numbers, assert_equal_batches, flatten, join_group, list_ids, spoil_image
 
@@ -332,10 +331,7 @@ def raw_shards(tiny_shards, tmp_path):
                 files.append(data)
         (folder / info.name).write_bytes(content := content + bytes(1024))
         for i in range(0, len(files), 2):
-            record = json.loads(files[i + 1])
-            for one, rle in zip(record["annotations"], check_record(record), strict=True):
-                one["segmentation"] = rle
-            builder.add(record, files[i : i + 2], starts[i : i + 2])
+            builder.add(load_record(files[i + 1]), files[i : i + 2], starts[i : i + 2])
         head = {**asdict(info), "bytes": len(content), "xxh3_64": hash_bytes(content)}
         (folder / info.arrays_name).write_bytes(arrays := dump_arrays(head, builder.build()))
         infos.append(describe_shard(arrays)[1])

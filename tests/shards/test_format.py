@@ -6,7 +6,6 @@ import json
 import os
 import tarfile
 from dataclasses import replace
-from functools import reduce
 
 import pytest
 
@@ -23,7 +22,6 @@ from colab_utils.shards.format import (
     split_member,
     write_index,
 )
-from tests.sealed import seal_index
 
 INFO = ShardInfo("shard-000000.tar", 3, 9, 4096, "a" * 16, "shard-000000.arrays", 512, "b" * 16, "c" * 16)
 RECIPE = {"storage": "keep", "min_size": 800, "max_size": 1333, "shard_mb": 0.5, "images_per_shard": 3}
@@ -58,44 +56,35 @@ CHANGED = "one that was changed since"
     [
         ({"format_version": 3}, "found version 3. Update colab_utils"),
         ({"format_version": 1}, "found version 1. Update colab_utils, or run preprocess again, into another folder"),
-        ({"format_version": "1"}, "found version 1"),
         ({"format_version": None}, "found version None"),
-        ({"format_version": [[[9] * 9999]]}, "found version [[["),
         ({"format": "somebody else's"}, "found something else"),
-        ({"shards": [{"name": "a"}]}, CHANGED),
-        ({"shards": 5}, CHANGED),
-        ({"shards": []}, CHANGED),  # the totals are others
-        ({"shards": [SHARD, SHARD], "images": 6, "bytes": 9216}, CHANGED),  # one shard twice
-        ({"images": 4}, CHANGED),
-        ({"bytes": 1}, CHANGED),
-        ({"images": None}, CHANGED),
-        *(({"shards": [{**SHARD, **change}]}, CHANGED) for change in (
-            {"colour": "red"}, {"bytes": "many"}, {"bytes": -1}, {"bytes": 4096.0}, {"images": True},
-            {"annotations": 2**70}, {"xxh3_64": 5}, {"tables_xxh3_64": None},
-            {"name": "../shard-000000.tar"},  # a copy would write outside
-            {"name": "index.json"}, {"name": f"shard-{chr(0x663) * 6}.tar"}, {"name": "shard-000000.tar\0"},
-            {"name": "shard-\udc80.tar"}, {"name": f"shard-{'9' * 300}.tar"}, {"name": ["shard-000000.tar"]},
-            {"arrays_name": "/etc/passwd"}, {"arrays_name": ".."}, {"arrays_name": "shard-000001.arrays"},
-        )),
-        *(({"categories": categories}, CHANGED) for categories in (
-            None, 5, [5], [{"id": "1", "name": "car"}], [{"id": 1}], [{"id": 1, "name": None}],
-            [{"id": 1, "name": "car"}, {"id": 1, "name": "dog"}], [{"id": True, "name": "car"}],
-            [{"id": 2**64, "name": "car"}], [{"id": [], "name": "car"}],
-        )),
-        *(({"recipe": recipe}, CHANGED) for recipe in (
-            None, [], {}, {**RECIPE, "storage": 5}, {**RECIPE, "images_per_shard": 0},
-            {**RECIPE, "images_per_shard": 1.5}, {**RECIPE, "shard_mb": "much"},
-        )),
-        ({"fingerprint": 5}, CHANGED),
-        ({"skipped": [{"file_name": "a"}]}, CHANGED),
-        ({"skipped": [{"file_name": 5, "reason": "b"}]}, CHANGED),
-        ({"skipped": {}, "partial": "no"}, CHANGED),
     ],
-)  # fmt: skip
-def test_an_index_of_something_else_is_refused_whatever_its_checksum(tmp_path, changes, found):
+)
+def test_an_index_of_another_version_or_program_is_refused(tmp_path, changes, found):
     write_index(tmp_path, INDEX)
-    seal_index(tmp_path, **changes)
+    raw = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**raw, **changes}))
     is_refused(tmp_path, found)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"name": "../shard-000000.tar", "arrays_name": "../shard-000000.arrays"},
+        {"name": "/shard-000000.tar", "arrays_name": "/shard-000000.arrays"},
+        {"name": "index.json"},
+        {"name": f"shard-{chr(0x663) * 6}.tar"},
+        {"name": "shard-000000.tar\0"},
+        {"name": f"shard-{'9' * 300}.tar"},
+        {"arrays_name": "/etc/passwd"},
+        {"arrays_name": ".."},
+        {"arrays_name": "shard-000001.arrays"},
+    ],
+)
+def test_no_name_in_an_index_leads_out_of_its_folder(tmp_path, names):
+    """A copy would write there."""
+    write_index(tmp_path, replace(INDEX, shards=(replace(INFO, **names),)))
+    is_refused(tmp_path, CHANGED)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +112,6 @@ def test_an_edited_index_is_refused(tmp_path, edit):
     edit(raw)
     (tmp_path / "index.json").write_text(json.dumps(raw))
     is_refused(tmp_path, CHANGED)
-
-
-def test_what_nobody_asked_for_does_not_leave_the_index(tmp_path):
-    deep = reduce(lambda inner, _: [inner], range(800), 5)
-    write_index(tmp_path, INDEX)
-    seal_index(tmp_path, recipe={**RECIPE, "x": deep}, categories=[{**one, "x": deep} for one in INDEX.categories])
-    assert read_index(tmp_path) == INDEX
 
 
 def test_another_layout_of_the_same_index_is_the_same(tmp_path):
@@ -161,7 +143,7 @@ def test_an_index_that_is_no_json_is_refused(tmp_path, content):
 def test_a_file_too_large_for_an_index_is_not_read(tmp_path):
     with open(tmp_path / "index.json", "wb") as file:
         file.truncate(1 << 40)
-    is_refused(tmp_path, "found 1.1 TB, more than 33.6 MB")
+    is_refused(tmp_path, "found 1.1 TB, more than 400.0 MB")
 
 
 def test_no_folder_no_index_and_an_interrupted_run(tmp_path):

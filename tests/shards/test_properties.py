@@ -92,7 +92,7 @@ recipe = {"min_size": 800, "max_size": 1333, "shard_mb": 0.5, "images_per_shard"
 
 @st.composite
 def indexes(draw) -> ShardIndex:
-    """What `parse_fields` and `parse_recipe` allow: any texts and sizes."""
+    """Any texts and sizes."""
     values = {str: text, int: size}
     infos = []
     for number in draw(st.sets(st.integers(0, 10**6), max_size=3)):

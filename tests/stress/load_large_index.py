@@ -55,7 +55,7 @@ def make_shards(folder: Path) -> Path:
     index = read_index(folder / "shards")
     [first], shards = index.shards, []
     path = folder / "shards" / first.arrays_name
-    head, arrays = describe_shard(path.read_bytes())[0], load_arrays(path, first, index.categories)
+    head, arrays = describe_shard(path.read_bytes())[0], load_arrays(path, first)
     arrays = replace(arrays, bits=np.fromfile(path, np.uint8, offset=arrays.bits))
     for n in range(COPIES):
         name = f"shard-{n + 1:06d}.tar"
