@@ -350,8 +350,7 @@ def _load(path: Path, content: bytes) -> dict[str, Any]:
     except Exception as error:
         found = f"found an error, though the file is complete: {(str(error) or type(error).__name__).splitlines()[0]}"
         raise ColabUtilsError(f"expected to load {path}, {found} Free memory and start again. Or: {_CURE}") from error
-    step = state.get("step") if isinstance(state, dict) else None
-    if type(step) is not int or f"{step:08d}" != path.stem.rpartition("-")[2]:
+    if f"{state['step']:08d}" != path.stem.rpartition("-")[2]:
         raise _refuse(path)
     return state
 

@@ -458,8 +458,8 @@ def test_trained_model_is_the_one_of_the_checkpoint(undisturbed, tmp_path):
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
 
 
-def forge(report: TrainReport, run: Path, change: dict) -> None:
-    """The run's last checkpoint with other values, whose checksum is right; ``...`` leaves one out."""
+def change_checkpoint(report: TrainReport, run: Path, change: dict) -> None:
+    """Save the run's last checkpoint with other values; ``...`` leaves one out, as another version may."""
     state = torch.load(report.checkpoint, weights_only=True)
     for name, value in change.items():
         *holders, key = name.split("/")
@@ -476,41 +476,37 @@ WEIGHT = "model/backbone.body.0.0.weight"
 @pytest.mark.parametrize(
     "change",
     [
-        {"plan": ...}, {"plan": None}, {"plan/model": []}, {"plan/num_classes": -1}, {"plan/num_classes": 10**9},
-        {"plan/min_size": 10**9}, {"plan/min_size": "x"}, {"model": None}, {WEIGHT: ...}, {"class_names": ...},
-        {"class_names": {1: 5}}, {"category_ids": None}, {WEIGHT: lambda weight: weight / 0},
+        {"plan": ...},
+        {WEIGHT: ...},
+        {"class_names": ...},
+        {"plan/min_size": ...},
+        {"plan/num_classes": 5},
+        {WEIGHT: lambda weight: weight / 0},
     ],
-)  # fmt: skip
-def test_a_model_from_a_forged_checkpoint_is_refused(undisturbed, tmp_path, change):
-    forge(undisturbed, tmp_path, change)
+)
+def test_a_checkpoint_of_another_version_or_model_is_refused(undisturbed, tmp_path, change):
+    change_checkpoint(undisturbed, tmp_path, change)
     with pytest.raises(ColabUtilsError, match=r"this version of colab_utils|finite weights"):
         load_trained_model(tmp_path)
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"plan": ...}, {"plan/device": ...}, {"plan/learning_rate": "x"}, {"plan/starts_from": "x"},
-        {"plan/learning_rate": -1.0}, {WEIGHT: 5}, {"optimizer": None},
-        {"optimizer/param_groups": [None]}, {"optimizer/state": {"x": 1}}, {"optimizer/state": {0: {"x": 1}}},
-        {"optimizer/state": lambda states: {number: {**one, "step": [1]} for number, one in states.items()}},
-        {"scaler": ...}, {"loader": None}, {"loader/batch": "x"}, {"losses": [1.0]},
-        {"losses": lambda losses: losses[1:]}, {"losses": lambda losses: losses[:1].expand(5)},
-        {"losses": lambda losses: losses / 0}, {"ema": {"a": 1}}, {"ema": 5},
-    ],
-)  # fmt: skip
-def test_a_forged_checkpoint_is_not_trained_on(undisturbed, tiny_shards, tmp_path, change):
-    forge(undisturbed, tmp_path, change)
-    with pytest.raises(ColabUtilsError, match=r"this version of colab_utils|expected (learning_rate|a state) "):
+    [{"plan": ...}, {"plan/device": ...}, {WEIGHT: ...}, {"scaler": ...}, {"losses": ...}, {"loader": ...}],
+)
+def test_a_checkpoint_of_another_version_is_not_trained_on(undisturbed, tiny_shards, tmp_path, change):
+    change_checkpoint(undisturbed, tmp_path, change)
+    with pytest.raises(ColabUtilsError, match="this version of colab_utils"):
         train(tiny_shards, tmp_path, steps=6, log=print, workers=0, device="cpu")
 
 
-@pytest.mark.parametrize("change", [{"segm": "x"}, {"segm": float("nan")}, {"bbox": None}, {"more": 1}])
-def test_a_forged_best_checkpoint_is_refused(two_steps, tiny_shards, tmp_path, change):
+@pytest.mark.parametrize("change", [{"more": 1}, {"segm": ...}])
+def test_a_best_checkpoint_of_another_version_is_refused(two_steps, tiny_shards, tmp_path, change):
     settings = {"steps": 3, "val_shards": tiny_shards, **TINY}
     train(tiny_shards, tmp_path, **settings)
     state = torch.load(tmp_path / "best-00000003.pt", weights_only=True)
-    CheckpointFolder(tmp_path).save({**state, "ap": state["ap"] | change}, step=3, which="best")
+    changed = {name: value for name, value in (state["ap"] | change).items() if value is not ...}
+    CheckpointFolder(tmp_path).save({**state, "ap": changed}, step=3, which="best")
     with pytest.raises(ColabUtilsError, match=r"this version of colab_utils writes it in .*best-"):
         train(tiny_shards, tmp_path, **{**settings, "steps": 4})
 
