@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
 from colab_utils.data.decoding import open_image, open_lazily, read_orientation, to_rgb
-from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
+from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
 from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import count_cores, fork_pool, show_progress
@@ -399,7 +399,7 @@ def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         size = 0, 0  # whose pixels the masks are is not known
     if all(size) and (scale := _find_scale(*size)) > 1:
         found.append(("enlarged image", f"{scale**2:.1f} times the pixels"))
-    (annotations, faults), masks = dataset.read_annotations(i), MaskEncoder(*size)
+    annotations, faults = dataset.read_annotations(i)
     for number, reason in faults:
         kind = "unknown category" if reason.endswith("of no category") else "bad annotation"
         found.append((kind, f"annotation {number}: {reason}"))
@@ -407,7 +407,7 @@ def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         found.append(("image without objects", ""))
     objects, seen = list[tuple[float, ...]](), set[tuple[int, str]]()
     for one in annotations:
-        wrong, pixels = check_object(one, masks) if all(size) else ([], 0)
+        wrong, pixels = check_object(one, size) if all(size) else ([], 0)
         if pixels:
             key = one["category_id"], repr(one["segmentation"])
             if key in seen:
@@ -445,21 +445,21 @@ def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
     return [(kind, f"orientation {tag}")]
 
 
-def check_object(one: dict[str, Any], masks: MaskEncoder) -> tuple[list[Defect], int]:
+def check_object(one: dict[str, Any], size: tuple[int, int]) -> tuple[list[Defect], int]:
     """The defects of an annotation, and the pixels of its mask; 0 where it cannot be trained on."""
     if not one["segmentation"]:
         return [("object without mask", "")], 0
     try:
-        mask = masks.encode(one["segmentation"])
+        mask = encode_segmentation(one["segmentation"], *size)
     except ColabUtilsError as error:
         return [("bad mask", str(error))], 0
     tight, pixels = measure_mask(mask)
-    found = wrong_box = compare_box(one["bbox"], tight, *masks.size)
+    found = wrong_box = compare_box(one["bbox"], tight, *size)
     if isinstance(one["segmentation"], list):
         polygons = read_polygons(one["segmentation"])
         if is_normalised(np.concatenate(polygons)):
             return [("normalised polygon", "all of its numbers lie in 0 to 1")], 0
-        found = _check_polygons(polygons, *masks.size, pixels) + wrong_box
+        found = _check_polygons(polygons, *size, pixels) + wrong_box
     if pixels and one["area"] <= 0:
         found = [*found, ("area 0", f"the mask has {pixels:,} pixels")]
     return found, pixels if not wrong_box or wrong_box[0][0] in HARMLESS else 0

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.decoding import name_kind
-from colab_utils.data.masks import MaskEncoder, measure_mask
+from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.drive import guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import find_free_memory, write_file
@@ -146,7 +146,8 @@ class CocoDataset:
     def read_annotations(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
         """The image's sound annotations as :meth:`annotations` gives them; id and fault of each of the others."""
         sound, faults = list[dict[str, Any]](), list[tuple[int, str]]()
-        masks, known = MaskEncoder(*self.sizes[index]), {one["id"] for one in self.categories}
+        size = self.sizes[index].tolist()
+        known = {category["id"] for category in self.categories}
         numbers = self.ids[self.first[index] : self.first[index + 1]].tolist()
         try:
             entries = self.read_entries(index)
@@ -154,7 +155,7 @@ class CocoDataset:
             return [], [(numbers[0], "lists that are nested too deeply")]
         for number, entry in zip(numbers, entries, strict=True):
             try:
-                annotation = {"id": number, **_read_annotation(entry, masks)}
+                annotation = {"id": number, **_read_annotation(entry, *size)}
                 if annotation["category_id"] not in known:
                     raise ValueError(f"category_id {annotation['category_id']} of no category")
                 sound.append(annotation)
@@ -495,7 +496,7 @@ def read_field(entry: dict[str, Any], name: str) -> Any:
     return value if name == "id" and isinstance(value, str) else _to_integer(value, name)  # a UUID
 
 
-def _read_annotation(entry: dict[str, Any], masks: MaskEncoder) -> dict[str, Any]:
+def _read_annotation(entry: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     """An entry of ``annotations`` without its id. Box and area that it lacks are of its mask, one of its image's masks;
     the area is that of the box where there is no mask.
     """
@@ -506,7 +507,7 @@ def _read_annotation(entry: dict[str, Any], masks: MaskEncoder) -> dict[str, Any
     if box and area is not None:
         return one
     try:
-        tight, pixels = measure_mask(masks.encode(one["segmentation"]))
+        tight, pixels = measure_mask(encode_segmentation(one["segmentation"], height, width))
     except ColabUtilsError as error:
         if not box:
             raise ColabUtilsError(f"no bbox, and no mask to derive it from: {error}") from None

@@ -12,11 +12,8 @@ from numpy.typing import NDArray
 from colab_utils.data.decoding import MOST_PIXELS
 from colab_utils.errors import ColabUtilsError
 
-_FARTHEST_PIXEL = 10_000_000
-# of all objects of an image, in pixels: pycocotools takes up to 1 s for as many, and 170 MB. COCO's longest is
-# 15,000; a contour of 20,000 points has some 100,000.
-_LONGEST_OUTLINE, _COST_OF_PART = 4_000_000, 100  # a part takes the time of so many pixels, however short it is
-_MOST_DRAWN = 1_500_000_000  # pixels of the boxes of all masks of an image: seconds to draw, 190 MB of bits
+# No image is so wide, and pycocotools walks along an edge pixel by pixel, however far beyond the image that goes.
+_FARTHEST_PIXEL = 1_000_000
 _MERGED = 50  # parts at a time: pycocotools goes through all that it has merged for each further one
 _MOST_BITS = 30  # of a run in compressed RLE: pycocotools has 32
 
@@ -41,56 +38,8 @@ class PackedMasks(NamedTuple):
     """int64 [N + 1]: where each object's bytes start in ``bits``, and where the last one's end."""
 
 
-class MaskEncoder:
-    """Makes RLE of the segmentations of one image, as long as all of them together take seconds and not minutes.
-
-    Example:
-        >>> MaskEncoder(6, 8).encode([[1, 1, 4, 1, 4, 3, 1, 3]])
-        {'size': [6, 8], 'counts': b'724000g0'}
-    """
-
-    def __init__(self, height: int, width: int) -> None:
-        self.size = int(height), int(width)  # numpy's overflow, and compare element by element
-        self._outlines, self._drawn = 0.0, 0
-
-    def encode(self, segmentation: Any) -> dict[str, Any]:
-        """As :func:`encode_segmentation`, which see.
-
-        Raises:
-            ColabUtilsError: likewise; or the image's outlines are too long, or its masks too large, in all.
-        """
-        from pycocotools import mask as coco_mask
-
-        height, width = self.size
-        if height < 1 or width < 1 or height * width > MOST_PIXELS:
-            raise ColabUtilsError(f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}")
-        if isinstance(segmentation, dict):
-            rle = _encode_rle(segmentation, height, width)
-        elif isinstance(segmentation, list) and segmentation:
-            rle = self._encode_polygons(segmentation)
-        else:
-            raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
-        self._drawn += int(np.prod(coco_mask.toBbox(rle)[2:]))
-        if self._drawn > _MOST_DRAWN:
-            raise ColabUtilsError(f"expected masks of at most {_MOST_DRAWN:,} pixels an image, found {self._drawn:,}")
-        return rle
-
-    def _encode_polygons(self, segmentation: list[Any]) -> dict[str, Any]:
-        from pycocotools import mask as coco_mask
-
-        drawn = read_polygons(segmentation)
-        self._outlines += sum(map(_measure_outline, drawn)) + _COST_OF_PART * len(drawn)
-        if self._outlines > _LONGEST_OUTLINE:
-            found = f"{self._outlines:,.0f}"
-            raise ColabUtilsError(f"expected outlines of at most {_LONGEST_OUTLINE:,} pixels an image, found {found}")
-        rles = coco_mask.frPyObjects(drawn, *self.size)
-        while len(rles) > _MERGED:
-            rles = [coco_mask.merge(rles[k : k + _MERGED]) for k in range(0, len(rles), _MERGED)]
-        return coco_mask.merge(rles)
-
-
 def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """One COCO segmentation (polygons, uncompressed or compressed RLE) as compressed RLE.
+    """Return one COCO segmentation (polygons, uncompressed or compressed RLE) as compressed RLE.
 
     Polygons become pixels as in pycocotools' ``frPyObjects``, several polygons of one object are united; see
     :func:`read_polygons`.
@@ -101,8 +50,30 @@ def encode_segmentation(segmentation: Any, height: int, width: int) -> dict[str,
     Raises:
         ColabUtilsError: if the image has no pixels or too many, or the segmentation is empty, malformed, or made for an
             image of another size.
+
+    Example:
+        >>> encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8)
+        {'size': [6, 8], 'counts': b'724000g0'}
     """
-    return MaskEncoder(height, width).encode(segmentation)
+    # Numbers of numpy overflow, and compare element by element.
+    height = int(height)
+    width = int(width)
+    if height < 1 or width < 1 or height * width > MOST_PIXELS:
+        raise ColabUtilsError(f"expected an image of 1 to {MOST_PIXELS:,} pixels, found {width} x {height}")
+    if isinstance(segmentation, dict):
+        return _encode_rle(segmentation, height, width)
+    if isinstance(segmentation, list) and segmentation:
+        return _encode_polygons(segmentation, height, width)
+    raise ColabUtilsError("expected polygons or RLE, found an annotation without a mask")
+
+
+def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[str, Any]:
+    from pycocotools import mask as coco_mask
+
+    rles = coco_mask.frPyObjects(read_polygons(segmentation), height, width)
+    while len(rles) > _MERGED:
+        rles = [coco_mask.merge(rles[k : k + _MERGED]) for k in range(0, len(rles), _MERGED)]
+    return coco_mask.merge(rles)
 
 
 def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
@@ -132,12 +103,6 @@ def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
         if not (farthest := np.abs(part).max()) < _FARTHEST_PIXEL:
             raise ColabUtilsError(f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}")
     return drawn
-
-
-def _measure_outline(polygon: NDArray[np.float64]) -> float:
-    """How long it is, in pixels: pycocotools walks every pixel of an edge, however far that goes."""
-    points = polygon.reshape(-1, 2)
-    return float(np.abs(np.diff(points, axis=0, append=points[:1])).sum())
 
 
 def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from colab_utils.data import checks
 from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, write_coco
-from colab_utils.data.masks import MaskEncoder, measure_mask, read_polygons
+from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.runtime import require_new
@@ -51,9 +51,9 @@ def repair_annotations(
         try:
             if not is_alone:
                 raise _LostObjectError("id of several images")
-            entry, masks = _mend_entry(dataset, group, headers[group[0]], changes)
+            entry, size = _mend_entry(dataset, group, headers[group[0]], changes)
             found = [one for i in group for one in dataset.read_entries(i)]
-            mended = _mend_objects(found, masks, dataset, changes, as_objects=crowds == "objects")
+            mended = _mend_objects(found, size, dataset, changes, as_objects=crowds == "objects")
             kept += [json.dumps({**one, "image_id": entry["id"]}).encode() for one in mended]
         except (_LostObjectError, RecursionError) as error:
             kind = "bad annotation" if isinstance(error, RecursionError) else str(error)
@@ -92,8 +92,8 @@ def _group_entries(dataset: CocoDataset) -> list[tuple[list[int], bool]]:
 
 def _mend_entry(
     dataset: CocoDataset, group: list[int], header: checks.Header, changes: list[str]
-) -> tuple[dict[str, Any], MaskEncoder]:
-    """The entry of an image, mended by its file, and what encodes its masks."""
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """The entry of an image, mended by its file, and height and width of its masks."""
     entry = dataset.image(group[0])
     size = entry["height"], entry["width"]
     if not all(header.size):
@@ -112,25 +112,25 @@ def _mend_entry(
         changes.append("size from the file")
     if len(np.unique(dataset.sizes[group], axis=0)) > 1:
         raise _LostObjectError("size mismatch")
-    return entry, MaskEncoder(*size)
+    return entry, size
 
 
 def _fit(dataset: CocoDataset, group: list[int], size: tuple[int, int]) -> bool:
     """Whether polygons lie in an image of this size, and RLE is made for it."""
-    annotations, masks = [one for i in group for one in dataset.read_annotations(i)[0]], MaskEncoder(*size)
-    found = {kind for one in annotations for kind, _ in checks.check_object(one, masks)[0]}
+    annotations = [one for i in group for one in dataset.read_annotations(i)[0]]
+    found = {kind for one in annotations for kind, _ in checks.check_object(one, size)[0]}
     return not found & {"object without mask", "bad mask", "polygon beyond the image"}
 
 
 def _mend_objects(
-    annotations: list[Any], masks: MaskEncoder, dataset: CocoDataset, changes: list[str], *, as_objects: bool
+    annotations: list[Any], size: tuple[int, int], dataset: CocoDataset, changes: list[str], *, as_objects: bool
 ) -> list[dict[str, Any]]:
     """An image's annotations, without those that have no area and those of the same class and outline as another."""
     mended, categories = dict[str, dict[str, Any]](), {one["id"] for one in dataset.categories}
     for entry in annotations:
         if _try_field(entry, "category_id") not in categories:
             raise _LostObjectError("unknown category")
-        if one := _mend_object(entry, masks, changes, as_objects=as_objects):
+        if one := _mend_object(entry, size, changes, as_objects=as_objects):
             key = repr((one["category_id"], one["segmentation"]))
             changes += ["repeated annotation left out"] * (key in mended)
             mended.setdefault(key, one)
@@ -138,7 +138,7 @@ def _mend_objects(
 
 
 def _mend_object(
-    entry: dict[str, Any], masks: MaskEncoder, changes: list[str], *, as_objects: bool
+    entry: dict[str, Any], size: tuple[int, int], changes: list[str], *, as_objects: bool
 ) -> dict[str, Any] | None:
     """An annotation with all that its mask tells, None where it has no area.
 
@@ -155,8 +155,8 @@ def _mend_object(
         values["iscrowd"] = 0
         changes.append("crowd taken as an object")
     try:
-        values["segmentation"] = _mend_outline(outline, masks.size)
-        tight, pixels = measure_mask(masks.encode(values["segmentation"]))
+        values["segmentation"] = _mend_outline(outline, size)
+        tight, pixels = measure_mask(encode_segmentation(values["segmentation"], *size))
     except ColabUtilsError:
         tight, pixels = [], 0
     if not pixels:
@@ -168,7 +168,7 @@ def _mend_object(
         return None
     if values["segmentation"] != outline:
         changes.append("outline written as polygons of pixels")
-    if not box or any(kind not in checks.HARMLESS for kind, _ in checks.compare_box(box, tight, *masks.size)):
+    if not box or any(kind not in checks.HARMLESS for kind, _ in checks.compare_box(box, tight, *size)):
         values["bbox"] = tight
         changes.append("box from the mask")
     if area is None or area <= 0:

@@ -24,11 +24,10 @@ from colab_utils.data.decoding import open_lazily, read_orientation
 from colab_utils.data.masks import measure_mask
 from colab_utils.drive import DriveLostError, Retries, explain_write, open_file
 from colab_utils.errors import ColabUtilsError, escape
-from colab_utils.runtime import format_bytes, require_new, require_space, show_progress, write_file
+from colab_utils.runtime import require_new, require_space, show_progress, write_file
 
 _SILENT_S = 60.0  # after which a server that sends nothing is given up
 _CURE = "or name a folder on a bigger disk"
-_LARGE_BYTES, _MOST_RATIO = 100e6, 200  # what is larger and was packed better is a bomb; JSON is packed 20 times
 # what zipfile raises: RuntimeError of encrypted files, ValueError of names that are no UTF-8, OSError of damaged bzip2
 _DAMAGE = (BadZipFile, zlib.error, LZMAError, EOFError, RuntimeError, ValueError, OSError)
 _MOST_OBJECTS = 5000  # in one mask: more colours are a photo, or a mask that was saved as JPEG
@@ -128,7 +127,7 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
     """
     members = dict[str, ZipInfo]()
     for info in archive.infolist():
-        name, size, kind = info.filename, info.file_size, stat.S_IFMT(info.external_attr >> 16)
+        name, kind = info.filename, stat.S_IFMT(info.external_attr >> 16)
         if name.startswith("__MACOSX/") or name.endswith("/"):
             continue
         why, named = "", PureWindowsPath(name)
@@ -136,8 +135,6 @@ def _list_members(archive: ZipFile, source: str) -> dict[str, ZipInfo]:
             why = "a link or a name that leads out of it"
         elif not name or escape(name) != name:
             why = "a name with control characters, or none at all"
-        elif size > max(_LARGE_BYTES, _MOST_RATIO * info.compress_size):
-            why = f"a file of {format_bytes(info.compress_size)} that unpacks to {format_bytes(size)}"
         if why:
             found = f"found {name!r:.80}, {why}: nothing is unpacked, zip it again"
             raise ColabUtilsError(f"expected only files and folders in {source}, {found}")

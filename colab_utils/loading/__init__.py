@@ -2,7 +2,7 @@
 
 1. **Annotations** (`colab_utils.data.coco`): `read_coco` reads the JSON once. Its numbers go into flat arrays; an
    annotation stays JSON text until its image is asked for.
-2. **Masks** (`colab_utils.data.masks`): `MaskEncoder` turns each polygon into RLE, `pack_masks` the RLE into
+2. **Masks** (`colab_utils.data.masks`): `encode_segmentation` turns each polygon into RLE, `pack_masks` the RLE into
    packed masks: each cropped to its own box, one bit a pixel.
 3. **Image** (`colab_utils.shards.records`): `store_image` keeps the original bytes, or shrinks what is larger than
    training needs, once. `make_record` gives what the image's JSON in the shard holds.

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
-from colab_utils.data.masks import MaskEncoder, PackedMasks, number_within, pack_masks, unpack_masks
+from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
 from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
@@ -238,10 +238,10 @@ class CocoFolder(_CocoSamples):
         annotations = [a for a in self.list_annotations(index) if not a["iscrowd"]]
         boxes, keep = convert_boxes([a["bbox"] for a in annotations], height, width)
         annotations = [a for a, kept in zip(annotations, keep.tolist(), strict=True) if kept]
-        rles, masks = [], MaskEncoder(height, width)
+        rles = []
         for annotation in annotations:
             try:
-                rles.append(masks.encode(annotation["segmentation"]))
+                rles.append(encode_segmentation(annotation["segmentation"], height, width))
             except ColabUtilsError as error:
                 raise ColabUtilsError(f"annotation {annotation['id']}: {error}. Run check on the dataset.") from None
         return annotations, boxes[keep], unpack_masks(pack_masks(rles), height, width)

@@ -26,7 +26,7 @@ from PIL import Image
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, read_npy_header, to_rgb, turn_upright
-from colab_utils.data.masks import MaskEncoder, pack_masks, resize_rles
+from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles
 from colab_utils.drive import DriveLostError, Retries, open_file, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import ShardInfo, SkippedImage, hash_bytes, hash_file, split_member
@@ -127,11 +127,11 @@ def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored
     """
     size, original = stored.size, stored.original
     scale_y, scale_x = size[0] / original[0], size[1] / original[1]
-    masks, rles, scaled = MaskEncoder(*original), [], []
+    rles, scaled = [], []
     for annotation in annotations:
         (x, y, width, height), area = annotation["bbox"], annotation["area"]
         try:
-            rles.append(masks.encode(annotation["segmentation"]))
+            rles.append(encode_segmentation(annotation["segmentation"], *original))
         except ColabUtilsError as error:
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
         box = [x * scale_x, y * scale_y, width * scale_x, height * scale_y]

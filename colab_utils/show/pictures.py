@@ -22,7 +22,7 @@ from pycocotools import mask as coco_mask
 
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, to_rgb, turn_upright
-from colab_utils.data.masks import MaskEncoder, resize_rles
+from colab_utils.data.masks import encode_segmentation, resize_rles
 from colab_utils.drive import read_file
 from colab_utils.errors import ColabUtilsError
 
@@ -115,11 +115,11 @@ def _read_annotated(images: Path, dataset: CocoDataset, i: int) -> tuple[Any, di
     scale = min(1, 640 / max(width, height))
     size = max(1, round(width * scale)), max(1, round(height * scale))
     small = picture.resize(size) if picture else Image.new("RGB", size, "#dddddd")
-    annotations, encoder, masks = dataset.read_annotations(i)[0], MaskEncoder(height, width), list[Any]()
-    annotations = sorted(annotations, key=lambda one: -abs(math.prod(one["bbox"][2:])))[:_DRAWN]
+    masks = list[Any]()
+    annotations = sorted(dataset.read_annotations(i)[0], key=lambda one: -abs(math.prod(one["bbox"][2:])))[:_DRAWN]
     for one in annotations:
         try:
-            rles = resize_rles([encoder.encode(one["segmentation"])], *small.size[::-1])
+            rles = resize_rles([encode_segmentation(one["segmentation"], height, width)], *small.size[::-1])
             masks.append(coco_mask.decode(rles)[..., 0])
         except ColabUtilsError:
             masks.append(np.zeros(small.size[::-1], np.uint8))

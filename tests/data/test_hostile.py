@@ -19,7 +19,6 @@ import pytest
 from PIL import Image, TiffImagePlugin
 
 from colab_utils.data.checks import check_dataset
-from colab_utils.data.decoding import decode_pixels, open_image
 from colab_utils.data.repair import repair_annotations
 from colab_utils.data.sources import convert_masks
 from colab_utils.errors import ColabUtilsError
@@ -148,17 +147,6 @@ def test_files_that_no_training_reads_are_found(tmp_path, coco, data, found):
     assert [one for one in report.problems if one.kind == "bad image" and found in str(one)], report
     with pytest.raises(ColabUtilsError, match=found):
         write_shards(tmp_path / "images", tmp_path / "a.json", shards=tmp_path / "shards", workers=1)
-
-
-def test_a_jpeg_of_a_thousand_scans_is_refused_before_it_is_drawn():
-    file = io.BytesIO()
-    Image.new("L", (64, 64)).save(file, "JPEG", progressive=True)
-    data = file.getvalue()
-    assert decode_pixels(data).shape == (64, 64, 3)
-    last = data.rindex(b"\xff\xda")
-    for decode in (decode_pixels, open_image):
-        with pytest.raises(ColabUtilsError, match=r"a JPEG of 1,\d+ scans, more than 100: save it anew"):
-            decode(data[:-2] + 1000 * data[last:-2] + data[-2:])
 
 
 def test_pages_of_a_tiff_are_not_counted(tmp_path, coco):
