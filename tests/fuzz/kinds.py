@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz import datasets, mutate, runs, shards
+from tests.fuzz import checkpoints, datasets, mutate, shards
 from tests.fuzz.pool import Kinds
 
 _IMAGES = ["0.jpg", "sub/1.png", "2.tif", "3.png"]
@@ -10,7 +10,7 @@ KINDS: Kinds = {  # with weights: how many of some hundred cases
     "json_bytes": (7, datasets.json_bytes),
     "json_tree": (9, datasets.json_tree),
     "json_field": (12, datasets.json_field),
-    "json_hostile": (3, datasets.json_hostile),
+    "json_odd": (3, datasets.json_odd),
     "json_ids": (2, datasets.json_ids),
     "image_bytes": (8, datasets.image_kind(_IMAGES, mutate.change_bytes)),
     "image_png": (4, datasets.image_kind(["sub/1.png", "3.png"], mutate.change_png)),
@@ -22,12 +22,6 @@ KINDS: Kinds = {  # with weights: how many of some hundred cases
     "shard_twin": (5, shards.shard_kind(shards.make_twin)),
     "shard_swap": (4, shards.shard_kind(shards.swap)),
     "index": (9, shards.shard_kind(shards.change_index)),
-    "hostile_tar": (5, shards.shard_kind(shards.forge_tar, forged=True)),
-    "hostile_arrays": (6, shards.shard_kind(shards.forge_arrays, forged=True)),
-    "hostile_index": (4, shards.hostile_index),
     "copy": (7, shards.copy),
-    "checkpoint_bytes": (6, runs.checkpoint_bytes),
-    "checkpoint_zip": (5, runs.checkpoint_zip),
-    "checkpoint_state": (4, runs.checkpoint_state),
-    "resume": (2, runs.resume),
+    "checkpoint_bytes": (6, checkpoints.checkpoint_bytes),
 }

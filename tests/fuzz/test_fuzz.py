@@ -110,7 +110,6 @@ FOUND = [  # kind, seed and number of cases that were bugs once
     ("image_png", 5, 1320),  # a palette with transparency that is too long: ValueError
     ("json_tree", 5, 779),  # RLE size made of lists: ValueError of an array's truth
     ("json_tree", 4, 1095),  # true in a polygon counted as 1
-    ("json_hostile", 4, 600),  # a section twice: both were joined, where every other reader takes the last
     ("json_field", 7, 1010),  # an annotation id of 10**30: repair left it, preprocess skipped its image
     ("json_tree", 8, 3361),  # a number where polygons lie: TypeError in repair
     ("shard_swap", 4, 45),  # index of another folder
