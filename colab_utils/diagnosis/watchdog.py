@@ -1,4 +1,4 @@
-"""The fetch that never returns: which worker, sample and file a batch is waited for, and why; and, if asked, go on."""
+"""The batch that never comes: which worker, sample and file it is waited for, and why."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from time import perf_counter, sleep
 from typing import Any, Literal, get_args
@@ -21,15 +21,15 @@ from colab_utils.loading.loader import Loader
 from colab_utils.loading.workers import WorkerDiedError, WorkerJob, explain_death
 from colab_utils.runtime import quiet_fork, require_linux
 
-OnStall = Literal["report", "skip", "restart", "raise"]
+OnStall = Literal["report", "raise"]
 
 _PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s
 _TICK_S, _LOOK_S = 0.1, 0.5  # how long a worker is observed, in ticks
 _LATE_S = 0.1  # of a wait: then its samples are noted
-_MAX_TRIES = 3  # to start the workers again, without a batch in between
-_INTERRUPT = 59  # a real-time signal that nothing known uses
+# Interrupts a system call that the main thread waits in. By default it is ignored, so that a late one does no harm.
+_INTERRUPT = signal.SIGURG
 _END = object()
-_OWN = ("timeout_s", "on_stall", "stalls", "skipped")
+_OWN = ("timeout_s", "on_stall", "stalls")
 
 _FINDINGS = {  # what is found, what to do
     "dead": ("ended ({call})", ""),
@@ -90,12 +90,12 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         loader: a ``DataLoader``, a loader of `make_loader`, or anything that can be iterated over.
         timeout_s: seconds to wait for a batch before it is explained.
         on_stall: "report" waits on, however long; a worker that ended is an error. "raise" ends the waiting with the
-            explanation as an error. "skip" and "restart" are for the worker processes of `make_loader` alone: they
-            start them again without the batch (``skipped`` lists it), or with it; leave workers that are only slow at
-            their work; and give up after three times without a batch in between.
+            explanation as an error: in the main thread at once, in another thread when the loader returns.
 
     Raises:
         ColabUtilsError: an argument that cannot be; and, while you iterate, what ``on_stall`` tells.
+
+    Watch what a framework has prepared: it takes a watched loader for any iterable, and gives no process its share.
 
     Example:
         >>> watched = watch([1, 2, 3], timeout_s=5)
@@ -109,9 +109,6 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
-    if on_stall in ("skip", "restart") and not (isinstance(loader, Loader) and loader.workers):
-        found = f"expected worker processes of make_loader for on_stall={on_stall!r}, found none"
-        raise ColabUtilsError(f"{found}: use on_stall='report' or 'raise'")
     watched = WatchedLoader(loader, timeout_s, on_stall, prints=True)
     weakref.finalize(watched, watched._record.print_summary, only_news=False)
     return watched
@@ -122,14 +119,12 @@ class WatchedLoader:
 
     Attributes:
         stalls: every `Stall` that was reported.
-        skipped: the indices of every batch that was left out.
     """
 
     def __init__(self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False) -> None:
         self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
         self._record = LoopRecord(loader)
         self.stalls: list[Stall] = self._record.stalls
-        self.skipped: list[tuple[Any, ...]] = []
 
     def summary(self) -> Summary:
         """Where the time of all passes so far went, and why.
@@ -159,11 +154,6 @@ class WatchedLoader:
         else:
             setattr(self._loader, name, value)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """That of the loader: a framework that gives each process its share asks for a ``DataLoader``."""
-        return type(self.__dict__["_loader"]) if "_loader" in self.__dict__ else WatchedLoader
-
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self, self._loader, self._record).run()
 
@@ -177,75 +167,94 @@ class _Pass:
         self._batches: Any = None
         self.thread = 0  # which waits for the batches
         self.asked_s: float | None = None  # since when it waits
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._given_up: Stall | None = None
-        self._can_interrupt = self._interrupted = False
+        self._over = threading.Event()
+        self._given_up: tuple[float, Stall] | None = None  # the beginning of a wait, and why it is to end
+        self._can_interrupt = False
+        self._outer_handler: Any = None
 
     def run(self) -> Iterator[Any]:
         self.monitor.forget_ended()
-        self.thread = threading.get_ident()
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
-        self._can_interrupt = self._watched.on_stall == "raise" and self.thread == threading.main_thread().ident
-        before = signal.signal(_INTERRUPT, self._interrupt) if self._can_interrupt else None
         try:
             with self._record.measure_pass() as clock:
-                while (batch := self._fetch(clock.ask())) is not _END:
+                while True:
+                    batch = self._fetch(clock.ask())
+                    if batch is _END:
+                        break
                     clock.receive(count_images(batch))
                     yield batch
         finally:
             self._over.set()
             thread.join()
-            if before is not None:
-                signal.signal(_INTERRUPT, before)
             if self._watched._prints and not sys.is_finalizing():
                 self._record.print_summary(only_news=True)
 
     def _fetch(self, asked_s: float) -> Any:
-        """The next batch; after a worker ended or was given up, it is asked for again, if that is wanted."""
-        for tries in range(_MAX_TRIES + 1):
-            try:
-                return self._wait(asked_s)
-            except (Exception, _StallInterrupt) as error:
-                self._recover(error, asked_s, last=tries == _MAX_TRIES)
-            asked_s = perf_counter()
+        """Return the next batch.
 
-    def _wait(self, asked_s: float) -> Any:
-        outer, waiting.monitor = getattr(waiting, "monitor", None), self.monitor  # one watch inside of another
-        self.asked_s = asked_s
+        Raises:
+            ColabUtilsError: why it does not come, where a worker ended or the wait was given up.
+        """
+        batch = None
         try:
-            if self._batches is None:
-                with quiet_fork():
-                    self._batches = iter(self._loader)
-                    batch = next(self._batches, _END)  # generators fork here
-            else:
-                batch = next(self._batches, _END)
-        finally:
-            self.asked_s, waiting.monitor = None, outer
-            with self._lock:  # a worker may be given up for this very batch
-                pass
-            while self._interrupted:  # the signal is on its way
-                sleep(_TICK_S)
-        if self._given_up:  # the batch came after all, at the last moment: only its worker is lost
-            job = self._given_up.job._replace(number=None, indices=())
-            self._given_up = replace(self._given_up, job=job)
+            batch = self._wait(asked_s)
+        except _StallInterrupt:
+            if self._find_reason(asked_s) is None:
+                raise  # it is for a watch around this one
+        except Exception as error:
+            stall = self._find_reason(asked_s) or self._explain_end(error, asked_s)
+            if stall is None:
+                raise
+            raise ColabUtilsError(str(stall)) from error
+        # An interrupt is no part of the error: this is outside of its handler.
+        stall = self._find_reason(asked_s)
+        if stall is not None:
+            raise ColabUtilsError(str(stall))
         return batch
 
-    def _recover(self, error: BaseException, asked_s: float, *, last: bool) -> None:
-        """Get our loader ready to start again after a worker ended or was given up, or raise."""
-        if not self._given_up:
-            if not (dead := self._find_dead(error)):
-                raise error
-            self._given_up = self._explain(asked_s, *dead)
-            self._report(self._given_up, gives_up=True)
-        stall, self._given_up, self._batches = self._given_up, None, None
-        if last or self._watched.on_stall in ("report", "raise"):
-            raise ColabUtilsError(str(stall)) from (error if isinstance(error, Exception) else None)
-        skips = self._watched.on_stall == "skip"
-        if skips and stall.job.indices:
-            self._watched.skipped.append(stall.job.indices)
-        self._loader.restart(skip=stall.job.number if skips else None)
-        self.monitor.forget_ended()  # else they are blamed while the new ones start
+    def _wait(self, asked_s: float) -> Any:
+        outer = getattr(waiting, "monitor", None)  # one watch inside of another
+        waiting.monitor = self.monitor
+        self.thread = threading.get_ident()
+        is_main = threading.current_thread() is threading.main_thread()
+        self._can_interrupt = is_main and self._watched.on_stall == "raise"
+        if self._can_interrupt:
+            self._outer_handler = signal.signal(_INTERRUPT, self._interrupt)
+        self.asked_s = asked_s
+        try:
+            if self._batches is not None:
+                return next(self._batches, _END)
+            with quiet_fork():
+                self._batches = iter(self._loader)
+                return next(self._batches, _END)  # generators fork here
+        finally:
+            self.asked_s = None
+            waiting.monitor = outer
+            if self._can_interrupt:
+                signal.signal(_INTERRUPT, self._outer_handler)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        """End the wait in the main thread; a signal that comes after the batch, or for somebody else, does not."""
+        if self.asked_s is not None and self._find_reason(self.asked_s) is not None:
+            raise _StallInterrupt
+        if callable(self._outer_handler):
+            self._outer_handler(number, frame)
+
+    def _find_reason(self, asked_s: float) -> Stall | None:
+        """Why the wait that began then is to end; None where it is not."""
+        if self._given_up is None or self._given_up[0] != asked_s:
+            return None
+        return self._given_up[1]
+
+    def _explain_end(self, error: Exception, asked_s: float) -> Stall | None:
+        """Why a worker ended, where that is why the loader failed."""
+        dead = self._find_dead(error)
+        if dead is None:
+            return None
+        stall = self._explain(asked_s, *dead)
+        self._watched.stalls.append(stall)
+        return stall
 
     def _watch(self) -> None:
         asked_s, due_s, told = None, 0.0, set[str]()
@@ -270,14 +279,17 @@ class _Pass:
         stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
         if self.asked_s != asked_s:
             return
-        gives_up = self._watched.on_stall == "raise"
-        if self._watched.on_stall in ("skip", "restart"):
-            gives_up = stall.job.worker is not None and stall.verdict != "slow"
-        if stall.verdict not in told and not self._given_up:
+        is_known = stall.verdict in told or self._find_reason(asked_s) is not None
+        if not is_known:
             told.add(stall.verdict)
-            self._report(stall, gives_up=gives_up)
-        if gives_up:
-            self._give_up(asked_s, stall)
+            self._watched.stalls.append(stall)
+        if self._watched.on_stall == "raise" and self._find_reason(asked_s) is None:
+            self._given_up = (asked_s, stall)
+        if self._can_interrupt:
+            signal.pthread_kill(self.thread, _INTERRUPT)
+        elif not is_known:
+            with suppress(ColabUtilsWarning):  # a filter made it an error, and here nobody could catch it
+                warnings.warn_explicit(str(stall), ColabUtilsWarning, __file__, 0)
 
     def _explain(self, asked_s: float, blamed: WorkerJob, ending: str) -> Stall:
         """Why no batch comes from there: the process ended, or is observed for half a second."""
@@ -334,33 +346,6 @@ class _Pass:
             if ending and (at_work or str(pid) in text or "signal" in ending):
                 return WorkerJob(place, pid), ending if "signal" in ending else text
         return None
-
-    def _give_up(self, asked_s: float, stall: Stall) -> None:
-        """End the worker, which the loader notices; or, where that is not to be or did not help, the waiting."""
-        with self._lock:
-            if self.asked_s != asked_s:
-                return
-            known = stall.job.number is not None or stall.job.pid in self.monitor.list_samples()
-            first, self._given_up = self._given_up is None, self._given_up or stall
-            if known and first and stall.job.pid != os.getpid():
-                with suppress(ProcessLookupError):
-                    os.kill(stall.job.pid, signal.SIGKILL)
-            elif self._can_interrupt:
-                self._interrupted = True
-                signal.pthread_kill(self.thread, _INTERRUPT)
-
-    def _interrupt(self, *_: Any) -> None:
-        self._interrupted = False
-        raise _StallInterrupt
-
-    def _report(self, stall: Stall, *, gives_up: bool) -> None:
-        self._watched.stalls.append(stall)
-        does = {"skip": " The batch is left out.", "restart": " The workers are started again."}
-        if gives_up and self._watched.on_stall not in does:
-            return  # the error says it
-        with suppress(ColabUtilsWarning):  # a filter made it an error, and here nobody could catch it
-            text = f"{stall}{does[self._watched.on_stall] if gives_up else ''}"
-            warnings.warn_explicit(text, ColabUtilsWarning, __file__, 0)
 
 
 def find_file(dataset: Any, sample: Any) -> str:

@@ -1,4 +1,4 @@
-"""The watchdog: what it says of each kind of stall, that our loader goes on, and that nothing stays."""
+"""The watchdog: what it says of each kind of stall, that it ends a wait, and that nothing stays."""
 
 import gc
 import inspect
@@ -104,15 +104,6 @@ def _when_stalled(watched, act, *, times=1):
     return thread
 
 
-def _once(flag, act):
-    """``act`` in the first process that comes here."""
-    try:
-        os.close(os.open(flag, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return
-    act()
-
-
 def _kill_self():
     time.sleep(0.2)  # other threads of this worker have gone on to later batches
     os.kill(os.getpid(), signal.SIGKILL)
@@ -194,6 +185,59 @@ def test_raise_is_no_ctrl_c(tmp_path):
     assert not pressed
 
 
+def test_an_interrupt_that_is_not_ours_goes_to_its_own_handler():
+    """Of two watches, one around the other, the outer one ends the waiting; a program's own handler is called."""
+    pressed = []
+    before = signal.signal(watchdog._INTERRUPT, lambda *_: pressed.append(1))
+
+    def interrupt_and_wait():
+        signal.raise_signal(watchdog._INTERRUPT)
+        yield time.sleep(30)
+
+    inner = watch(interrupt_and_wait(), timeout_s=30, on_stall="raise")
+    outer = watch(inner, timeout_s=TIMEOUT_S, on_stall="raise")
+    try:
+        with pytest.raises(ColabUtilsError, match="this process waits in clock_nanosleep"):
+            list(outer)
+    finally:
+        signal.signal(watchdog._INTERRUPT, before)
+    assert pressed == [1]
+    assert (len(outer.stalls), inner.stalls) == (1, [])
+
+
+def test_raise_is_no_part_of_what_the_loader_catches():
+    def wait():
+        with suppress(Exception):
+            time.sleep(30)
+        yield
+
+    watched = watch(wait(), timeout_s=TIMEOUT_S, on_stall="raise")
+    with pytest.raises(ColabUtilsError, match="waits in clock_nanosleep") as caught:
+        list(watched)
+    assert caught.value.__cause__ is caught.value.__context__ is None
+
+
+def test_raise_in_another_thread_waits_for_the_loader():
+    watched = watch((time.sleep(4 * TIMEOUT_S) for _ in range(1)), timeout_s=TIMEOUT_S, on_stall="raise")
+    errors = []
+
+    def run():
+        try:
+            list(watched)
+        except ColabUtilsError as error:
+            errors.append(str(error))
+
+    def run_in_thread():
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    with pytest.warns(ColabUtilsWarning, match="waits in clock_nanosleep"):
+        run_in_thread()
+    assert errors == [str(stall) for stall in watched.stalls]
+    assert len(errors) == 1
+
+
 class _Pool:
     """A loader that never notices that its worker ended."""
 
@@ -207,6 +251,7 @@ class _Pool:
                 time.sleep(0.1)
                 yield from ()
         finally:
+            os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
@@ -214,7 +259,7 @@ def test_raise_helps_where_the_loader_does_not_notice_that_its_worker_ended():
     watched = watch(_Pool(), timeout_s=TIMEOUT_S, on_stall="raise")
     with pytest.raises(ColabUtilsError, match=r"worker 0 \(pid \d+\) waits in clock_nanosleep"):
         list(watched)
-    assert len(watched.stalls) == 1  # its own kill is no second one
+    assert len(watched.stalls) == 1
 
 
 class _Stream(IterableDataset):
@@ -265,37 +310,14 @@ def test_nothing_of_torch_is_used():
         assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", inspect.getsource(module))
 
 
-def test_skip_goes_on_without_the_batch(tmp_path):
-    dataset = _Photos(tmp_path, n=14)
-    _make_fifo(dataset.paths[BAD])
-    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
-    assert _list_ids(watched) == [0, 1, *range(4, 14)]
-    assert watched.skipped == [(2, 3)]
-    assert [stall.verdict for stall in watched.stalls] == ["read"]
-
-
-def test_ended_workers_are_not_blamed_while_new_ones_start(tmp_path):
-    dataset = _Photos(tmp_path, n=14)
-    _make_fifo(dataset.paths[BAD])
-    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
-    batches = iter(watched)
-    for _ in range(2):
-        next(batches)
-    assert watched.skipped
-    assert all(not processes.read_ending(pid) for pid in watched._record.monitor.list_samples())
-    batches.close()
-
-
-@pytest.mark.parametrize("on_stall", ["skip", "restart"])
-def test_a_killed_worker(tmp_path, on_stall):
-    dataset = _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", _kill_self))
-    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=30, on_stall=on_stall)
-    left_out = {2, 3} if on_stall == "skip" else set()
-    assert _list_ids(watched) == [index for index in range(14) if index not in left_out]
+def test_a_killed_worker(tmp_path):
+    dataset = _Photos(tmp_path, n=14, act=_kill_self)
+    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=30)
+    with pytest.raises(ColabUtilsError, match="ended"):
+        _list_ids(watched)
     (stall,) = watched.stalls
     assert (stall.verdict, stall.seen.sample, stall.job.indices) == ("dead", BAD, (2, 3))
     assert stall.file == str(dataset.paths[BAD])
-    assert watched.skipped == ([(2, 3)] if on_stall == "skip" else [])
 
 
 @pytest.mark.parametrize("kind", _WITH_WORKERS)
@@ -310,32 +332,28 @@ def test_a_killed_worker_is_an_error_with_the_verdict(tmp_path, kind):
     _end_workers()
 
 
-def test_restart_asks_for_the_batch_again(tmp_path):
-    dataset = _Photos(tmp_path, n=14, act=partial(_once, tmp_path / "flag", partial(time.sleep, 1000)))
-    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="restart")
-    assert _list_ids(watched) == list(range(14))
+def test_a_worker_that_sleeps_in_a_sample(tmp_path):
+    dataset = _Photos(tmp_path, n=14, act=partial(time.sleep, 1000))
+    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="raise")
+    with pytest.raises(ColabUtilsError, match="waits in clock_nanosleep"):
+        _list_ids(watched)
     assert [(stall.verdict, stall.seen.sample) for stall in watched.stalls] == [("waiting", BAD)]
-    assert "waits in clock_nanosleep" in str(watched.stalls[0])
 
 
 def test_a_worker_that_dies_during_a_step(tmp_path):
     dataset = _Photos(tmp_path, act=_kill_self)
-    watched = watch(_KINDS["processes"](dataset, batch_size=1), timeout_s=30, on_stall="skip")
+    watched = watch(_KINDS["processes"](dataset, batch_size=1), timeout_s=30)
     ids = []
-    for _, targets in watched:
-        ids += [int(target["image_id"]) for target in targets]
-        time.sleep(0.1)
-    assert ids == [0, 1, 2, 4, 5, 6, 7]
-    assert watched.skipped == [(BAD,)]
 
+    def run_slow_steps():
+        for _, targets in watched:
+            ids.extend(int(target["image_id"]) for target in targets)
+            time.sleep(0.1)
 
-def test_restart_gives_up_after_some_times(tmp_path):
-    watched = watch(
-        _KINDS["processes"](_Photos(tmp_path, act=_kill_self), batch_size=2), timeout_s=30, on_stall="restart"
-    )
     with pytest.raises(ColabUtilsError, match="ended"):
-        _list_ids(watched)
-    assert len(watched.stalls) in (4, 5)  # the first batch may come in between
+        run_slow_steps()
+    assert ids == [0, 1, 2]
+    assert [(stall.verdict, stall.seen.sample) for stall in watched.stalls] == [("dead", BAD)]
 
 
 @pytest.mark.clock
@@ -347,12 +365,10 @@ def test_a_lock_held_across_fork(tmp_path):
             pass
 
     watched = watch(
-        _KINDS["processes"](_Photos(tmp_path, act=take), batch_size=2), timeout_s=TIMEOUT_S, on_stall="restart"
+        _KINDS["processes"](_Photos(tmp_path, act=take), batch_size=2), timeout_s=TIMEOUT_S, on_stall="raise"
     )
-    lock.acquire()
-    release = _when_stalled(watched, lock.release)  # the workers that hang were forked while it was held
-    assert _list_ids(watched) == list(range(8))
-    release.join()
+    with lock, pytest.raises(ColabUtilsError, match="waits for a lock"):  # the workers are forked while it is held
+        _list_ids(watched)
     (stall,) = watched.stalls
     assert (stall.verdict, stall.seen.sample) == ("lock", BAD)
     assert "start threads after the workers" in str(stall)
@@ -377,15 +393,6 @@ def test_only_slow_is_told_from_stuck_and_a_new_verdict_is_said(tmp_path, kind):
     assert (kind == "alone") == any(line.endswith(" _burn_until") for line in watched.stalls[0].seen.stack)
 
 
-@pytest.mark.clock
-def test_slow_workers_are_left_to_work(tmp_path):
-    dataset = _Photos(tmp_path, act=partial(_burn_until, tmp_path / "flag"))
-    watched = watch(_KINDS["processes"](dataset, batch_size=2), timeout_s=TIMEOUT_S, on_stall="skip")
-    _when_stalled(watched, (tmp_path / "flag").touch)
-    assert _list_ids(watched) == list(range(8))
-    assert watched.skipped == []
-
-
 def _limit_files(_worker):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
@@ -407,7 +414,7 @@ def test_a_healthy_loader_is_left_alone(tmp_path, kind):
     loader = _KINDS[kind](_Photos(tmp_path), batch_size=2)
     watched = watch(loader, timeout_s=20)
     assert _list_ids(watched) == _list_ids(watched) == list(range(8))
-    assert watched.stalls == watched.skipped == []
+    assert watched.stalls == []
     assert len(watched) == len(loader) == 4
     assert watched.batch_size == 2
     assert watched.dataset is loader.dataset
@@ -516,8 +523,8 @@ def test_it_costs_little():
         ({"timeout_s": 0}, "timeout_s as seconds over 0"),
         ({"timeout_s": float("nan")}, "timeout_s as seconds over 0"),
         ({"timeout_s": "60"}, "timeout_s as seconds over 0"),
-        ({"on_stall": "panic"}, "in report, skip, restart"),
-        ({"on_stall": "skip"}, "worker processes of make_loader"),  # a list has none
+        ({"on_stall": "panic"}, "in report, raise, found 'panic'"),
+        ({"on_stall": "skip"}, "in report, raise, found 'skip'"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, said):
