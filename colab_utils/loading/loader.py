@@ -241,7 +241,7 @@ class Loader:
         self._rank, self._ranks = (group.get_rank(), group.get_world_size()) if is_shared else (0, 1)
         self._fetcher, self._order = fetcher, order
         self._totals: dict[int, int] = {}
-        self._delivered, self._skipped = 0, set[int]()
+        self._delivered = 0
         self._resumed = False
         self._passes = 0
         self._prefetcher: Prefetcher | None = None
@@ -257,7 +257,7 @@ class Loader:
     @property
     def left(self) -> int:
         """Batches of this epoch that were not delivered yet."""
-        return len(self) - self._delivered - sum(number >= self._delivered for number in self._skipped)
+        return len(self) - self._delivered
 
     def __str__(self) -> str:
         how = f"workers={self.workers}" + (f", prefetch={self.prefetch}" if self.workers else "")
@@ -266,7 +266,7 @@ class Loader:
     __repr__ = __str__
 
     def __iter__(self) -> Iterator[Any]:
-        if (self._delivered or self._skipped) and not self._resumed:  # the last pass was broken off
+        if self._delivered and not self._resumed:  # the last pass was broken off
             self._end_epoch()
         self._resumed = False
         self._totals.clear()
@@ -285,7 +285,7 @@ class Loader:
 
     def _end_epoch(self) -> None:
         self._order.start_epoch(self.epoch + 1)
-        self._delivered, self._skipped = 0, set()
+        self._delivered = 0
 
     def _run(self) -> Iterator[tuple[int, PackedBatch | None, Sequence[tuple[int, str]]]]:
         """What the workers give; ends them where something goes wrong."""
@@ -303,13 +303,13 @@ class Loader:
 
     def _plan(self) -> Iterator[tuple[int, list[int]] | None]:
         """The batches of the epoch that were not delivered yet, with their numbers; None while the next has to wait."""
-        first, skipped, order = self._delivered, set(self._skipped), self._order
+        first, order = self._delivered, self._order
         arrival, shard_of, windows = self._fetcher.arrival, self._fetcher.shard_of, order.windows
-        is_new = not (first or skipped or windows) and len(order.left) == order.size
+        is_new = not (first or windows) and len(order.left) == order.size
         if is_new and arrival is not None and not arrival.is_complete:
             windows = order.windows = arrival.plan_windows(self.epoch)
         for number, indices in enumerate(order):
-            if number < first or number in skipped:
+            if number < first:
                 continue
             if arrival is not None and shard_of is not None:
                 yield from arrival.wait_for(set(shard_of[indices].tolist()), windows)
@@ -319,13 +319,6 @@ class Loader:
     def list_jobs(self) -> list[WorkerJob]:
         """The batches that were asked for and did not come yet, oldest first; of each, its worker."""
         return self._prefetcher.list_jobs() if self._prefetcher else []
-
-    def restart(self, *, skip: int | None = None) -> None:
-        """End the workers; the next pass goes on in this epoch where it stood, without the batch of number ``skip``."""
-        self.close()
-        self._resumed = True
-        if skip is not None:
-            self._skipped.add(skip)
 
     def _count_bad(self, bad: Sequence[tuple[int, str]]) -> None:
         for index, found in bad:
@@ -351,14 +344,14 @@ class Loader:
         return images, targets
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands after the batches delivered so far: plain whole numbers; ``skipped`` lists batches
-        to leave out; ``joined`` the windows of shards of an epoch that began while they arrived; ``left`` the images
-        that batches of another size left of this epoch.
+        """Where the order stands after the batches delivered so far: plain whole numbers; ``joined`` lists the windows
+        of shards of an epoch that began while they arrived; ``left`` the images that batches of another size left of
+        this epoch.
         """
         order = self._order
         return {
             "seed": self.seed, "batch_size": self.batch_size, "shuffle": int(order.seed is not None),
-            "images": order.size, "epoch": order.epoch, "batch": self._delivered, "skipped": sorted(self._skipped),
+            "images": order.size, "epoch": order.epoch, "batch": self._delivered,
             "joined": [list(one) for one in order.windows],
             "left": order.left.tolist() if len(order.left) < order.size else [],
         }  # fmt: skip
@@ -373,11 +366,11 @@ class Loader:
         """
         order, kept = self._order, ("seed", "shuffle", "images", "batch_size")
         here, there = ({key: one.get(key) for key in kept} for one in (self.state_dict(), state))
-        values: list[Any] = [state.get(key) for key in ("batch_size", "epoch", "batch", "skipped", "joined", "left")]
-        size, epoch, count, skipped, windows, left = values
+        values: list[Any] = [state.get(key) for key in ("batch_size", "epoch", "batch", "joined", "left")]
+        size, epoch, count, windows, left = values
         try:
             joined = sorted(chain(*windows))
-            numbers = [size - 1, epoch, count, *skipped, *joined, *left]
+            numbers = [size - 1, epoch, count, *joined, *left]
             sound = all(type(number) is int and number >= 0 for number in numbers)
             sound = sound and max(left, default=0) < order.size and joined in ([], [*range(self._fetcher.shards)])
         except TypeError:
@@ -390,13 +383,13 @@ class Loader:
         order.start_epoch(epoch)
         order.windows = [list(one) for one in windows]
         order.left = np.unique(np.array(left, np.int64)) if left else order.left
-        self._delivered, self._skipped, self._resumed = count, set(skipped), True
+        self._delivered, self._resumed = count, True
         if resized:
             before = copy(order)
             before.batch_size = size
-            seen = [batch for number, batch in enumerate(before) if number < count or number in self._skipped]
+            seen = [batch for number, batch in enumerate(before) if number < count]
             order.left = np.setdiff1d(order.left, [*chain(*seen)])
-            self._delivered, self._skipped = 0, set()
+            self._delivered = 0
         if self.left < 1:  # or a pass without batches would follow another one for ever
             self._end_epoch()
 

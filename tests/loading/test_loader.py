@@ -202,8 +202,8 @@ def test_a_state_of_another_order_is_refused(make):
 @pytest.mark.parametrize(
     "change",
     [
-        {"epoch": -1}, {"epoch": "x"}, {"batch": 1.5}, {"batch": None}, {"epoch": None}, {"skipped": 5},
-        {"skipped": [[1]]}, {"left": 5}, {"left": [[2]]}, {"left": [-1]}, {"left": ["x"]}, {"left": [12]},
+        {"epoch": -1}, {"epoch": "x"}, {"batch": 1.5}, {"batch": None}, {"epoch": None},
+        {"left": 5}, {"left": [[2]]}, {"left": [-1]}, {"left": ["x"]}, {"left": [12]},
         {"left": [1 << 80]}, {"batch_size": 0}, {"batch_size": "x"}, {"batch_size": None},
         {"joined": [["x"]]}, {"joined": [[10**400]]}, {"joined": [[1, 0, 1]]}, {"joined": 5},
     ],
@@ -217,7 +217,7 @@ def test_a_state_that_was_changed_is_refused(tiny_shards, make, change):
 
 @pytest.mark.parametrize(
     "change",
-    [{"batch": 4}, {"skipped": [0, 1, 2, 3]}, {"left": [5, 3], "batch": 1}, {"batch_size": 4, "batch": 10**12}],
+    [{"batch": 4}, {"left": [5, 3], "batch": 1}, {"batch_size": 4, "batch": 10**12}],
     ids=str,
 )
 def test_a_state_without_batches_left_goes_on_with_the_next_epoch(make, change):
