@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from time import perf_counter, sleep
@@ -31,6 +32,10 @@ _LINK = f"{'/dev/shm' if os.path.isdir('/dev/shm') else '/tmp'}/colab_utils-driv
 
 class DriveLostError(ColabUtilsError):
     """Drive went away in the middle of a read; what was finished before is safe."""
+
+
+class ShortReadError(DriveLostError):
+    """Fewer bytes of a file came than it holds."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +278,8 @@ def read_file(
 ) -> bytes:  # fmt: skip
     """Read a file, no faster than ``profile``, or else the slowed folder that it lies in, allows.
 
-    Where Drive fails it is tried again by ``retries``; without them the first error is raised.
+    Where Drive fails it is tried again by ``retries``; without them the first error is raised, but
+    a file of which fewer bytes came than it holds is always read again.
 
     Raises:
         ColabUtilsError: it is none to read: see `open_file`.
@@ -285,14 +291,75 @@ def read_file(
         True
     """
     started = perf_counter()
-
-    def read() -> bytes:
-        with guard_drive(path), open_file(path, most_bytes=most_bytes) as file:
-            return file.read()
-
-    content = retries.run(read) if retries else read()
+    read = partial(read_whole, path, most_bytes=most_bytes)
+    if retries:
+        content = retries.run(read)
+    else:
+        try:
+            content = read()
+        except ShortReadError:
+            content = Retries().run(read)
     _wait(get_profile(profile, path), path, 0, len(content), started)
     return content
+
+
+def read_whole(path: str | Path, *, most_bytes: float = MOST_BYTES) -> bytes:
+    """Read a file once, at full speed.
+
+    Raises:
+        ColabUtilsError: it is none to read: see `open_file`.
+        ShortReadError: fewer bytes came than the file holds: this says nothing about the file.
+        DriveLostError: Drive got disconnected, or its storage failed.
+        OSError: anything else, as Python raised it.
+
+    Example:
+        >>> read_whole(__file__) == read_file(__file__)
+        True
+    """
+    with guard_drive(path), open_file(path, most_bytes=most_bytes) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read()
+    if len(content) < size:
+        raise ShortReadError(
+            f"Only {len(content):,} of the {size:,} bytes of {path} came. Run the same again: what is "
+            "done is safe. If it stays so, put the file there again."
+        )
+    return content
+
+
+def parse_file(
+    path: str | Path,
+    read: Callable[[], bytes],
+    parse: Callable[[bytes], _Result],
+) -> _Result:
+    """Return what ``parse`` makes of a file that ``read`` reads; what it refuses is read again.
+
+    Drive gives wrong bytes at times. So an error of ``parse`` is raised only when the same bytes
+    came twice.
+
+    Raises:
+        DriveLostError: other bytes came each time.
+
+    Example:
+        >>> contents = iter([b"", b"5"])
+        >>> parse_file("a.json", lambda: next(contents), json.loads)
+        5
+    """
+    refused = ""
+    for wait_s in (*RETRY_WAITS_S, 0):
+        content = read()
+        try:
+            return parse(content)
+        except Exception:
+            checksum = xxhash.xxh3_128_hexdigest(content)
+            if checksum == refused:
+                raise
+            refused = checksum
+        sleep(wait_s)
+    raise DriveLostError(
+        f"Each time that {path} was read, other bytes came: Drive fails. Run the same again later: what "
+        "is done is safe."
+    )
 
 
 class DriveFile(io.IOBase):

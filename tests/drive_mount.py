@@ -28,7 +28,8 @@ class Faults:
     """What goes wrong. ``errors`` of the next reads fail with EIO; while ``lost``, every call fails with ENOTCONN;
     while ``full``, writing fails with ENOSPC; a folder of more than ``most_entries`` cannot be listed; reads return
     ``short_read`` bytes at most; what another machine wrote shows ``late_s`` seconds after that; of what is written,
-    the last ``lost_bytes`` of every piece are stored as zeros.
+    the last ``lost_bytes`` of every piece are stored as zeros; the next ``cut_opens`` files that are opened
+    to be read and have ``cut_name`` in their names end in their middle, while their size stays what it is.
     """
 
     errors: int = 0
@@ -38,6 +39,8 @@ class Faults:
     short_read: int = 0
     late_s: float = 0.0
     lost_bytes: int = 0
+    cut_opens: int = 0
+    cut_name: str = ""
 
 
 def can_mount() -> str:

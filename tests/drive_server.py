@@ -42,6 +42,7 @@ class _Open:
     stream: _Stream | None = None
     read_bytes: int = 0
     written: bool = False
+    is_cut: bool = False
 
 
 class Drive:
@@ -120,7 +121,12 @@ class Drive:
         if self.profile and not cached and not writes:
             time.sleep(self.profile.open_s)
         stream = _Stream(self.profile.bytes_per_s) if self.profile and not cached else None
-        self._files[descriptor] = _Open(descriptor, cached, stream, written=writes)
+        file = _Open(descriptor, cached, stream, written=writes)
+        with self._lock:
+            if self._faults["cut_opens"] > 0 and self._faults["cut_name"] in path and not writes:
+                self._faults["cut_opens"] -= 1
+                file.is_cut = True
+        self._files[descriptor] = file
         return descriptor
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
@@ -128,6 +134,8 @@ class Drive:
         file = self._files[fh]
         if self._faults["short_read"]:
             size = min(size, self._faults["short_read"])
+        if file.is_cut:
+            size = max(0, min(size, os.fstat(fh).st_size // 2 - offset))
         data = os.pread(fh, size, offset)
         if file.stream:
             with self._lock:  # the time of so many bytes: in this stream, and in the pipe that all streams share

@@ -23,13 +23,16 @@ from colab_utils.drive import (
     DriveLostError,
     DriveProfile,
     Retries,
+    ShortReadError,
     get_profile,
     is_on_drive,
+    parse_file,
     read_at_full_speed,
     read_file,
     slow_down,
 )
 from colab_utils.errors import ColabUtilsError
+from tests.bad_reads import BadReads, cut
 from tests.drive_mount import mount_or_skip
 
 SLOW = DriveProfile("slow", open_s=10.0, bytes_per_s=100.0, source="a test")
@@ -292,6 +295,37 @@ class TestIsOnDrive:
                 read_file(mount.folder / "photo.jpg")
             assert f"drive.mount('{mount.folder}', force_remount=True)" in str(caught.value)
         assert not is_on_drive(photo)
+
+
+@pytest.mark.parametrize("retries", [None, Retries()])
+@pytest.mark.parametrize("times", [1, 4])
+def test_a_file_of_which_too_few_bytes_came_is_read_again(photo, monkeypatch, retries, times):
+    reads = BadReads(monkeypatch, ".jpg", cut, times)
+    assert read_file(photo, None, retries) == photo.read_bytes()
+    assert reads.times == 0
+
+
+@pytest.mark.parametrize("retries", [None, Retries()])
+def test_too_few_bytes_are_never_taken_for_the_file(photo, monkeypatch, retries):
+    BadReads(monkeypatch, ".jpg", cut, 1000)
+    with pytest.raises(ShortReadError, match=r"Only 500 of the 1,000 bytes of .*photo\.jpg came"):
+        read_file(photo, None, retries)
+    assert read_file("/proc/self/stat")  # the system gives no size of it
+
+
+def test_what_is_refused_is_read_again_until_the_same_bytes_came_twice(photo):
+    contents = [b"a", b"b", b"b", b"5"]
+
+    def read():
+        return contents.pop(0)
+
+    with pytest.raises(ValueError, match="'b'"):
+        parse_file(photo, read, int)
+    assert contents == [b"5"]
+    contents[:] = [b"a", b"b", b"c", b"d", b"e", b"5"]
+    with pytest.raises(DriveLostError, match=r"Each time that .*photo\.jpg was read, other bytes came"):
+        parse_file(photo, read, int)
+    assert parse_file(photo, read, int) == 5
 
 
 def test_a_missing_file_stays_an_os_error(tmp_path):

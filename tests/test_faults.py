@@ -194,6 +194,25 @@ def test_short_reads(direct_world, command):
     run_complete(direct_world, command)
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("preprocess", ".jpg"),
+        ("verify", "index.json"),
+        ("copy", "index.json"),
+        ("train", "index.json"),
+        ("resume", "index.json"),
+        ("resume", "checkpoint-"),
+    ],
+)
+def test_files_that_end_too_early_for_a_while(direct_world, command, name):
+    prepare(direct_world, command)
+    direct_world.mount.fail(cut_opens=3, cut_name=name)
+    result = run_complete(direct_world, command)
+    assert result.get("skipped", []) == []
+    assert not list(direct_world.backing.rglob("*.torn-*"))
+
+
 @every
 def test_a_listing_that_times_out_is_not_needed(world, command):
     prepare(world, command)

@@ -5,12 +5,13 @@ import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from colab_utils.drive import DriveFile, Retries, read_file
+from colab_utils.drive import DriveFile, Retries, parse_file, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import hash_bytes, write_file
 
@@ -85,14 +86,17 @@ class ShardIndex:
 def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex:
     """Read ``index.json`` of a folder of shards; where Drive fails, ``retries`` try again.
 
+    An index that is not as it was written is refused only when the same bytes came twice.
+
     Raises:
         ColabUtilsError: if there is no folder or no index, the index was changed since it was written, or another
             version wrote it.
     """
     folder = Path(folder)
     path = folder / INDEX_NAME
+    read = partial(read_file, path, None, retries)
     try:
-        return _parse_index(json.loads(read_file(path, None, retries)), folder)
+        return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except FileNotFoundError:
         found = f"{INDEX_NAME} in {folder}, found none"
         if not folder.exists():

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from colab_utils.data.coco import CocoDataset, open_coco
-from colab_utils.drive import Retries, explain_write
+from colab_utils.drive import Retries, explain_write, read_whole
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
 from colab_utils.shards.format import (
@@ -34,6 +34,7 @@ from colab_utils.shards.records import ArraysBuilder, Storage, describe_shard, d
 
 READ_STREAMS = 4  # files that a process reads at the same time
 _TRIED_IMAGES = 16  # from which the images of a shard, and a plan, are worked out
+_MOST_ARRAYS_BYTES = 1e10  # more than those of the largest shard
 _RANGES = {"max_bad": (0, 1), "shard_mb": (1e-9, 1024)}
 # what reading damaged arrays raises
 _DAMAGE = (FileNotFoundError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
@@ -190,8 +191,12 @@ def _find_run(folder: Path) -> ShardIndex | None:
     if (folder / INDEX_NAME).exists():
         return read_index(folder)
     for path in sorted(folder.glob("shard-*.arrays")):  # each shard knows its run
+        try:
+            content = read_whole(path, most_bytes=_MOST_ARRAYS_BYTES)
+        except FileNotFoundError:
+            continue
         with suppress(ColabUtilsError, *_DAMAGE):
-            return _read_arrays(path.read_bytes())
+            return _read_arrays(content)
     if any(folder.glob("shard-*.tar")):
         raise ColabUtilsError(f"expected an empty folder, found shards without an index in {folder}. Name another one.")
     return None
@@ -316,7 +321,8 @@ def _write_shard(job: ShardJob) -> ShardIndex:
 def _find_shard(job: ShardJob) -> ShardIndex | None:
     """The shard as an earlier run left it; None if it is missing or cut short, or a bad image was repaired."""
     with suppress(*_DAMAGE):
-        index = _read_arrays(job.path.with_suffix(".arrays").read_bytes())
+        path = job.path.with_suffix(".arrays")
+        index = _read_arrays(read_whole(path, most_bytes=_MOST_ARRAYS_BYTES))
         found, expected = (index.fingerprint, index.recipe), (job.dataset.fingerprint, job.recipe)
         is_own = found == expected and index.shards[0].name == job.path.name
         if is_own and _is_complete(index, job.path.parent, job.images, job.dataset):

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from colab_utils.drive import DriveLostError, Retries, explain_write, find_mount, guard_drive, open_file
+from colab_utils.drive import (
+    DriveLostError,
+    Retries,
+    explain_write,
+    find_mount,
+    guard_drive,
+    parse_file,
+    read_whole,
+)
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.runtime import COLAB_ROOT, write_file
 from colab_utils.shards.format import hash_bytes
@@ -32,8 +40,13 @@ _SEAL = b"colab_utils 2 "  # and the version of the format; a checksum follows
 _PATTERNS = {"newest": f"checkpoint-{'[0-9]' * 8}.pt", "best": f"best-{'[0-9]' * 8}.pt"}
 _MOST_BYTES = 1e10
 _OTHERS_KEPT = {"newest": 1, "best": 0}
+_TORN = "is torn (cut short or damaged)"
 _CURE = "Move this file away: the one before it is loaded then."
 _PAUSES_S = (60.0, 10.0)  # the least between two checkpoints; the latter at the end of an epoch
+
+
+class TornError(ColabUtilsError):
+    """A checkpoint is not as it was written: the same wrong bytes came twice."""
 
 
 class CheckpointFolder:
@@ -132,11 +145,8 @@ class CheckpointFolder:
                 # Once the newest has arrived, the older ones that wait go.
                 self._send(waiting[-1], which, _read_sealed(waiting[-1]))
 
-    def _send(self, waiting: Path, which: Which, content: bytes | None) -> Path:
+    def _send(self, waiting: Path, which: Which, content: bytes) -> Path:
         """Write a checkpoint that waits into the run's folder, and return its path there."""
-        if content is None:
-            cure = "Move it away, and run the same command again: the one before it is taken."
-            raise ColabUtilsError(f"{waiting} is torn (cut short or damaged). {cure}")
         path = self.run / waiting.name
         try:
             self._write(path, which, content, patiently=True)
@@ -155,24 +165,32 @@ class CheckpointFolder:
 
         No file is changed, because another process may be training in the folder. That process passes ``repair``: a
         file that is cut short or fails its checksum is renamed to ``.torn-1``, one that waited here is sent to Drive.
+        A file is torn only when the same wrong bytes came twice.
 
         Raises:
             ColabUtilsError: The file cannot be loaded, is no checkpoint of this version, or was changed by another
-                program, or the disk does not answer; no file is changed then.
+                program, or the disk does not answer, or all checkpoints of the run are torn; no file is changed then.
         """
+        torn: list[Path] = []
         for path in reversed(Retries().run(lambda: self._list(which))):
-            content = _read_sealed(path)
-            if content:
-                state = _load(path, content)
-                if repair and path.parent == self.waiting:
-                    path = self._send(path, which, content)
-                return {**state, "path": str(path)}
-            text = f"{path} is torn (cut short or damaged): the one before it is taken"
-            if repair:
-                with suppress(OSError):  # in a folder that is only read
-                    os.replace(path, aside := _find_free_name(f"{path}.torn-"))
-                    text += f", and this one was renamed to {aside.name}"
-            warnings.warn(text, ColabUtilsWarning, stacklevel=3)
+            try:
+                content = _read_sealed(path)
+            except TornError:
+                torn.append(path)
+                continue
+            state = _load(path, content)
+            _set_aside(torn, repair=repair)
+            if repair and path.parent == self.waiting:
+                path = self._send(path, which, content)
+            return {**state, "path": str(path)}
+        if torn and which == "newest":
+            names = ", ".join(path.name for path in torn)
+            raise ColabUtilsError(
+                f"Of the run in {self.run} no checkpoint is complete: {names} {_TORN}. Train with "
+                "resume='never' to move what is there to a folder of its own and to begin anew, or "
+                "choose another run folder."
+            )
+        _set_aside(torn, repair=repair)
         return None
 
     def _list(self, which: Which = "newest") -> list[Path]:
@@ -271,25 +289,46 @@ def _make_seal(content: bytes | memoryview) -> bytes:
     return _SEAL + hash_bytes(content).encode()
 
 
-def _read_sealed(path: Path) -> bytes | None:
-    """The content of a checkpoint, with its seal; None where it is not as it was written.
+def _read_sealed(path: Path) -> bytes:
+    """Return the content of a checkpoint, with its seal.
 
     Raises:
+        TornError: It is not as it was written.
         ColabUtilsError: It is a complete zip without a seal: another program wrote it, or changed it.
+        DriveLostError: Drive does not answer, or gives no bytes to rely on.
     """
+    read = partial(read_whole, path, most_bytes=_MOST_BYTES)
+    with _explain_read(path):
+        return parse_file(path, lambda: Retries().run(read), partial(_check_seal, path))
+
+
+def _check_seal(path: Path, content: bytes) -> bytes:
+    """Return ``content`` if its seal is right; raise what `_read_sealed` raises."""
     length = len(_make_seal(b""))
-    with _explain_read(path), guard_drive(path), open_file(path, most_bytes=_MOST_BYTES) as file:
-        file.seek(max(0, path.stat().st_size - length))
-        seal = file.read()
-        if not seal.startswith(_SEAL):
-            # of another version; or a complete zip without a comment, where ours would only be cut short
-            with suppress(zipfile.BadZipFile):
-                if seal.startswith(_SEAL[:-2]) or (seal.endswith(b"\0\0") and zipfile.is_zipfile(file)):
-                    raise _refuse(path)
-            return None
-        file.seek(0)
-        content = file.read()
-    return content if content.endswith(_make_seal(memoryview(content)[:-length])) else None
+    if content.endswith(_make_seal(memoryview(content)[:-length])):
+        return content
+    seal = content[-length:]
+    if not seal.startswith(_SEAL):
+        # It is of another version; or a complete zip without a comment, where ours would only be cut short.
+        with suppress(zipfile.BadZipFile):
+            is_zip = seal.endswith(b"\0\0") and zipfile.is_zipfile(io.BytesIO(content))
+            if is_zip or seal.startswith(_SEAL[:-2]):
+                raise _refuse(path)
+    cure = "Move it away, and run the same command again: the one before it is taken."
+    raise TornError(f"{path} {_TORN}. {cure}")
+
+
+def _set_aside(torn: Iterable[Path], *, repair: bool) -> None:
+    """Warn of torn checkpoints, and with ``repair`` rename them."""
+    for path in torn:
+        text = f"{path} {_TORN}: the one before it is taken"
+        if repair:
+            aside = _find_free_name(f"{path}.torn-")
+            # The folder may be one that is only read.
+            with suppress(OSError):
+                os.replace(path, aside)
+                text += f", and this one was renamed to {aside.name}"
+        warnings.warn(text, ColabUtilsWarning, stacklevel=4)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from colab_utils import drive
 from colab_utils.data import checks
 from colab_utils.errors import ColabUtilsError
 from tests.fuzz.originals import Originals, run_here
@@ -140,6 +141,8 @@ def _work(connection: Connection, seed: int, kinds: Kinds, originals: Originals,
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     faulthandler.enable(file=2)
+    # What looks damaged is read again after a second, and most cases look so.
+    drive.RETRY_WAITS_S = (0.01, 0.01, 0.01, 0.01)
     torch.set_num_threads(1)  # a forked process has lost OpenMP's threads, and would wait for them for ever
     ctypes.CDLL(None).mallopt(-8, 1)  # one arena: each thread's own would take 64 MB of the address space
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

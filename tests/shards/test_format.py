@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from colab_utils.drive import DriveLostError, explain_write
+from colab_utils.drive import DriveLostError, Retries, explain_write
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import write_file
 from colab_utils.shards.format import (
@@ -22,6 +22,7 @@ from colab_utils.shards.format import (
     split_member,
     write_index,
 )
+from tests.bad_reads import BadReads, alter, cut
 
 INFO = ShardInfo("shard-000000.tar", 3, 9, 4096, "a" * 16, "shard-000000.arrays", 512, "b" * 16, "c" * 16)
 RECIPE = {"storage": "keep", "min_size": 800, "max_size": 1333, "shard_mb": 0.5, "images_per_shard": 3}
@@ -156,6 +157,23 @@ def test_no_folder_no_index_and_an_interrupted_run(tmp_path):
         read_index(tmp_path)
     (tmp_path / "index.json").mkdir()
     with pytest.raises(ColabUtilsError, match="expected to read"):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize("retries", [None, Retries()])
+@pytest.mark.parametrize(("change", "times"), [(cut, 1), (cut, 4), (alter, 1), (alter, 2)])
+def test_an_index_that_was_read_badly_is_read_again(tmp_path, monkeypatch, change, times, retries):
+    write_index(tmp_path, INDEX)
+    reads = BadReads(monkeypatch, ".json", change, times)
+    assert read_index(tmp_path, retries) == INDEX
+    assert reads.times == 0
+
+
+@pytest.mark.parametrize("change", [cut, alter])
+def test_an_index_that_is_never_read_well_is_not_called_changed(tmp_path, monkeypatch, change):
+    write_index(tmp_path, INDEX)
+    BadReads(monkeypatch, ".json", change, 1000)
+    with pytest.raises(DriveLostError, match=r"index\.json .*what is done is safe"):
         read_index(tmp_path)
 
 

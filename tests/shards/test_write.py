@@ -18,6 +18,7 @@ import traceback
 import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
@@ -35,7 +37,9 @@ from colab_utils.shards import write
 from colab_utils.shards.copy import copy_shards, verify_shards
 from colab_utils.shards.format import read_index, write_index
 from colab_utils.shards.lock import hold_folder
+from colab_utils.shards.records import Sample, read_image, try_sample
 from colab_utils.shards.write import find_recipe, plan_shards, write_shards
+from tests.bad_reads import BadReads, cut
 
 SHARD_MB = 0.03  # a few images of the tiny dataset
 
@@ -856,6 +860,36 @@ def test_of_two_writers_one_gets_in(tiny_dataset, dataset, tmp_path, same):
         assert verify_shards(folder).bad == ()
         run(data[winners[0]], folder)  # it is that one's
         assert not (folder / "writer.txt").exists()
+
+
+def test_an_image_that_was_read_badly_is_read_again(tiny_dataset, undisturbed, folder, monkeypatch):
+    files = (tiny_dataset.images, tiny_dataset.annotations)
+    reads = BadReads(monkeypatch, next(tiny_dataset.images.iterdir()).suffix, cut, 1000)
+    with pytest.raises(DriveLostError, match=r"bytes of .* came"):  # nothing is known of the image
+        run(files, folder)
+    assert not folder.exists()
+    reads.times = 4  # while images are tried, in this process
+    report = run(files, folder)
+    assert report.skipped == ()
+    assert reads.times == 0
+    assert snapshot(folder) == snapshot(undisturbed)
+
+
+def test_an_image_that_was_read_badly_in_a_worker_is_not_skipped(tiny_dataset, monkeypatch):
+    dataset = open_coco(tiny_dataset.images, tiny_dataset.annotations)
+    recipe = {"storage": "keep", "min_size": 800, "max_size": 1333}
+    BadReads(monkeypatch, Path(dataset.file_name(0)).suffix, cut, 1)
+    read = partial(read_image, tiny_dataset.images, dataset, 0)
+    assert isinstance(try_sample(read, dataset, 0, recipe), Sample)
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_arrays_that_were_read_badly_are_no_strange_folder(tiny_dataset, undisturbed, folder, monkeypatch, times):
+    shutil.copytree(undisturbed, folder)
+    (folder / "index.json").unlink()
+    reads = BadReads(monkeypatch, ".arrays", cut, times)
+    assert find_recipe(folder) == read_index(undisturbed).recipe
+    assert reads.times == 0
 
 
 def test_a_refused_writer_changes_nothing(tiny_dataset, undisturbed, folder):

@@ -18,6 +18,7 @@ import torch
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state
+from tests.bad_reads import BadReads, alter, cut
 from tests.drive_mount import mount_or_skip
 
 
@@ -80,14 +81,59 @@ def test_torn_newest_is_set_aside_and_named(tmp_path: Path, tear):
     assert (tmp_path / "checkpoint-00000020.pt.torn-1").read_bytes() == data
 
 
-def test_all_torn_means_a_new_start(tmp_path: Path):
-    for step in (1, 2):
-        (tmp_path / f"checkpoint-{step:08d}.pt").write_bytes(b"torn")
+def test_a_name_that_is_taken_is_left_alone(tmp_path: Path):
+    folder = CheckpointFolder(tmp_path)
+    folder.save(make_state(), step=1)
+    (tmp_path / "checkpoint-00000002.pt").write_bytes(b"torn")
     (tmp_path / "checkpoint-00000002.pt.torn-1").write_bytes(b"an earlier one")
     with pytest.warns(ColabUtilsWarning, match="torn"):
-        assert CheckpointFolder(tmp_path).read(repair=True) is None
-    assert len(list_names(tmp_path)) == 3
+        assert folder.read(repair=True)["step"] == 1
     assert (tmp_path / "checkpoint-00000002.pt.torn-1").read_bytes() == b"an earlier one"
+    assert (tmp_path / "checkpoint-00000002.pt.torn-2").read_bytes() == b"torn"
+
+
+@pytest.mark.parametrize("steps", [(2,), (1, 2)])
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_run_whose_checkpoints_are_all_torn_does_not_begin_anew_unasked(tmp_path: Path, steps, repair):
+    for step in steps:
+        (tmp_path / f"checkpoint-{step:08d}.pt").write_bytes(b"torn")
+    before = list_names(tmp_path)
+    folder = CheckpointFolder(tmp_path)
+    for _ in range(2):  # the same call says the same again
+        with pytest.raises(ColabUtilsError, match=r"00002\.pt.* torn .*resume='never'") as error:
+            folder.read(repair=repair)
+        assert "\n" not in str(error.value)
+        assert list_names(tmp_path) == before
+    folder.prepare(anew=True)
+    assert list_names(tmp_path / "previous-1") == before
+    assert folder.read(repair=True) is None
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize(("change", "times"), [(cut, 1), (cut, 4), (alter, 1), (alter, 2)])
+def test_a_spell_of_bad_reads_condemns_no_checkpoint(tmp_path: Path, monkeypatch, change, times, repair):
+    folder = CheckpointFolder(tmp_path)
+    for step in (10, 20):
+        folder.save(make_state(step), step=step)
+    before = list_names(tmp_path)
+    reads = BadReads(monkeypatch, ".pt", change, times)
+    state = folder.read(repair=repair)
+    assert reads.times == 0
+    assert (state["step"], state["losses"][1]) == (20, 20)
+    assert list_names(tmp_path) == before
+
+
+@pytest.mark.parametrize("change", [cut, alter])
+def test_a_drive_that_gives_no_bytes_to_rely_on_is_an_error(tmp_path: Path, monkeypatch, change):
+    """The older checkpoint is not taken in its place, and nothing is renamed."""
+    folder = CheckpointFolder(tmp_path)
+    for step in (10, 20):
+        folder.save(make_state(step), step=step)
+    before = list_names(tmp_path)
+    BadReads(monkeypatch, ".pt", change, 1000)
+    with pytest.raises(DriveLostError, match=r"00020\.pt .*Run the same again"):
+        folder.read(repair=True)
+    assert list_names(tmp_path) == before
 
 
 def test_full_disk_leaves_the_last_one_whole(tmp_path: Path):
@@ -189,7 +235,7 @@ def test_a_disk_that_does_not_answer_is_no_torn_file(tmp_path: Path, monkeypatch
     def fail(path, *args, **options):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("colab_utils.training.checkpoint.open_file", fail)
+    monkeypatch.setattr("colab_utils.drive.open_file", fail)
     with pytest.raises(ColabUtilsError if number == errno.EIO else DriveLostError, match=r"expected to read "):
         CheckpointFolder(tmp_path).read(repair=True)
     assert list_names(tmp_path) == ["checkpoint-00000010.pt"]

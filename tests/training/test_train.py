@@ -382,6 +382,18 @@ def test_finished_run_has_nothing_left_to_do(undisturbed, tiny_shards):
     assert again.images_per_second == 0
 
 
+def test_a_run_of_torn_checkpoints_trains_nothing(undisturbed, tiny_shards, tmp_path):
+    run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
+    names = list_names(run)
+    for name in names:
+        os.truncate(run / name, 10_000)
+    with pytest.raises(ColabUtilsError, match=r"no checkpoint is complete: .*resume='never'"):
+        train(tiny_shards, run, steps=5, log=pytest.fail, **TINY)
+    assert list_names(run) == names
+    train(tiny_shards, run, steps=1, resume="never", **TINY)
+    assert list_names(run) == ["checkpoint-00000001.pt", "previous-1"]
+
+
 def test_torn_checkpoint_costs_only_its_steps(undisturbed, tiny_shards, tmp_path):
     run = shutil.copytree(Path(undisturbed.checkpoint).parent, tmp_path / "run")
     os.truncate(run / "checkpoint-00000005.pt", 10_000)
