@@ -22,8 +22,8 @@ from tests.density import count_nodes, find_packed_lines, measure_density
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "colab_utils"
 FLOORS = (
-    "errors", "runtime", "drive", "data", "sample_data", "shards", "loading", "workspace", "training", "diagnosis",
-    "comparison", "show", "__main__",
+    "errors", "require", "runtime", "drive", "data", "sample_data", "shards", "loading", "workspace", "training",
+    "diagnosis", "comparison", "show", "__main__",
 )  # fmt: skip
 LIGHT = FLOORS[: FLOORS.index("loading")]
 NOTEBOOKS = (

@@ -1,7 +1,8 @@
 """What the processes that train together tell each other before the first step.
 
-A process that loads other images, or stops at an error, would leave the others waiting for it in the middle of a step.
-So all of them compare what they have, and where it differs all of them end with the same words.
+A process that loads other images, or stops at an error, would leave the others waiting for it in
+the middle of a step. So all of them compare what they have, and where it differs all of them end
+with the same words.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ _NAMED_RANKS = 4
 
 @contextmanager
 def share_errors(ranks: Ranks) -> Iterator[None]:
-    """Raise in every process where one of them had an error in the block: none waits for it afterwards.
+    """Raise in every process where one of them had an error in the block: none waits for it.
 
     The block itself must not wait for another process.
 
@@ -44,7 +45,8 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 
     Args:
         ranks: The processes that train together.
-        facts: What this process has, by the name that the message gives it: texts, numbers and None.
+        facts: What this process has, by the name that the message gives it: texts, numbers and
+            None.
 
     Raises:
         ColabUtilsError: They differ. Each difference is named, with the ranks that have each value.
@@ -63,7 +65,8 @@ def require_same(ranks: Ranks, facts: Mapping[str, Any]) -> None:
     if differences:
         raise ColabUtilsError(
             f"The processes that train together differ in {'; '.join(differences)}. "
-            "Start all of them with the same version, the same settings and complete copies of the same shards."
+            "Start all of them with the same version, the same settings and complete copies "
+            "of the same shards."
         )
 
 

@@ -21,7 +21,7 @@ from colab_utils.training.checkpoint import CheckpointFolder
 from colab_utils.training.evaluate import AveragePrecision, evaluate
 from colab_utils.training.model import load_trained_model
 from colab_utils.training.step import TrainingStep
-from colab_utils.training.train import LogLine, choose_settings, train
+from colab_utils.training.train import LogLine, train
 from tests.tiny_model import TINY_MODEL
 
 pytestmark = [
@@ -233,35 +233,6 @@ def test_settings_that_are_not_known(options, message, tmp_path):
     with pytest.raises(ColabUtilsError, match=message) as caught:
         train("no/such/shards", tmp_path, **options)  # before anything is opened
     assert "\n" not in str(caught.value)
-
-
-def test_a_setting_that_is_not_named_stays_as_it_was():
-    known = {"model": "maskrcnn_resnet50_fpn", "min_size": 480, "max_size": 640, "augment": "none",
-             "norms": "trained", "batch_size": 6, "learning_rate": 0.3}  # fmt: skip
-    nothing = dict.fromkeys(known)
-    assert choose_settings(nothing, known, on_gpu=False) == known
-    assert (
-        choose_settings(nothing | {"batch_size": 8}, known, on_gpu=False)["learning_rate"] == 0
-    )  # it follows the batch
-    asked = nothing | {"batch_size": 8, "learning_rate": 0.1, "min_size": 300}
-    assert choose_settings(asked, known, on_gpu=True)["learning_rate"] == 0.1
-    assert choose_settings(asked, known, on_gpu=True)["min_size"] == 300
-
-
-@pytest.mark.parametrize(
-    ("model", "on_gpu", "size"),
-    [
-        (None, False, 192),  # the light model
-        (None, True, 800),
-        ("maskrcnn_mobilenet_v3_large_fpn", True, 800),
-        ("maskrcnn_tiny_fpn", False, 128),
-        ("maskrcnn_tiny_fpn", True, 128),
-    ],
-)
-def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
-    asked = dict.fromkeys(("model", "min_size", "max_size", "augment", "norms", "batch_size", "learning_rate"))
-    found = choose_settings(asked | {"model": model}, {}, on_gpu=on_gpu)
-    assert (found["min_size"], found["max_size"]) == (size, round(size * 5 / 3))
 
 
 def test_a_weight_that_is_no_number_is_named(shards, tmp_path):

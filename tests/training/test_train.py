@@ -27,9 +27,11 @@ from colab_utils.training import checkpoint as checkpoints
 from colab_utils.training import train as loop
 from colab_utils.training import trainer
 from colab_utils.training.checkpoint import CheckpointFolder, CheckpointWriter
+from colab_utils.training.data import open_data
 from colab_utils.training.evaluate import AveragePrecision
 from colab_utils.training.model import load_trained_model
-from colab_utils.training.step import TrainingStep
+from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
+from colab_utils.training.step import Ranks, TrainingStep
 from colab_utils.training.train import LogLine, TrainingPlan, TrainReport, train
 from tests.tiny_model import TINY_MODEL
 
@@ -840,11 +842,14 @@ def test_a_checkpoint_names_the_classes(undisturbed, tiny_shards):
     assert content["category_ids"] == dataset.category_ids
 
 
-def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed):
-    plan = dataclasses.replace(undisturbed.plan, device="cuda:0", steps=9)
-    state = {"step": 5, "plan": dataclasses.asdict(undisturbed.plan), "model": {}, "path": "run/checkpoint-00000005.pt"}
-    with pytest.warns(ColabUtilsWarning, match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels"):
-        loop._check_checkpoint(plan, state, is_own=False)
+def test_a_run_begun_on_a_cpu_is_explained_on_a_gpu(undisturbed, tiny_shards):
+    state = {"plan": dataclasses.asdict(undisturbed.plan), "path": "run/checkpoint-00000005.pt"}
+    settings = choose_settings(AskedSettings(), read_settings(state["plan"]), on_gpu=True)
+    with (
+        open_data(tiny_shards, local=None, limit_gb=None, val_shards=None, seed=0, ranks=Ranks()) as data,
+        pytest.warns(ColabUtilsWarning, match=r"was begun on a CPU: on this GPU it continues with tiny at 64 pixels"),
+    ):
+        loop._check_checkpoint(state, settings, data, device=torch.device("cuda:0"), seed=0)
 
 
 def test_weights_of_another_run_are_where_a_run_starts(undisturbed, tiny_shards, other_shards, tmp_path):

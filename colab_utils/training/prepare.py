@@ -1,0 +1,123 @@
+"""What a run trains by: the model on its device, its optimiser, and the batches that fit there."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colab_utils.training import model as models
+from colab_utils.training.agreement import share_errors
+from colab_utils.training.checkpoint import explain_state
+from colab_utils.training.data import OpenData
+from colab_utils.training.settings import OWN_TRANSFORMS, Settings
+from colab_utils.training.step import (
+    MemoryPlan,
+    Ranks,
+    TrainingStep,
+    choose_rate,
+    make_optimizer,
+    plan_memory,
+)
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step that can train: model, optimiser, batch size and learning rate."""
+
+    step: TrainingStep
+    batch_size: int
+    """Images of a step, over all processes."""
+    learning_rate: float
+    """The highest learning rate, reached after the warm-up."""
+    memory: MemoryPlan | None
+    """How the heaviest batch fits into the GPU's memory; None on a CPU."""
+
+
+def prepare_step(
+    settings: Settings,
+    data: OpenData,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    seed: int,
+    weights: str | Path | None,
+    state: dict[str, Any] | None,
+) -> PreparedStep:
+    """Build the model on its device, the same in every process, and decide its batch size.
+
+    Args:
+        settings: What the run trains with.
+        data: The images that it trains on.
+        device: Where the model is trained.
+        ranks: The processes that train together.
+        seed: Decides the random weights.
+        weights: What a new run starts from, see ``build_mask_rcnn``.
+        state: The checkpoint that the run continues from.
+
+    Raises:
+        ColabUtilsError: The weights are none, or the heaviest batch does not fit into the GPU's
+            memory.
+    """
+    torch.manual_seed(seed)
+    network = _build_network(settings, data, ranks, weights, state)
+    models.fold_norms(network)
+    network.to(memory_format=torch.channels_last)
+    step = TrainingStep(network, device, ranks=ranks)
+    # The schedule sets the rate before each step.
+    step.optimizer = make_optimizer(network, name=settings.model, learning_rate=0.0)
+    if state:
+        with explain_state(state):
+            step.load_state(state)
+    memory = _plan_memory(settings, data, step)
+    batch_size = settings.batch_size or _choose_batch_size(memory, ranks)
+    learning_rate = settings.learning_rate or choose_rate(settings.model, batch_size)
+    return PreparedStep(step, batch_size, learning_rate, memory)
+
+
+def _build_network(
+    settings: Settings,
+    data: OpenData,
+    ranks: Ranks,
+    weights: str | Path | None,
+    state: dict[str, Any] | None,
+) -> Any:
+    """Return the layers that a checkpoint needs, or the model that a new run starts from."""
+    sizes: dict[str, Any] = {
+        "num_classes": data.dataset.num_classes,
+        "min_size": settings.min_size,
+        "max_size": settings.max_size,
+        "norms": settings.norms,
+    }
+    if state:
+        starts_from = state["plan"].get("starts_from", "")
+        return models.assemble_mask_rcnn(settings.model, starts_from=starts_from, **sizes)
+    # The other processes take what the first one could download.
+    if not ranks.is_first:
+        weights = None
+    with share_errors(ranks):
+        network = models.build_mask_rcnn(
+            settings.model,
+            weights=weights,
+            class_names=data.dataset.class_names,
+            **sizes,
+        )
+    return ranks.send(network)
+
+
+def _plan_memory(settings: Settings, data: OpenData, step: TrainingStep) -> MemoryPlan | None:
+    """Find what makes every batch fit on a GPU; nobody knows it of transforms that are not ours."""
+    if step.device.type != "cuda" or settings.augment == OWN_TRANSFORMS:
+        return None
+    own_share = None
+    if settings.batch_size is not None:
+        own_share = -(-settings.batch_size // step.ranks.count)
+    with share_errors(step.ranks):
+        return plan_memory(step, data.dataset, data.rows, batch_size=own_share)
+
+
+def _choose_batch_size(memory: MemoryPlan | None, ranks: Ranks) -> int:
+    """Return the most images that fit in every process; two a process where that was not tried."""
+    if memory is None:
+        return 2 * ranks.count
+    return min(ranks.gather(memory.batch_size)) * ranks.count

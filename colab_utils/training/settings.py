@@ -1,0 +1,141 @@
+"""What a run trains with: what was asked for, completed from its checkpoint, or by the defaults."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_choice, require_count, require_number
+from colab_utils.training.losses import Augment
+from colab_utils.training.model import (
+    BUILDERS,
+    GPU_MODEL,
+    LARGEST_SIDE,
+    LIGHT_MODEL,
+    TINY_MODEL,
+    Norms,
+)
+
+OWN_TRANSFORMS = "own"
+"""The name of an augmentation by transforms of the user's own."""
+
+
+@dataclass(frozen=True)
+class AskedSettings:
+    """Settings that somebody named, or that a checkpoint holds; None where nothing is asked for."""
+
+    model: str | None = None
+    min_size: int | None = None
+    max_size: int | None = None
+    augment: str | None = None
+    norms: str | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+
+    def check(self) -> None:
+        """Refuse values that ``train`` does not know.
+
+        Raises:
+            ColabUtilsError: One of them is none that ``train`` takes.
+        """
+        if self.model is not None:
+            require_choice("model", self.model, tuple(BUILDERS))
+        if self.min_size is not None:
+            require_count("min_size", self.min_size, most=LARGEST_SIDE)
+        if self.max_size is not None:
+            require_count("max_size", self.max_size, most=LARGEST_SIDE)
+        names = get_args(Augment)
+        if self.augment is not None and self.augment not in (*names, OWN_TRANSFORMS):
+            raise ColabUtilsError(
+                f"expected augment as one of {', '.join(names)} or transforms of your own, "
+                f"found {self.augment!r}. Pass another value."
+            )
+        if self.norms is not None:
+            require_choice("norms", self.norms, get_args(Norms))
+        if self.batch_size is not None:
+            require_count("batch_size", self.batch_size)
+        if self.learning_rate is not None:
+            require_number("learning_rate", self.learning_rate, above=0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run trains with, as far as it is known before the model is built."""
+
+    model: str
+    """One of ``MODEL_NAMES``."""
+    min_size: int
+    """Shorter side that images are resized to, pixels."""
+    max_size: int
+    """Limit of the longer side, pixels."""
+    augment: str
+    """Augmentation by name; "own" for transforms of the user's own."""
+    norms: str
+    """Whether pretrained batch norms are "frozen" or "trained"."""
+    batch_size: int | None
+    """Images of a step, over all processes; None takes what fits."""
+    learning_rate: float | None
+    """The highest learning rate; None follows the batch size."""
+
+
+def read_settings(plan: Mapping[str, Any]) -> AskedSettings:
+    """Read the settings of a run from the plan that its checkpoint holds.
+
+    Raises:
+        AttributeError, ValueError: It is the plan of something else.
+
+    Example:
+        >>> read_settings({"model": "maskrcnn_tiny_fpn", "batch_size": 4}).batch_size
+        4
+    """
+    stored = AskedSettings(**{field.name: plan.get(field.name) for field in fields(AskedSettings)})
+    try:
+        stored.check()
+    except ColabUtilsError as error:
+        # The message tells to pass another value, and nobody passed this one.
+        raise ValueError(str(error)) from error
+    return stored
+
+
+def choose_settings(asked: AskedSettings, stored: AskedSettings, *, on_gpu: bool) -> Settings:
+    """Complete what was asked for: by what the run has stored, else by the defaults.
+
+    Args:
+        asked: What the caller of ``train`` named.
+        stored: What the run's checkpoint holds; nothing for a new run.
+        on_gpu: Whether it is trained on a GPU.
+
+    Example:
+        >>> settings = choose_settings(AskedSettings(batch_size=4), AskedSettings(), on_gpu=False)
+        >>> settings.min_size, settings.max_size, settings.batch_size
+        (192, 320, 4)
+    """
+    model = asked.model or stored.model or _choose_model(on_gpu)
+    min_size = asked.min_size or stored.min_size or _choose_min_size(model, on_gpu)
+    max_size = asked.max_size or stored.max_size or min(round(min_size * 5 / 3), LARGEST_SIDE)
+    batch_size = asked.batch_size or stored.batch_size
+    learning_rate = asked.learning_rate
+    # With another batch size, the rate follows the batch.
+    if learning_rate is None and batch_size == stored.batch_size:
+        learning_rate = stored.learning_rate
+    return Settings(
+        model=model,
+        min_size=min_size,
+        max_size=max_size,
+        augment=asked.augment or stored.augment or "flip",
+        norms=asked.norms or stored.norms or "frozen",
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+    )
+
+
+def _choose_model(on_gpu: bool) -> str:
+    return GPU_MODEL if on_gpu else LIGHT_MODEL
+
+
+def _choose_min_size(model: str, on_gpu: bool) -> int:
+    if model == TINY_MODEL:
+        return 128
+    if model == LIGHT_MODEL and not on_gpu:
+        return 192
+    return 800

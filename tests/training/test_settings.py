@@ -1,0 +1,78 @@
+"""What a run trains with: what was asked for, else what its checkpoint holds, else the defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.training.settings import AskedSettings, choose_settings, read_settings
+
+
+def test_a_setting_that_is_not_named_stays_as_it_was():
+    stored = AskedSettings(
+        model="maskrcnn_resnet50_fpn",
+        min_size=480,
+        max_size=640,
+        augment="none",
+        norms="trained",
+        batch_size=6,
+        learning_rate=0.3,
+    )
+    unchanged = choose_settings(AskedSettings(), stored, on_gpu=False)
+    assert dataclasses.asdict(unchanged) == dataclasses.asdict(stored)
+    # The rate follows the batch.
+    assert choose_settings(AskedSettings(batch_size=8), stored, on_gpu=False).learning_rate is None
+    asked = AskedSettings(batch_size=8, learning_rate=0.1, min_size=300)
+    changed = choose_settings(asked, stored, on_gpu=True)
+    assert (changed.learning_rate, changed.min_size, changed.max_size) == (0.1, 300, 640)
+
+
+@pytest.mark.parametrize(
+    ("model", "on_gpu", "size"),
+    [
+        (None, False, 192),  # the light model
+        (None, True, 800),
+        ("maskrcnn_mobilenet_v3_large_fpn", True, 800),
+        ("maskrcnn_tiny_fpn", False, 128),
+        ("maskrcnn_tiny_fpn", True, 128),
+    ],
+)
+def test_the_size_of_the_images_follows_the_model(model, on_gpu, size):
+    settings = choose_settings(AskedSettings(model=model), AskedSettings(), on_gpu=on_gpu)
+    assert (settings.min_size, settings.max_size) == (size, round(size * 5 / 3))
+
+
+def test_the_settings_of_a_plan_are_read_whatever_else_it_holds():
+    """Plans of earlier versions have the key `ema`."""
+    plan = {
+        "model": "maskrcnn_tiny_fpn",
+        "min_size": 128,
+        "norms": "frozen",
+        "ema": 0.99,
+        "steps": 9,
+    }
+    stored = read_settings(plan)
+    assert stored == AskedSettings(model="maskrcnn_tiny_fpn", min_size=128, norms="frozen")
+
+
+BAD_VALUES = [
+    ("model", "yolo", "model as one of maskrcnn_resnet50_fpn_v2, "),
+    ("min_size", 0, "min_size of 1 to 10,000, found 0"),
+    ("max_size", 10_001, "max_size of 1 to 10,000, found 10001"),
+    ("augment", "mosaic", "augment as one of none, flip or transforms of your own, found 'mosaic'"),
+    ("norms", "x", "norms as 'frozen' or 'trained', found 'x'"),
+    ("batch_size", 0, "batch_size of at least 1, found 0"),
+    ("batch_size", 2.5, "batch_size of at least 1, found 2.5"),
+    ("learning_rate", float("inf"), "learning_rate above 0, found inf"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), BAD_VALUES)
+def test_a_value_that_is_none_is_refused(name, value, expected):
+    with pytest.raises(ColabUtilsError, match=f"^expected {expected}"):
+        AskedSettings(**{name: value}).check()
+    # Nobody passed what a plan holds: the checkpoint is refused, see `explain_state`.
+    with pytest.raises(ValueError, match=f"^expected {expected}"):
+        read_settings({name: value})
