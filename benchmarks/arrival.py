@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from benchmarks.command import Run, make_parser, measure_in_turns, run_to_end
 from benchmarks.data import make_data
 from benchmarks.systems.base import BATCH_SIZE, collate
+from colab_utils.drive import read_at_full_speed, slow_down
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -35,17 +36,19 @@ WORKERS = 2
 def run_once(way: str, data: Any, shards: Path, profile: str, step_ms: float) -> dict[str, float]:
     """Seconds to the first batch, to the end of the first epoch, and of the second one."""
     step, began_s = EmulatedStep(step_ms), perf_counter()
-    with TemporaryDirectory(dir=shards.parent) as folder:
+    with TemporaryDirectory(dir=shards.parent) as folder, read_at_full_speed():
+        slow_down(data.images, profile)
+        slow_down(shards, profile)
         close: Callable[[], Any] = int
         if way == "loose files on Drive":
-            loose = CocoFolder(data.images, data.annotations, profile=profile)
+            loose = CocoFolder(data.images, data.annotations)
             loader: Any = DataLoader(loose, BATCH_SIZE, shuffle=True, num_workers=WORKERS, collate_fn=collate)
         elif way == "copy, then train":
-            copy_shards(shards, Path(folder) / "ssd", profile=profile)
+            copy_shards(shards, Path(folder) / "ssd")
             loader = make_loader(ShardDataset(Path(folder) / "ssd"), batch_size=BATCH_SIZE, workers=WORKERS)
             close = loader.close
         else:
-            dataset = ArrivingShards(shards, Path(folder) / "ssd", profile=profile)
+            dataset = ArrivingShards(shards, Path(folder) / "ssd")
             loader = make_loader(dataset, batch_size=BATCH_SIZE, workers=WORKERS)
             close = loader.close
         times_s: list[float] = []

@@ -19,6 +19,7 @@ from benchmarks.data import make_data
 from benchmarks.systems.base import collate
 from colab_utils.diagnosis.diagnose import diagnose
 from colab_utils.diagnosis.timing import time_batches
+from colab_utils.drive import read_at_full_speed, slow_down
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder
 from colab_utils.runtime import describe_machine, write_file
@@ -77,14 +78,18 @@ def list_cases(count: int, *, seed: int = 0) -> list[Case]:
 
 def run_case(case: Case, images: Path, annotations: Path, *, seconds: float) -> list[dict[str, Any]]:
     """Diagnose, apply every fix, and give each forecast beside what was measured."""
-    dataset = CocoFolder(images, annotations, profile=case.profile)
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_size=BATCH_SIZES.get(case.data, 4), num_workers=case.workers, collate_fn=collate,
-        sampler=Endless(len(dataset)),
-    )  # fmt: skip
-    found = diagnose(loader, EmulatedStep(case.step_ms), seconds=seconds, verify=True)
-    # the same loader once more: what the machine itself changed meanwhile
-    again = time_batches(loader, EmulatedStep(case.step_ms), batches=500, max_s=0.4 * seconds) if found.fixes else None
+    with read_at_full_speed():
+        slow_down(images, case.profile)
+        dataset = CocoFolder(images, annotations)
+        loader: DataLoader[Any] = DataLoader(
+            dataset, batch_size=BATCH_SIZES.get(case.data, 4), num_workers=case.workers, collate_fn=collate,
+            sampler=Endless(len(dataset)),
+        )  # fmt: skip
+        found = diagnose(loader, EmulatedStep(case.step_ms), seconds=seconds, verify=True)
+        # the same loader once more: what the machine itself changed meanwhile
+        again = None
+        if found.fixes:
+            again = time_batches(loader, EmulatedStep(case.step_ms), batches=500, max_s=0.4 * seconds)
     return [
         {
             **asdict(case), "fix": fix.id, "now": found.images_per_second, "headspace": found.headspace,

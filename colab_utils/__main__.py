@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import colab_utils
-from colab_utils.drive import get_profile
+from colab_utils.drive import find_profile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
 from colab_utils.runtime import require_new, write_file
 
@@ -200,7 +200,7 @@ def _compare(
     if not (images and annotations):
         raise ColabUtilsError("expected --images and --annotations, or --against, found neither. See --help.")
     check_receipt_folder(report)
-    options.setdefault("drive_profile", get_profile(None, images) or "typical")
+    options.setdefault("drive_profile", find_profile(images) or "typical")
     options |= {"strategies": strategies.split(",") if strategies else None, "step": EmulatedStep(step_ms)}
     found = colab_utils.compare(images, annotations, **options, folder=Path(report) / "work")
     print(f"receipt: {write_receipt(found, Path(report))}", file=sys.stderr)

@@ -83,36 +83,58 @@ def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
 
     Example:
         >>> slow_down("no/such/folder", "typical")
-        >>> print(get_profile(None, "no/such/folder/images/1.jpg"))
+        >>> print(find_profile("no/such/folder/images/1.jpg"))
         typical: 59 ms per file, 65 MB/s
         >>> slow_down("no/such/folder", None)
     """
-    speed, table = get_profile(profile), json.loads(os.environ.get(_SLOWED) or "{}")
-    if speed or table:
-        table[os.path.realpath(folder)] = speed and asdict(speed)
-        os.environ[_SLOWED] = json.dumps(table)
+    speed = get_profile(profile)
+    table = json.loads(os.environ.get(_SLOWED) or "{}")
+    if speed is None and not table:
+        return
+    table[os.path.realpath(folder)] = None if speed is None else asdict(speed)
+    os.environ[_SLOWED] = json.dumps(table)
 
 
 @contextmanager
 def read_at_full_speed() -> Iterator[None]:
-    """While the block runs, no folder is slowed: for what the real Drive's cache would answer.
+    """Slow no folder while the block runs: for what the real Drive's cache would answer.
+
+    A folder that is slowed within the block is slow until its end. Then those from before are slow again.
 
     Example:
         >>> with read_at_full_speed():
-        ...     get_profile(None, "anywhere") is None
+        ...     find_profile("anywhere") is None
         True
     """
-    table, os.environ[_SLOWED] = os.environ.get(_SLOWED, ""), ""
+    table = os.environ.get(_SLOWED, "")
+    os.environ[_SLOWED] = ""
     try:
         yield
     finally:
         os.environ[_SLOWED] = table
 
 
-def get_profile(name: str | DriveProfile | None, path: str | Path | None = None) -> DriveProfile | None:
-    """The profile of that name; ``None`` or ``"none"`` mean full speed, your own profile is passed through.
+def find_profile(path: str | Path) -> DriveProfile | None:
+    """Return the profile of the slowed folder that a path lies in, and None where it is read at full speed.
 
-    Where no name is given, the profile of the slowed folder that ``path`` lies in: see `slow_down`.
+    Example:
+        >>> find_profile("no/such/folder") is None
+        True
+    """
+    text = os.environ.get(_SLOWED)
+    if not text:
+        return None
+    table = json.loads(text)
+    place = Path(os.path.realpath(path))
+    for folder in (place, *place.parents):
+        if str(folder) in table:
+            fields = table[str(folder)]
+            return None if fields is None else DriveProfile(**fields)
+    return None
+
+
+def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
+    """Return the profile of that name: ``None`` or ``"none"`` mean full speed, your own profile is passed through.
 
     Raises:
         ColabUtilsError: no profile has that name; the message lists the names.
@@ -121,10 +143,6 @@ def get_profile(name: str | DriveProfile | None, path: str | Path | None = None)
         >>> print(get_profile("typical"))
         typical: 59 ms per file, 65 MB/s
     """
-    if name is None and path is not None and (text := os.environ.get(_SLOWED)):
-        table, place = json.loads(text), Path(os.path.realpath(path))
-        speed = next((table[str(folder)] for folder in (place, *place.parents) if str(folder) in table), None)
-        return DriveProfile(**speed) if speed else None
     if name is None or isinstance(name, DriveProfile):
         return name
     if name not in DRIVE_PROFILES and name != "none":
@@ -272,11 +290,8 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # else a named pipe waits for its writer
 
 
-def read_file(
-    path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None, *,
-    most_bytes: float = MOST_BYTES,
-) -> bytes:  # fmt: skip
-    """Read a file, no faster than ``profile``, or else the slowed folder that it lies in, allows.
+def read_file(path: str | Path, retries: Retries | None = None, *, most_bytes: float = MOST_BYTES) -> bytes:
+    """Read a file, no faster than the slowed folder that it lies in allows.
 
     Where Drive fails it is tried again by ``retries``; without them the first error is raised, but
     a file of which fewer bytes came than it holds is always read again.
@@ -299,7 +314,7 @@ def read_file(
             content = read()
         except ShortReadError:
             content = Retries().run(read)
-    _wait(get_profile(profile, path), path, 0, len(content), started)
+    _wait(find_profile(path), path, 0, len(content), started)
     return content
 
 
@@ -363,22 +378,24 @@ def parse_file(
 
 
 class DriveFile(io.IOBase):
-    """A file read in pieces, no faster than ``profile``, or else its slowed folder, allows; Linux only.
+    """A file read in pieces, no faster than the slowed folder that it lies in allows; Linux only.
 
     The first read waits ``open_s``, and so does each later one that does not start where the last one ended. Close it
     when you are done, or use it as a context manager. Raises what `read_file` raises; where Drive fails, ``retries``
     open the file anew and go on where they were.
 
     Example:
-        >>> with DriveFile(__file__, get_profile("none")) as file:
+        >>> with DriveFile(__file__) as file:
         ...     file.pread(3, 0) == read_file(__file__)[:3]
         True
     """
 
-    def __init__(self, path: str | Path, profile: DriveProfile | None = None, retries: Retries | None = None) -> None:
+    def __init__(self, path: str | Path, retries: Retries | None = None) -> None:
         self._descriptors: list[int] = []  # the last one is read, the others belong to a mount that was lost
         require_linux("read files in pieces")
-        self.path, self.profile, self.retries = Path(path), get_profile(profile, path), retries
+        self.path = Path(path)
+        self.profile = find_profile(path)
+        self.retries = retries
         retries.run(self._open) if retries else self._open()
         self._next: int | None = None  # where a contiguous read would start
 

@@ -24,6 +24,7 @@ from colab_utils.drive import (
     DriveProfile,
     Retries,
     ShortReadError,
+    find_profile,
     get_profile,
     is_on_drive,
     parse_file,
@@ -80,24 +81,27 @@ def test_what_no_memory_holds_is_not_read(tmp_path):
         read_file(tmp_path)
 
 
-def test_read_file_waits_for_opening_and_for_every_byte(photo, clock):
-    assert read_file(photo, SLOW) == photo.read_bytes()
+def test_read_file_waits_for_opening_and_for_every_byte(photo, clock, tmp_path):
+    slow_down(tmp_path, SLOW)
+    assert read_file(photo) == photo.read_bytes()
     assert clock.slept == [pytest.approx(10.0 + 1000 / 100)]
 
 
-def test_without_a_profile_nothing_waits(photo, clock):
+def test_without_a_slowed_folder_nothing_waits(photo, clock):
     assert read_file(photo) == photo.read_bytes()
     with DriveFile(photo) as file:
         assert file.pread(10, 500) == photo.read_bytes()[500:510]
     assert clock.slept == []
 
 
-def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch):
+def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch, tmp_path):
+    slow_down(tmp_path, SLOW)
+
     def slow_preadv(descriptor, buffers, offset):
         clock.now += 3.0
         return len(buffers[0])
 
-    with DriveFile(photo, SLOW) as file:
+    with DriveFile(photo) as file:
         file.pread(100, 0)
         clock.slept.clear()
         monkeypatch.setattr(os, "preadv", slow_preadv)
@@ -108,15 +112,16 @@ def test_the_time_of_the_real_read_is_part_of_the_wait(photo, clock, monkeypatch
         assert clock.slept == []  # the real read was slower than the profile
 
 
-def test_contiguous_reads_pay_the_opening_once_and_jumps_pay_it_again(photo, clock):
-    with DriveFile(photo, SLOW) as file:
+def test_contiguous_reads_pay_the_opening_once_and_jumps_pay_it_again(photo, clock, tmp_path):
+    slow_down(tmp_path, SLOW)
+    with DriveFile(photo) as file:
         for offset in (300, 400, 500, 200, 300):  # one jump: back to 200
             file.pread(100, offset)
     assert clock.slept == pytest.approx([11, 1, 1, 11, 1])
 
 
 class TestSlowDown:
-    def test_what_lies_below_waits_without_an_argument(self, photo, clock, tmp_path):
+    def test_what_lies_below_waits(self, photo, clock, tmp_path):
         slow_down(tmp_path, SLOW)
         read_file(photo)
         with DriveFile(photo) as file:
@@ -133,35 +138,49 @@ class TestSlowDown:
         slow_down(tmp_path / "ssd", None)
         slow_down(tmp_path / "ssd" / "unpacked", SLOW)
         (tmp_path.parent / "link").symlink_to(tmp_path)
-        found = [get_profile(None, tmp_path / name) for name in ("a", "ssd/a", "ssd/unpacked/b/c")]
+        found = [find_profile(tmp_path / name) for name in ("a", "ssd/a", "ssd/unpacked/b/c")]
         assert found == [DRIVE_PROFILES["bad"], None, SLOW]
-        assert get_profile(None, tmp_path.parent / "link" / "a") == DRIVE_PROFILES["bad"]
-        assert get_profile("typical", tmp_path / "a") is DRIVE_PROFILES["typical"]  # a name counts more
+        assert find_profile(tmp_path.parent / "link" / "a") == DRIVE_PROFILES["bad"]
         with read_at_full_speed():
-            assert get_profile(None, tmp_path / "a") is None
-        assert get_profile(None, tmp_path / "a") == DRIVE_PROFILES["bad"]
+            assert find_profile(tmp_path / "a") is None
+        assert find_profile(tmp_path / "a") == DRIVE_PROFILES["bad"]
         with pytest.raises(ColabUtilsError, match="slowish"):
             slow_down(tmp_path, "slowish")
+
+    def test_what_is_slowed_within_a_block_at_full_speed_is_slow_until_its_end(self, tmp_path):
+        @read_at_full_speed()
+        def fail():
+            slow_down(tmp_path / "within", SLOW)
+            assert find_profile(tmp_path / "within" / "a") == SLOW
+            assert find_profile(tmp_path / "before" / "a") is None
+            raise ColabUtilsError("stopped")
+
+        slow_down(tmp_path / "before", "bad")
+        with pytest.raises(ColabUtilsError, match="stopped"):
+            fail()
+        assert find_profile(tmp_path / "within" / "a") is None
+        assert find_profile(tmp_path / "before" / "a") == DRIVE_PROFILES["bad"]
 
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_worker_processes_are_slowed_too(self, tmp_path, method):
         slow_down(tmp_path, SLOW)
         with ProcessPoolExecutor(1, get_context(method)) as pool:
-            assert pool.submit(get_profile, None, tmp_path / "a").result() == SLOW
+            assert pool.submit(find_profile, tmp_path / "a").result() == SLOW
 
     def test_a_command_is_slowed_too(self, tmp_path):
         slow_down(tmp_path, SLOW)
-        code = "import sys; from colab_utils.drive import get_profile; print(get_profile(None, sys.argv[1]).open_s)"
+        code = "import sys; from colab_utils.drive import find_profile; print(find_profile(sys.argv[1]).open_s)"
         run = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True, check=True)
         assert float(run.stdout) == SLOW.open_s
 
 
 @pytest.mark.parametrize("pool", ["threads", "processes"])
-def test_all_streams_together_have_one_link(photo, pool):
+def test_all_streams_together_have_one_link(photo, pool, tmp_path):
     """Each would take 0.1 s alone; no slower limit is asserted, because the machine may be busy."""
-    profile, started = DriveProfile("narrow", 0.0, 10_000, "a test"), perf_counter()
+    slow_down(tmp_path, DriveProfile("narrow", 0.0, 10_000, "a test"))
+    started = perf_counter()
     with ThreadPoolExecutor(4) if pool == "threads" else ProcessPoolExecutor(4, get_context("fork")) as workers:
-        for content in workers.map(read_file, [photo] * 4, [profile] * 4):
+        for content in workers.map(read_file, [photo] * 4):
             assert content == photo.read_bytes()
     assert perf_counter() - started >= 0.4
 
@@ -244,13 +263,13 @@ def test_a_broken_disk_is_not_a_lost_drive(photo, monkeypatch, clock):
         raise OSError(errno.EIO, "Input/output error")
 
     retries = Retries()
-    with DriveFile(photo, None, retries) as file:
+    with DriveFile(photo, retries) as file:
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(OSError, match="Input/output error"):
             file.pread(1, 0)
     monkeypatch.setattr("colab_utils.drive._open_at_once", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        read_file(photo, None, retries)
+        read_file(photo, retries)
     assert retries.count == 0
 
 
@@ -301,7 +320,7 @@ class TestIsOnDrive:
 @pytest.mark.parametrize("times", [1, 4])
 def test_a_file_of_which_too_few_bytes_came_is_read_again(photo, monkeypatch, retries, times):
     reads = BadReads(monkeypatch, ".jpg", cut, times)
-    assert read_file(photo, None, retries) == photo.read_bytes()
+    assert read_file(photo, retries) == photo.read_bytes()
     assert reads.times == 0
 
 
@@ -309,7 +328,7 @@ def test_a_file_of_which_too_few_bytes_came_is_read_again(photo, monkeypatch, re
 def test_too_few_bytes_are_never_taken_for_the_file(photo, monkeypatch, retries):
     BadReads(monkeypatch, ".jpg", cut, 1000)
     with pytest.raises(ShortReadError, match=r"Only 500 of the 1,000 bytes of .*photo\.jpg came"):
-        read_file(photo, None, retries)
+        read_file(photo, retries)
     assert read_file("/proc/self/stat")  # the system gives no size of it
 
 
@@ -329,10 +348,11 @@ def test_what_is_refused_is_read_again_until_the_same_bytes_came_twice(photo):
 
 
 def test_a_missing_file_stays_an_os_error(tmp_path):
+    slow_down(tmp_path, SLOW)
     with pytest.raises(FileNotFoundError):
-        read_file(tmp_path / "none.jpg", SLOW)
+        read_file(tmp_path / "none.jpg")
     with pytest.raises(FileNotFoundError):
-        DriveFile(tmp_path / "none.jpg", SLOW)
+        DriveFile(tmp_path / "none.jpg")
 
 
 def test_get_profile_knows_names_profiles_and_none():
@@ -410,7 +430,7 @@ class TestRetries:
 
         monkeypatch.setattr(os, "preadv", preadv)
         retries, content = Retries(), photo.read_bytes()
-        with DriveFile(photo, None, retries) as file:
+        with DriveFile(photo, retries) as file:
             assert file.pread(len(content), 0) == content
         assert [offset for _, offset in calls[:3]] == [0, 300, 300]
         assert calls[2][0] != calls[0][0]  # a descriptor of a mount that was lost stays lost

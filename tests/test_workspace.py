@@ -21,7 +21,7 @@ from colab_utils import ShardDataset, drive
 from colab_utils import workspace as module
 from colab_utils.__main__ import main
 from colab_utils.data.checks import check_dataset
-from colab_utils.drive import DRIVE_PROFILES, get_profile, read_file, slow_down
+from colab_utils.drive import DRIVE_PROFILES, find_profile, read_file, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards, verify_shards
@@ -131,8 +131,8 @@ def test_a_scene_asks_for_nothing_and_slows_drive_down(colab, scene, profile):
     assert workspace.drive == colab.content / "slow_drive"
     assert workspace.profile is DRIVE_PROFILES[profile]
     assert workspace.emulated  # also where there is a GPU
-    assert get_profile(None, workspace.drive / "shards" / "shard-000000.tar") == DRIVE_PROFILES[profile]
-    assert get_profile(None, workspace.ssd / "shards" / "shard-000000.tar") is None
+    assert find_profile(workspace.drive / "shards" / "shard-000000.tar") == DRIVE_PROFILES[profile]
+    assert find_profile(workspace.ssd / "shards" / "shard-000000.tar") is None
     assert list(SCENES) == ["bad day", "good day", REAL]
 
 
@@ -141,8 +141,8 @@ def test_another_scene_in_the_same_session_changes_the_speed(tmp_path):
     found = []
     for scene in (*SCENES, "bad day"):
         workspace = Workspace.open(**folders, scene=scene)
-        found.append(get_profile(None, workspace.drive / "a"))
-        assert get_profile(None, workspace.ssd / "a") is None  # an SSD folder on the slowed one stays fast
+        found.append(find_profile(workspace.drive / "a"))
+        assert find_profile(workspace.ssd / "a") is None  # an SSD folder on the slowed one stays fast
         assert workspace.profile == found[-1]
     assert found == [DRIVE_PROFILES["bad"], DRIVE_PROFILES["typical"], None, DRIVE_PROFILES["bad"]]
 
@@ -363,7 +363,7 @@ def test_a_wrong_name_is_told_and_not_remembered(workspace, own, colab):
 def test_local_photos_are_slowed_only_where_the_scene_says_so(tmp_path, own, scene, slowed):
     workspace = Workspace.open(tmp_path / "d", ssd=tmp_path / "s", scene=scene)
     data = ensure_dataset(workspace, **own)
-    assert (get_profile(None, data.images / "1.jpg") is not None) is slowed
+    assert (find_profile(data.images / "1.jpg") is not None) is slowed
     assert ("slows down" in data.note) is slowed
 
 
@@ -461,7 +461,7 @@ class TestEverythingBelowASlowedFolderIsReadSlowly:
     def test_training_from_shards(self, tiny_shards, list_shards, waits):
         slow_down(tiny_shards, "typical")
         dataset = ShardDataset(tiny_shards)
-        assert dataset.profile == DRIVE_PROFILES["typical"]
+        assert find_profile(dataset.find_path(0)) == DRIVE_PROFILES["typical"]
         with closing(make_loader(dataset, batch_size=2, workers=1)) as loader:
             assert sum(len(images) for images, _ in loader) == 12
         assert waits() == list_shards

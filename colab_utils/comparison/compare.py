@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -163,7 +163,7 @@ def compare(
     step = EmulatedStep(100) if step is None else step
     with put_back(None, restore), read_at_full_speed():
         prepared = PreparedData(images, annotations, folder, profile=profile, count=max_images)
-        setting = Setting(prepared, profile, batch_size, workers, "cuda" if torch.cuda.is_available() else "cpu")
+        setting = Setting(prepared, batch_size, workers, "cuda" if torch.cuda.is_available() else "cpu")
         rows = [_Row(strategy, setting, step, batches, timeline_s) for strategy in chosen]
         note = f"{len(prepared.bad)} bad images are left out, such as: {prepared.bad[0]}" if prepared.bad else ""
         empty = Comparison(
@@ -216,8 +216,8 @@ class _Row:
         return self.setting.prepared.get(self.strategy.reads)
 
     def check(self) -> None:
-        """Compare an epoch with the reference; Drive is read as fast as it goes."""
-        with closing(self.strategy.open(replace(self.setting, profile=None))) as loader:
+        """Compare an epoch with the reference, which is read at full speed."""
+        with closing(self.strategy.open(self.setting)) as loader:
             batches = (deliver(batch, self.setting.device) for batch in islice(loader, self._epoch))
             self.difference = _find_difference(batches, self.setting.prepared.reference)
 
@@ -227,16 +227,22 @@ class _Row:
         for file in self.prepare().files:
             drop_cached(file)
         began_s = perf_counter()
-        with closing(self.strategy.open(self.setting)) as loader:
+        with self._open_slowly() as loader:
             self.opened_s = perf_counter() - began_s
             self.cold = time_batches(loader, self._train, batches=10_000, warmup=0, max_s=self.timeline_s)
 
     def run_warm(self) -> None:
         """Time batches after a warm-up, which is an epoch where a strategy keeps what it reads."""
-        with closing(self.strategy.open(self.setting)) as loader:
+        with self._open_slowly() as loader:
             lanes = max(1, count_workers(loader))
             batches, warmup = -(-self.batches // lanes) * lanes, self._epoch if self.strategy.keeps else 2
             self.times.append(time_batches(loader, self._train, batches=batches, warmup=warmup, max_s=_MAX_RUN_S))
+
+    @contextmanager
+    def _open_slowly(self) -> Iterator[Any]:
+        """Open what the strategy loads by, and read Drive at its own speed until it is closed."""
+        with self.setting.prepared.slow_drive(), closing(self.strategy.open(self.setting)) as loader:
+            yield loader
 
     @property
     def _epoch(self) -> int:

@@ -9,7 +9,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.data.coco import read_coco, write_subset
-from colab_utils.drive import DriveProfile, is_on_drive, read_file
+from colab_utils.drive import DriveProfile, is_on_drive, read_at_full_speed, read_file, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
@@ -79,7 +79,7 @@ class PreparedData:
         images: the image folder.
         annotations: COCO instance JSON.
         folder: where data is prepared.
-        profile: the speed of Drive, for the seconds of a copy; all is read at full speed.
+        profile: the speed of Drive within `slow_drive`, and for the seconds of a copy.
         count: images at most.
 
     Raises:
@@ -119,14 +119,31 @@ class PreparedData:
             ColabUtilsError: it cannot be made, or needs more disk than is free.
         """
         if kind not in self._made:
-            name, _, disk = kind.partition("_on_")
-            if disk == "ssd":
-                self._made[kind] = self._copy(name, self.get(f"{name}_on_drive"))
-            elif name == "files":
-                self._made[kind] = PreparedFiles(self.images, tuple(map(self.reference.find_path, range(len(self)))))
-            else:
-                self._made[kind] = self._make(name)
+            with read_at_full_speed():
+                self._made[kind] = self._prepare(kind)
         return self._made[kind]
+
+    def _prepare(self, kind: str) -> PreparedFiles:
+        name, _, disk = kind.partition("_on_")
+        if disk == "ssd":
+            return self._copy(name, self.get(f"{name}_on_drive"))
+        if name == "files":
+            return PreparedFiles(self.images, tuple(map(self.reference.find_path, range(len(self)))))
+        return self._make(name)
+
+    @contextmanager
+    def slow_drive(self) -> Iterator[None]:
+        """Read what stands for Drive at the speed of the profile while the block runs, and all else at full speed.
+
+        Processes that start within the block do so, too.
+        """
+        with read_at_full_speed():
+            slow_down(self.drive, self.profile)
+            # The folders may lie in one another, and of a folder in another the inner one counts.
+            slow_down(self.folder, None)
+            slow_down(self.ssd, None)
+            slow_down(self.images, self.profile)
+            yield
 
     def _make(self, name: str) -> PreparedFiles:
         """Write one kind to Drive in each comparison, and time that."""
@@ -199,8 +216,6 @@ class Setting:
 
     prepared: PreparedData
     """The data."""
-    profile: DriveProfile | None
-    """The speed of Drive; None reads it as fast as it goes."""
     batch_size: int
     """Images in a batch."""
     workers: int
@@ -255,8 +270,8 @@ class Items(Dataset[_Sample]):
         return self._load(self._items[index])
 
 
-def _load_tensors(file: Path, profile: DriveProfile | None) -> _Sample:
-    return torch.load(io.BytesIO(read_file(file, profile)), weights_only=True)
+def _load_tensors(file: Path) -> _Sample:
+    return torch.load(io.BytesIO(read_file(file)), weights_only=True)
 
 
 def _count_bytes(sample: _Sample) -> int:
@@ -336,13 +351,12 @@ class ThreadLoading:
 def _open_dataset(setting: Setting, kind: str) -> Any:
     made = setting.prepared.get(kind)
     name, _, disk = kind.partition("_on_")
-    profile = setting.profile if disk == "drive" else None
     if name == "files":
-        return PillowFolder(made.folder, setting.prepared.annotations, profile=profile)
+        return PillowFolder(made.folder, setting.prepared.annotations)
     if name == "tensors":
         map_file = partial(torch.load, mmap=True, weights_only=True)
-        return Items(made.files, map_file if disk == "ssd" else partial(_load_tensors, profile=profile))
-    return ShardDataset(made.folder, profile=profile)
+        return Items(made.files, map_file if disk == "ssd" else _load_tensors)
+    return ShardDataset(made.folder)
 
 
 def _by_workers(setting: Setting, kind: str, *, workers: int | None = None, ahead: int = 2) -> EpochLoader:
@@ -361,7 +375,9 @@ def _tuned(setting: Setting, kind: str) -> EpochLoader:
     """Threads load ahead, and what they loaded last stays in a part of the memory."""
     prepared = setting.prepared
     share = len(prepared) / prepared.total  # of the dataset, and so of the memory
-    cached = int(_CACHE_SHARE * share * find_free_memory() / _count_bytes(prepared.reference[0]))
+    with read_at_full_speed():
+        sample_bytes = _count_bytes(prepared.reference[0])
+    cached = int(_CACHE_SHARE * share * find_free_memory() / sample_bytes)
     tuned = {"threads": _THREADS, "ahead": 1, "most": _MOST_AHEAD, "cached": cached}
     return EpochLoader(setting, _open_dataset(setting, kind), ThreadLoading, **tuned)
 
@@ -391,7 +407,7 @@ class ArrivingLoader:
         shards = setting.prepared.get(kind).folder
         with ExitStack() as opened:
             folder = opened.enter_context(tempfile.TemporaryDirectory(dir=setting.prepared.ssd))
-            dataset = ArrivingShards(shards, Path(folder, "shards"), profile=setting.profile)
+            dataset = ArrivingShards(shards, Path(folder, "shards"))
             opened.callback(dataset.stop)
             self._loader = opened.enter_context(closing(_packed(setting, kind, dataset)))
             self.close = opened.pop_all().close

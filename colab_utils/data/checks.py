@@ -247,9 +247,9 @@ def _find_shared(
 
     def compare(i: int) -> Defect | None:
         with suppress(OSError, ColabUtilsError):  # what cannot be read is in no training
-            content = read_file(other.find_image(others, i)[0], None, retries)
+            content = read_file(other.find_image(others, i)[0], retries)
             for twin in by_size.get(len(content), ()):
-                if read_file(dataset.find_image(images, twin)[0], None, retries) == content:
+                if read_file(dataset.find_image(images, twin)[0], retries) == content:
                     text = f"{escape(dataset.file_name(twin))} is {escape(other.file_name(i))}"
                     return "image in validation, too", text
         return None
@@ -341,7 +341,7 @@ def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *
         return Header([("unsafe file_name", "leaves the image folder, where no file, or several, have its base name")])
     found = [("found by base name", escape(str(path.relative_to(images))))] if by_base_name else []
     try:
-        return _describe(read_file(path, None, retries), path.suffix.lower(), found, deep=deep)
+        return _describe(read_file(path, retries), path.suffix.lower(), found, deep=deep)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return Header([("missing image", f"not in {images}")])
     except DriveLostError:

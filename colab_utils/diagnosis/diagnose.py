@@ -27,7 +27,7 @@ from colab_utils.data.coco import write_subset
 from colab_utils.diagnosis.summary import Cause, refine_causes
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, find_tensors, time_batches, time_stages
 from colab_utils.diagnosis.watchdog import WatchedLoader
-from colab_utils.drive import is_on_drive, read_at_full_speed, read_file
+from colab_utils.drive import find_profile, is_on_drive, read_at_full_speed, read_file
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -516,7 +516,9 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
         by_shards["packed_masks"] = ""
     if isinstance(dataset, CocoFolder) or _is_slow(dataset):
         by_shards["shards"] = ""
-    plans = [(_make_fix(id, more), partial(_prepare_shards, now, folder, id)) for id, more in by_shards.items()]
+    # No folder is slowed any more while a fix is prepared.
+    make = partial(_prepare_shards, now, folder, is_slow=_is_slow(dataset))
+    plans = [(_make_fix(id, more), partial(make, id)) for id, more in by_shards.items()]
     if plans:
         cpu_ms = sum(stage.cpu_ms for stage in now.stages.values() if stage.name in ("read", "decode", "masks"))
         workers = now.choose_workers(cpu_ms, cpu_ms)  # near the GPU, no file is waited for
@@ -529,18 +531,21 @@ def _plan_data(now: Situation, folder: Path) -> list[tuple[Fix, _Prepare]]:
 
 
 def _is_slow(dataset: CocoFolder | ShardDataset) -> bool:
-    return dataset.profile is not None or is_on_drive(dataset.folder)
+    return find_profile(dataset.folder) is not None or is_on_drive(dataset.folder)
 
 
-def _prepare_shards(now: Situation, folder: Path, id: str, **options: Any) -> dict[str, Any]:
-    """Shards of the images that were timed, on the local disk, with images as they are or resized."""
+def _prepare_shards(now: Situation, folder: Path, id: str, *, is_slow: bool, **options: Any) -> dict[str, Any]:
+    """Return a loader's options for shards of the images that were timed, as they are or resized.
+
+    They lie on the local disk; shards are copied to it where they lie on a slow one (``is_slow``).
+    """
     dataset, shards = now.loader.dataset, folder / ("resized" if id == "resize" else "shards")
     if isinstance(dataset, CocoFolder):
         annotations = write_subset(dataset.coco, now.indices, folder / "sample.json")
         limits = _SIDES if id == "resize" else {"storage": "keep"}
         write_shards(dataset.folder, annotations, shards=shards, workers=1, max_bad=1.0, **limits)
         os.sync()  # it is written now, and not during the trial
-    elif _is_slow(dataset):
+    elif is_slow:
         first = dataset.index.shards[0]
         copy_shards(dataset.folder, shards, limit_gb=max(0.2, (first.bytes + first.arrays_bytes) / 1e9))
     sample = ShardDataset(shards if shards.exists() else dataset.folder)

@@ -17,16 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from colab_utils.drive import (
-    DriveLostError,
-    DriveProfile,
-    Retries,
-    explain_write,
-    get_profile,
-    guard_drive,
-    is_on_drive,
-    read_file,
-)
+from colab_utils.drive import DriveLostError, Retries, explain_write, guard_drive, is_on_drive, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
@@ -62,8 +53,8 @@ class Arrival:
     """
 
     def __init__(
-        self, source: Path, target: Path, index: ShardIndex, *, profile: DriveProfile | None, workers: int, seed: int,
-        retries: Retries, limit_bytes: float = math.inf,
+        self, source: Path, target: Path, index: ShardIndex, *, workers: int, seed: int, retries: Retries,
+        limit_bytes: float = math.inf,
     ) -> None:  # fmt: skip
         self.source, self.target, self.index, self.retries = source, target, index, retries
         self.rolls, self._limit, self._workers = limit_bytes < index.bytes, limit_bytes, workers
@@ -81,7 +72,7 @@ class Arrival:
         fitting = zip(index.shards, accumulate(self._sizes), strict=True)
         files = [file for shard, end in fitting if end <= limit_bytes for file in shard.files()]
         check_space(target, files, cached=is_on_drive(source))
-        self._job = Copying(source, target, profile, retries, overwrite=previous is not None or bool(status))
+        self._job = Copying(source, target, retries, overwrite=previous is not None or bool(status))
         self._order: list[int] = np.random.default_rng(seed).permutation(len(index.shards)).tolist()
         self._wanted, self._used, self._moves = self._order, set[int](), dict[int, Future[None]]()
         self._lock = threading.Lock()
@@ -254,8 +245,8 @@ class _ArrivingFiles(ShardFiles):
     """
 
     def __init__(self, source: Path, target: Path, key: str, *, rolls: bool) -> None:
-        super().__init__(target, None)
-        self._drive, self._key, self._rolls = ShardFiles(source, None), key, rolls
+        super().__init__(target)
+        self._drive, self._key, self._rolls = ShardFiles(source), key, rolls
         self._arrived: Collection[int] = ()
 
     def __reduce__(self) -> Any:
@@ -295,7 +286,6 @@ class ArrivingShards(ShardDataset):
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD.
-        profile: the speed at which ``source`` is read; ``None`` is that of a slowed folder, else full speed.
         workers: shards copied at the same time (threads).
         limit_gb: most that shards may take in ``target``, in GB (1e9 bytes), where the disk is smaller than all of
             them: they take turns there, in every epoch. ``target`` must then be a new or empty folder, or one that such
@@ -317,17 +307,18 @@ class ArrivingShards(ShardDataset):
     """
 
     def __init__(
-        self, source: str | Path, target: str | Path, *, profile: str | DriveProfile | None = None, workers: int = 4,
-        limit_gb: float | None = None, seed: int = 0, transforms: Transforms | None = None,
-        contiguous_labels: bool = False,
+        self, source: str | Path, target: str | Path, *, workers: int = 4, limit_gb: float | None = None,
+        seed: int = 0, transforms: Transforms | None = None, contiguous_labels: bool = False,
     ) -> None:  # fmt: skip
-        source, target, speed, retries = Path(source), Path(target), get_profile(profile, source), Retries()
+        source = Path(source)
+        target = Path(target)
+        retries = Retries()
         index = read_index(source, retries)
         arrival = Arrival(
-            source, target, index, profile=speed, workers=workers, seed=seed, retries=retries,
+            source, target, index, workers=workers, seed=seed, retries=retries,
             limit_bytes=math.inf if limit_gb is None else limit_gb * 1e9,
         )  # fmt: skip
-        load = partial(load_shard, source, index=index, profile=speed, retries=retries)
+        load = partial(load_shard, source, index=index, retries=retries)
         with ThreadPoolExecutor(_READERS) as pool:  # one after the other, 150 shards take Drive 10 to 90 seconds
             try:
                 shards = list(pool.map(load, index.shards))

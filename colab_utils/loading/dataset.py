@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from colab_utils.data.coco import open_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import PackedMasks, encode_segmentation, number_within, pack_masks, unpack_masks
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, Retries, get_profile, guard_drive, read_file
+from colab_utils.drive import DriveFile, DriveLostError, Retries, find_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
@@ -101,13 +101,13 @@ class _CocoSamples(Dataset[tuple[Tensor, Target]]):
 class ShardFiles:
     """Reads pieces of a folder's files, and keeps those that were read last open."""
 
-    def __init__(self, folder: Path, profile: DriveProfile | None) -> None:
-        self.folder, self.profile = folder, profile
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         # what falls out is closed when nothing reads it any more
-        self._open = lru_cache(OPEN_FILES)(partial(DriveFile, profile=profile, retries=Retries()))
+        self._open = lru_cache(OPEN_FILES)(partial(DriveFile, retries=Retries()))
 
     def __reduce__(self) -> Any:  # open files stay in this process
-        return ShardFiles, (self.folder, self.profile)
+        return ShardFiles, (self.folder,)
 
     def read_into(self, shard: int, name: str, start: int, buffer: Any) -> None:
         """Fill a writable buffer of bytes from ``start`` of a file that belongs to the shard of that number.
@@ -126,19 +126,17 @@ class ShardFiles:
             raise ColabUtilsError(f"expected {start + length:,} bytes or more in {path}, found {found}. {cure}")
 
 
-def load_shard(
-    folder: Path, shard: ShardInfo, *, index: ShardIndex, profile: DriveProfile | None, retries: Retries
-) -> ShardArrays:
+def load_shard(folder: Path, shard: ShardInfo, *, index: ShardIndex, retries: Retries) -> ShardArrays:
     """The arrays of one shard; made again from its tar, with a warning, where they are missing or damaged.
 
     Raises:
         ColabUtilsError: if the tar is missing, cut short or damaged.
         DriveLostError: if Drive fails, and goes on failing while ``retries`` try again.
     """
-    return retries.run(guard_drive(folder)(partial(_load, folder, shard, index, profile)))
+    return retries.run(guard_drive(folder)(partial(_load, folder, shard, index)))
 
 
-def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfile | None) -> ShardArrays:
+def _load(folder: Path, shard: ShardInfo, index: ShardIndex) -> ShardArrays:
     path, arrays_path = folder / shard.name, folder / shard.arrays_name
     if not has_size(path, shard.bytes):
         found = f"{path.stat().st_size:,}" if path.is_file() else "none"
@@ -151,8 +149,9 @@ def _load(folder: Path, shard: ShardInfo, index: ShardIndex, profile: DriveProfi
     except (ColabUtilsError, OSError) as error:
         warnings.warn(f"{error} It is made again in memory; copy or preprocess again.", ColabUtilsWarning, stacklevel=5)
         return rebuild_arrays(path, shard)
-    if profile := get_profile(profile, arrays_path):
-        with DriveFile(arrays_path, profile) as file:  # what was read so far, at the speed of the slow folder
+    if find_profile(arrays_path) is not None:
+        # What was read so far came at full speed. It is read again at the speed of the slowed folder.
+        with DriveFile(arrays_path) as file:
             file.pread(int(arrays.bits), 0)
     return arrays
 
@@ -169,7 +168,6 @@ class CocoFolder(_CocoSamples):
     Args:
         images: the image folder.
         annotations: COCO instance JSON.
-        profile: read at the speed of this Drive profile (a name or a ``DriveProfile``); None: of a slowed folder.
         contiguous_labels: map category ids to 1 to K.
 
     Raises:
@@ -183,11 +181,9 @@ class CocoFolder(_CocoSamples):
         colab_utils.errors.ColabUtilsError: expected ...
     """
 
-    def __init__(
-        self, images: str | Path, annotations: str | Path, *, profile: str | DriveProfile | None = None,
-        contiguous_labels: bool = False,
-    ) -> None:  # fmt: skip
-        self.folder, self.profile, self.retries = Path(images), get_profile(profile, images), Retries()
+    def __init__(self, images: str | Path, annotations: str | Path, *, contiguous_labels: bool = False) -> None:
+        self.folder = Path(images)
+        self.retries = Retries()
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
         self.image_ids, self.sizes, self.fingerprint = self.coco.image_ids, self.coco.sizes, self.coco.fingerprint
@@ -211,7 +207,7 @@ class CocoFolder(_CocoSamples):
         """The image file's bytes."""
         path = self.find_path(index)
         try:
-            return read_file(path, self.profile, self.retries)
+            return read_file(path, self.retries)
         except OSError as error:
             found = f"none at {path} ({error.strerror}). Run check on the dataset."
             raise ColabUtilsError(f"expected an image file, found {found}") from None
@@ -255,7 +251,6 @@ class ShardDataset(_CocoSamples):
 
     Args:
         folder: the shards.
-        profile: read at the speed of this Drive profile (a name or a ``DriveProfile``); None: of a slowed folder.
         transforms: your own ``torchvision.transforms.v2``, of ``(image, target)``, given tv_tensors, for each sample.
             ``make_loader(transforms=...)`` applies them on the device instead.
         contiguous_labels: map category ids to 1 to K.
@@ -284,20 +279,21 @@ class ShardDataset(_CocoSamples):
     """
 
     def __init__(
-        self, folder: str | Path, *, profile: str | DriveProfile | None = None, transforms: Transforms | None = None,
-        contiguous_labels: bool = False,
-    ) -> None:  # fmt: skip
-        folder, speed, retries = Path(folder), get_profile(profile, folder), Retries()
+        self, folder: str | Path, *, transforms: Transforms | None = None, contiguous_labels: bool = False
+    ) -> None:
+        folder = Path(folder)
+        retries = Retries()
         index = read_index(folder, retries)
-        shards = [load_shard(folder, one, index=index, profile=speed, retries=retries) for one in index.shards]
-        self._open(ShardFiles(folder, speed), index, shards, transforms, contiguous_labels=contiguous_labels)
+        shards = [load_shard(folder, shard, index=index, retries=retries) for shard in index.shards]
+        self._open(ShardFiles(folder), index, shards, transforms, contiguous_labels=contiguous_labels)
 
     def _open(
         self, files: ShardFiles, index: ShardIndex, shards: list[ShardArrays], transforms: Transforms | None, *,
         contiguous_labels: bool,
     ) -> None:  # fmt: skip
         self._files, self.index, self.transforms = files, index, transforms
-        self.folder, self.profile, self.fingerprint = files.folder, files.profile, index.fingerprint
+        self.folder = files.folder
+        self.fingerprint = index.fingerprint
         self._set_labels(index.categories, contiguous=contiguous_labels)
         self.is_decoded = index.recipe["storage"] == "pixels"
         if not shards:

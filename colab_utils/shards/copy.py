@@ -11,7 +11,7 @@ from time import perf_counter
 
 import xxhash
 
-from colab_utils.drive import DriveFile, DriveProfile, Retries, explain_write, get_profile, guard_drive, is_on_drive
+from colab_utils.drive import DriveFile, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import format_bytes, name_temporary, pop_done, require_space, show_progress
 from colab_utils.shards.format import (
@@ -72,9 +72,7 @@ class VerifyReport:
         return f"{self.shards} shards, {self.images:,} images: {state}"
 
 
-def copy_shards(
-    source: str | Path, target: str | Path, *, profile: str | DriveProfile | None = None, limit_gb: float | None = None
-) -> CopyReport:
+def copy_shards(source: str | Path, target: str | Path, *, limit_gb: float | None = None) -> CopyReport:
     """Copy a folder of shards, file by file, and check each against its checksum while it is copied.
 
     A file that is complete in ``target`` is not copied again, so an interrupted copy continues. Each file appears
@@ -84,7 +82,6 @@ def copy_shards(
     Args:
         source: folder of shards, usually on Drive.
         target: folder to copy into, usually on the SSD; it is made where it is not.
-        profile: the speed at which ``source`` is read; ``None`` is that of a slowed folder, else full speed.
         limit_gb: copy only the first shards that fit into so many GB (1e9 bytes). The index in ``target``
             then lists only those and is marked ``partial``; a later copy without a limit completes it.
 
@@ -98,7 +95,9 @@ def copy_shards(
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
-    source, target, speed, retries = Path(source), Path(target), get_profile(profile), Retries()
+    source = Path(source)
+    target = Path(target)
+    retries = Retries()
     index = read_index(source, retries)
     previous = read_target(source, target, index)
     chosen = _choose_shards(index, limit_gb)
@@ -108,7 +107,7 @@ def copy_shards(
         target.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
         started = perf_counter()
-        copied = Copying(source, target, speed, retries, overwrite=previous is not None).run(files)
+        copied = Copying(source, target, retries, overwrite=previous is not None).run(files)
         write_index(target, merged := _merge(index, previous, chosen, target))
     return CopyReport(
         shards=len(merged.shards),
@@ -146,10 +145,8 @@ def verify_shards(folder: str | Path) -> VerifyReport:
 class Copying:
     """One copy under way; ``overwrite`` allows to replace damaged files, which the index in the target lists."""
 
-    def __init__(
-        self, source: Path, target: Path, profile: DriveProfile | None, retries: Retries, *, overwrite: bool
-    ) -> None:
-        self.source, self.target, self.profile, self.overwrite = source, target, profile, overwrite
+    def __init__(self, source: Path, target: Path, retries: Retries, *, overwrite: bool) -> None:
+        self.source, self.target, self.overwrite = source, target, overwrite
         self.retries, self.stop = retries, retries.stop
         self._sizes: dict[str, int] = {}  # by file name: bytes so far
 
@@ -198,7 +195,7 @@ class Copying:
         """Copy the bytes under a temporary name, few more than ``size``; returns their number and their checksum."""
         state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
         try:
-            file = DriveFile(self.source / name, self.profile, self.retries)
+            file = DriveFile(self.source / name, self.retries)
         except OSError as error:
             found = f"{error.strerror}. Run verify on it, then preprocess again what it names"
             raise ColabUtilsError(

@@ -94,7 +94,7 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
     """
     folder = Path(folder)
     path = folder / INDEX_NAME
-    read = partial(read_file, path, None, retries)
+    read = partial(read_file, path, retries)
     try:
         return parse_file(path, read, lambda content: _parse_index(json.loads(content), folder))
     except FileNotFoundError:

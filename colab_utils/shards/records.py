@@ -171,7 +171,7 @@ def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | No
         DriveLostError: if Drive went away.
     """
     try:
-        return read_file(dataset.find_image(images, i)[0], None, retries)
+        return read_file(dataset.find_image(images, i)[0], retries)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise ColabUtilsError("the file is missing") from None
     except OSError as error:

@@ -8,6 +8,7 @@ import random
 import shutil
 import sys
 import threading
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import compare, describe_difference
 from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, PreparedData, Setting, Strategy, deliver
 from colab_utils.diagnosis.timing import BatchTimes
-from colab_utils.drive import DriveProfile, slow_down
+from colab_utils.drive import DriveProfile, find_profile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.sample_data import make_dataset
@@ -116,7 +117,7 @@ def test_the_package_names_no_benchmarks():
 @pytest.mark.parametrize("name", ["thread_queue", "process_queue", "autotuned", "dataloader"])
 def test_an_epoch_that_is_broken_off_leaves_nothing_behind(prepare, name):
     before = set(threading.enumerate())
-    loader = STRATEGIES[name].open(Setting(prepare(), None, 1, 1, "cpu"))
+    loader = STRATEGIES[name].open(Setting(prepare(), 1, 1, "cpu"))
     batches = iter(loader)
     next(batches)
     batches.close()
@@ -133,7 +134,7 @@ def test_an_error_while_loading_ahead_reaches_the_loop(prepare, monkeypatch, nam
         raise ColabUtilsError("image 7 is damaged")
 
     monkeypatch.setattr(strategies_module.PillowFolder, "__getitem__", fail)
-    loader = STRATEGIES[name].open(Setting(prepare(), None, 1, 1, "cpu"))
+    loader = STRATEGIES[name].open(Setting(prepare(), 1, 1, "cpu"))
     with pytest.raises(ColabUtilsError, match="image 7 is damaged"):
         list(loader)
     loader.close()
@@ -150,7 +151,7 @@ def test_a_thread_that_hangs_in_a_read_is_not_waited_for(prepare, monkeypatch):
         return read(self, index)
 
     monkeypatch.setattr(strategies_module.PillowFolder, "read", hang)
-    loader = STRATEGIES["thread_queue"].open(Setting(prepare(), None, 1, 1, "cpu"))
+    loader = STRATEGIES["thread_queue"].open(Setting(prepare(), 1, 1, "cpu"))
     batches = iter(loader)
     next(batches)
     batches.close()
@@ -169,7 +170,7 @@ def test_training_while_copying_leaves_no_folder_where_it_fails(prepare, monkeyp
 
     monkeypatch.setattr(strategies_module, "make_loader", fail)
     with pytest.raises(ColabUtilsError, match="no room"):
-        STRATEGIES["train_while_copying"].open(Setting(prepared, None, 1, 1, "cpu"))
+        STRATEGIES["train_while_copying"].open(Setting(prepared, 1, 1, "cpu"))
     assert set(prepared.ssd.iterdir()) == before
 
 
@@ -188,7 +189,7 @@ def test_shrunk_images_are_compared_at_their_stored_size(prepare, tmp_path):
     photos = make_dataset(tmp_path / "photos", n=6, width=1600, height=1300, objects=(1, 4), workers=1)
     prepared = prepare(photos.images, photos.annotations)
     for name in ("dataloader_on_ssd", "saved_tensors", "memory_mapped", "shards_on_drive", "shards_on_ssd", "packed"):
-        loader = STRATEGIES[name].open(Setting(prepared, None, 4, 0, "cpu"))
+        loader = STRATEGIES[name].open(Setting(prepared, 4, 0, "cpu"))
         batches = [deliver(batch, "cpu") for batch in islice(loader, 3)]
         loader.close()
         assert comparing._find_difference(batches, prepared.reference) == "", name
@@ -319,6 +320,39 @@ def test_a_slowed_folder_slows_what_is_timed_and_nothing_else(race, tiny_dataset
     assert not any(row.note for row in rows.values())
     assert waits
     assert max(waits) < 1  # what is timed is as slow as it was asked for
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_drive_is_slow_while_a_strategy_is_timed_and_as_it_was_after(race, tiny_dataset, tmp_path, fails):
+    seen, work = [], tmp_path / "work"
+
+    def look(batches):
+        drive = [tiny_dataset.images / "a.jpg", work / "drive" / "shards" / "a.tar"]
+        local = [work / "annotations.json", work / "ssd" / "shards" / "a.tar"]
+        seen.append([find_profile(path) for path in drive + local])
+        if fails and len(seen) > 1:
+            raise ColabUtilsError("gone")
+        return batches
+
+    slow_down(tiny_dataset.images, "bad")
+    before = dict(os.environ)
+    with pytest.raises(ColabUtilsError, match="gone") if fails else nullcontext():
+        race(fake("looking", look), drive_profile=SLOW)
+    assert seen[0] == [None] * 4  # the check
+    assert seen[1:] == [[SLOW, SLOW, None, None]] * (1 if fails else 2)
+    assert dict(os.environ) == before
+
+
+def test_data_below_the_images_is_read_at_full_speed(tiny_dataset, prepare, tmp_path):
+    images = tmp_path / "work" / "ssd" / "images"
+    shutil.copytree(tiny_dataset.images, images)
+    with prepare(images, profile=SLOW).slow_drive():
+        assert find_profile(images / "a.jpg") == SLOW
+        assert find_profile(images.parent / "shards") is None
+    prepared = PreparedData(images, tiny_dataset.annotations, images / "work", profile=SLOW, count=12)
+    with prepared.slow_drive():
+        assert find_profile(prepared.ssd / "a") is None
+        assert find_profile(prepared.drive / "a") == find_profile(images / "a") == SLOW
 
 
 def test_the_comparison_so_far_is_given_after_each_run(race):
@@ -453,7 +487,7 @@ def summarise(*, total, compared, keeps=False, opened_s=0.0, first_s=0.0, worker
 
     prepared = Prepared()
     prepared.total = total
-    setting = Setting(prepared, None, 4, workers, "cpu")
+    setting = Setting(prepared, 4, workers, "cpu")
     row = comparing._Row(fake("any", keeps=keeps), setting, EmulatedStep(100), 4, 1)
     row.difference, row.opened_s, row.cold, row.times = "", opened_s, cold, [cold]
     return row.summarise()

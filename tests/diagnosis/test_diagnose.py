@@ -29,7 +29,7 @@ from colab_utils.diagnosis.diagnose import (
     read_run,
 )
 from colab_utils.diagnosis.timing import BatchTimes, Stage, time_stages
-from colab_utils.drive import DriveProfile
+from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.clock import EmulatedStep
 
@@ -96,7 +96,8 @@ def test_a_stalled_loader_is_told_what_it_could_win(monkeypatch):
 def test_a_slow_drive_is_named_and_its_fixes_are_forecast(monkeypatch, tiny_dataset):
     monkeypatch.setattr(module, "_LEAST_BATCHES", 4)
     monkeypatch.setattr(module, "_LATE", 1000)
-    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+    slow_down(tiny_dataset.images, SLOW)
+    dataset = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     loader = make_loader(dataset, batch_size=2, workers=1)
     try:
         found = diagnose(loader, EmulatedStep(10), seconds=1.5)

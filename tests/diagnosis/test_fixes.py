@@ -14,7 +14,7 @@ from colab_utils import CocoFolder, ShardDataset, make_loader
 from colab_utils.diagnosis import diagnose as fixes
 from colab_utils.diagnosis.diagnose import Situation, _copy_files, diagnose, find_fixes, open_like
 from colab_utils.diagnosis.timing import BatchTimes, time_batches, time_stages
-from colab_utils.drive import DriveProfile
+from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.clock import EmulatedStep
 
@@ -75,7 +75,8 @@ def _find(now):
 
 @pytest.fixture
 def slow_folder(tiny_dataset):
-    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+    slow_down(tiny_dataset.images, SLOW)
+    return CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
 
 
 @pytest.mark.clock
@@ -100,7 +101,8 @@ def test_each_fix_of_a_slow_folder_is_forecast_and_measured(monkeypatch, slow_fo
 
 @pytest.mark.clock
 def test_shards_on_a_slow_drive(tiny_shards):
-    loader = make_loader(ShardDataset(tiny_shards, profile=SLOW), batch_size=2, workers=0)
+    slow_down(tiny_shards, SLOW)
+    loader = make_loader(ShardDataset(tiny_shards), batch_size=2, workers=0)
     now = _look_at(loader, verify=True)
     found = _find(now)
     assert set(found) == {"shards", "data_and_workers", "workers"}  # masks are packed already

@@ -17,7 +17,7 @@ from colab_utils.diagnosis.timing import (
     time_samples,
     time_stages,
 )
-from colab_utils.drive import DriveProfile
+from colab_utils.drive import DriveProfile, slow_down
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -95,7 +95,8 @@ def test_what_lies_on_a_device_is_not_handed_over():
 
 @pytest.mark.clock
 def test_stages_of_a_folder_and_of_shards(tiny_dataset, tiny_shards):
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=SLOW)
+    slow_down(tiny_dataset.images, SLOW)
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     for dataset in (folder, ShardDataset(tiny_shards)):
         stages = time_dataset_stages(dataset, range(6), dense=True, seconds=2)
         assert list(stages) == ["read", "decode", "masks"]

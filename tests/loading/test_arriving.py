@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from colab_utils import make_loader
 from colab_utils.data.decoding import load_jpeg_decoder
-from colab_utils.drive import DriveLostError, DriveProfile
+from colab_utils.drive import DriveLostError, DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import arriving
 from colab_utils.loading.arriving import ArrivingShards
@@ -51,7 +51,8 @@ def list_ids(batches):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_image_once_an_epoch_from_the_first_on(drive, tmp_path, workers):
-    dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW, workers=1)
+    slow_down(drive, SLOW)
+    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
     loader = make_loader(dataset, batch_size=2, workers=workers)
     batches = iter(loader)
     first = next(batches)
@@ -69,17 +70,20 @@ def test_every_image_once_an_epoch_from_the_first_on(drive, tmp_path, workers):
 
 
 def test_samples_are_those_of_the_shards(drive, tmp_path):
-    dataset, whole = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW), ShardDataset(drive)
-    for index in (len(whole) - 1, 0):  # waits for its shard
-        image, target = dataset[index]
-        expected, objects = whole[index]
+    whole = ShardDataset(drive)
+    samples = {index: whole[index] for index in (len(whole) - 1, 0)}
+    slow_down(drive, SLOW)
+    dataset = ArrivingShards(drive, tmp_path / "ssd")
+    for index, (expected, objects) in samples.items():
+        image, target = dataset[index]  # waits for its shard
         assert torch.equal(image, expected)
         assert all(np.array_equal(target[name], objects[name]) for name in objects)
     dataset.arrival.stop()
 
 
 def test_the_order_comes_again_from_a_state(drive, tmp_path):
-    dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW, workers=1)
+    slow_down(drive, SLOW)
+    dataset = ArrivingShards(drive, tmp_path / "ssd", workers=1)
     loader = make_loader(dataset, batch_size=2, workers=1, seed=3)
     batches, before, state = iter(loader), [], {}
     for batch in batches:
@@ -106,7 +110,8 @@ def test_an_epoch_begun_on_a_finished_copy_goes_on_while_shards_arrive(drive, tm
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
-    again = make_loader(ArrivingShards(drive, tmp_path / "ssd", profile=SLOW), batch_size=2, workers=0, seed=3)
+    slow_down(drive, SLOW)
+    again = make_loader(ArrivingShards(drive, tmp_path / "ssd"), batch_size=2, workers=0, seed=3)
     again.load_state_dict(state)
     assert list_ids(again) == list_ids(batches)
 
@@ -275,8 +280,9 @@ def test_no_copy_goes_on_where_the_tables_cannot_be_read(drive, tmp_path, monkey
         raise ColabUtilsError("expected tables, found none")
 
     monkeypatch.setattr(arriving, "load_shard", load)
+    slow_down(drive, SLOW)
     with pytest.raises(ColabUtilsError, match="expected tables"):
-        ArrivingShards(drive, tmp_path / "ssd", profile=SLOW)
+        ArrivingShards(drive, tmp_path / "ssd")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("arrival")]
     copy_shards(drive, tmp_path / "ssd")
     assert verify_shards(tmp_path / "ssd").bad == ()
@@ -337,7 +343,8 @@ def test_a_damaged_copy_is_never_trained_on(drive, tmp_path, monkeypatch, is_com
 
 
 def test_a_cell_that_is_run_again_while_the_shards_arrive(drive, tmp_path):
-    datasets = [ArrivingShards(drive, tmp_path / "ssd", profile=SLOW) for _ in range(4)]
+    slow_down(drive, SLOW)
+    datasets = [ArrivingShards(drive, tmp_path / "ssd") for _ in range(4)]
     for dataset in datasets:
         loader = make_loader(dataset, batch_size=2, workers=0)
         assert sorted(flatten(list_ids(loader))) == sorted(dataset.image_ids)
@@ -369,16 +376,18 @@ def measure_folder(folder):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_shards_take_turns_on_a_small_disk(drive, tmp_path, workers):
     limit = read_index(drive).bytes * 0.6
-    dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW, limit_gb=limit / 1e9)
+    whole = ShardDataset(drive)
+    pictures = {int(target["image_id"]): image for image, target in (whole[row] for row in range(len(whole)))}
+    slow_down(drive, SLOW)
+    dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit / 1e9)
     loader = make_loader(dataset, batch_size=2, workers=workers)
-    epochs, most, whole = [], 0, ShardDataset(drive)
+    epochs, most = [], 0
     for _ in range(3):
         epochs.append([])
         for images, targets in loader:
             epochs[-1] += [int(target["image_id"]) for target in targets]
             most = max(most, measure_folder(tmp_path / "ssd"))
-            row = whole.image_ids.tolist().index(int(targets[0]["image_id"]))
-            assert torch.equal((images[0] * 255).round().to(torch.uint8), whole[row][0])
+            assert torch.equal((images[0] * 255).round().to(torch.uint8), pictures[int(targets[0]["image_id"])])
     loader.close()
     dataset.stop()
     assert [sorted(epoch) for epoch in epochs] == [sorted(whole.image_ids.tolist())] * 3
@@ -429,7 +438,8 @@ def test_a_rolling_folder_becomes_a_finished_copy_without_a_limit(drive, tmp_pat
 
 def test_shards_that_take_turns_go_on_from_a_state(drive, tmp_path):
     limit = read_index(drive).bytes * 0.6 / 1e9
-    dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW, limit_gb=limit)
+    slow_down(drive, SLOW)
+    dataset = ArrivingShards(drive, tmp_path / "ssd", limit_gb=limit)
     loader = make_loader(dataset, batch_size=2, workers=1, seed=3)
     batches, before = iter(loader), []
     for _ in range(3):
@@ -474,7 +484,8 @@ def test_a_limit_for_less_than_two_shards_is_refused(drive, tmp_path):
 
 
 def test_a_sampler_waits_until_all_shards_are_here(drive, tmp_path):
-    dataset = ArrivingShards(drive, tmp_path / "ssd", profile=SLOW)
+    slow_down(drive, SLOW)
+    dataset = ArrivingShards(drive, tmp_path / "ssd")
     with pytest.raises(ColabUtilsError, match="expected no sampler while shards arrive"):
         make_loader(dataset, batch_size=2, workers=0, sampler=[0, 1])
     dataset.stop()

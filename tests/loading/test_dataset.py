@@ -29,7 +29,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from colab_utils.data.masks import unpack_masks
-from colab_utils.drive import DriveLostError, DriveProfile
+from colab_utils.drive import DriveLostError, DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading import dataset as files
 from colab_utils.loading.arriving import ArrivingShards
@@ -215,12 +215,11 @@ class Flipped(ShardDataset):
 
 @pytest.mark.parametrize("clone", [lambda d: pickle.loads(pickle.dumps(d)), copy.copy, copy.deepcopy])
 def test_copies_read_the_same(tiny_shards, clone):
-    for dataset in (ShardDataset(tiny_shards, profile="fast"), Flipped(tiny_shards, 0.5)):
+    for dataset in (ShardDataset(tiny_shards), Flipped(tiny_shards, 0.5)):
         expected = dataset[4]
         again = clone(dataset)
         assert_equal_samples(again[4], expected)
         assert vars(again).keys() == vars(dataset).keys()
-        assert again.profile == dataset.profile
 
 
 def count_descriptors():
@@ -241,13 +240,13 @@ def test_files_are_closed_with_the_dataset_and_few_are_open_before(tiny_shards, 
     assert count_descriptors() == before
 
 
-def test_a_profile_is_paid_for_what_is_read(tiny_shards, monkeypatch):
+def test_a_slowed_folder_is_paid_for_what_is_read(tiny_shards, monkeypatch):
     waits = []
     monkeypatch.setattr("colab_utils.drive.sleep", waits.append)
-    profile = DriveProfile("mine", open_s=10.0, bytes_per_s=1e9, source="a test")
-    dataset = ShardDataset(tiny_shards, profile=profile)
+    slow_down(tiny_shards, DriveProfile("mine", open_s=10.0, bytes_per_s=1e9, source="a test"))
+    dataset = ShardDataset(tiny_shards)
     shards = len(dataset.index.shards)
-    assert sum(waits) == pytest.approx(10 * shards, rel=0.1)  # the arrays' beginnings, once each
+    assert sum(waits) == pytest.approx(10 * (1 + shards), rel=0.1)  # the index, and the arrays' beginnings, once each
     waits.clear()
     for i in range(len(dataset)):
         dataset[i]

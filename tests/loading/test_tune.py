@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from colab_utils.drive import DriveProfile
+from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading import loader as loader_module
 from colab_utils.loading import workers as tune
@@ -107,7 +107,8 @@ def test_somebodys_own_dataset_is_tuned_too(monkeypatch):
 
 
 def test_slow_files_are_not_tried(tiny_dataset, monkeypatch):
-    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations, profile=DriveProfile("mine", 0.1, 1e9, "a test"))
+    slow_down(tiny_dataset.images, DriveProfile("mine", 0.1, 1e9, "a test"))
+    folder = CocoFolder(tiny_dataset.images, tiny_dataset.annotations)
     monkeypatch.setattr(tune, "_measure_rate", None)
     assert find_workers(folder) == (count_cores(), {})
 

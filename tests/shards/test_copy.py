@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from colab_utils.drive import DriveFile, DriveLostError, DriveProfile
+from colab_utils.drive import DriveFile, DriveLostError, DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards import copy as module
 from colab_utils.shards.copy import copy_shards, verify_shards
@@ -141,19 +141,21 @@ def test_an_interrupted_copy_goes_on(source, tmp_path, opened):
     assert set(opened) == {"shard-000002.tar"}
 
 
-def test_profile_slows_every_stream(source, tmp_path, monkeypatch):
+def test_a_slowed_folder_slows_every_stream(source, tmp_path, monkeypatch):
     seen = []
 
     class SpyingFile(DriveFile):
-        def __init__(self, path, profile=None, retries=None):
-            seen.append(profile)
-            super().__init__(path, None, retries)
+        def __init__(self, path, retries=None):
+            super().__init__(path, retries)
+            seen.append(self.profile)
+            self.profile = None
 
     monkeypatch.setattr(module, "DriveFile", SpyingFile)
-    copy_shards(source, tmp_path / "ssd", profile="bad")
+    slow_down(source, "bad")
+    copy_shards(source, tmp_path / "ssd")
     assert {profile.name for profile in seen} == {"bad"}
     with pytest.raises(ColabUtilsError, match="'slug'"):
-        copy_shards(source, tmp_path / "ssd", profile="slug")
+        slow_down(source, "slug")
 
 
 def test_a_limit_copies_the_first_shards_and_a_later_copy_completes_it(source, tmp_path):
@@ -396,9 +398,10 @@ def running(tmp_path):
 
     def stop(number):
         script = (
-            "import sys; from colab_utils.drive import DriveProfile; from colab_utils.shards import copy\n"
+            "import sys; from colab_utils.drive import DriveProfile, slow_down; from colab_utils.shards import copy\n"
             "copy.PIECE_BYTES, copy.COPY_STREAMS = 2000, 2\n"
-            "copy.copy_shards(*sys.argv[1:], profile=DriveProfile('test', 0.001, 4e5, ''))"
+            "slow_down(sys.argv[1], DriveProfile('test', 0.001, 4e5, ''))\n"
+            "copy.copy_shards(*sys.argv[1:])"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(source), str(tmp_path / "ssd")],
@@ -441,7 +444,8 @@ def test_after_a_kill_the_next_copy_sweeps_and_continues(running):
 
 
 def test_the_profile_may_be_of_your_own(source, tmp_path):
-    copy_shards(source, tmp_path / "ssd", profile=DriveProfile("mine", open_s=0.0, bytes_per_s=1e9, source=""))
+    slow_down(source, DriveProfile("mine", open_s=0.0, bytes_per_s=1e9, source=""))
+    copy_shards(source, tmp_path / "ssd")
     assert_same(source, tmp_path / "ssd")
 
 
