@@ -5,10 +5,7 @@ imported from its module when you first use it.
 """
 
 import os
-import re
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -40,24 +37,31 @@ if TYPE_CHECKING:
     from colab_utils.workspace import Workspace
 
 
+_MODULES = {
+    "ArrivingShards": "colab_utils.loading.arriving",
+    "CocoFolder": "colab_utils.loading.dataset",
+    "ColabUtilsError": "colab_utils.errors",
+    "ShardDataset": "colab_utils.loading.dataset",
+    "Workspace": "colab_utils.workspace",
+    "build_mask_rcnn": "colab_utils.training.model",
+    "check_dataset": "colab_utils.data.checks",
+    "compare": "colab_utils.comparison.compare",
+    "copy_shards": "colab_utils.shards.copy",
+    "diagnose": "colab_utils.diagnosis.diagnose",
+    "load_trained_model": "colab_utils.training.model",
+    "make_loader": "colab_utils.loading.loader",
+    "simulate": "colab_utils.diagnosis.simulator",
+    "train": "colab_utils.training.train",
+    "verify_shards": "colab_utils.shards.copy",
+    "watch": "colab_utils.diagnosis.watchdog",
+    "write_shards": "colab_utils.shards.write",
+}
+
+
 def __getattr__(name: str) -> object:
-    module = "" if name.startswith("_") else _find_module(name)
-    if not module:
+    if name not in _MODULES:
         raise AttributeError(f"module 'colab_utils' has no attribute {name!r}")
-    if name not in __all__:
-        raise AttributeError(f"{name} lives in {module}: from {module} import {name}")
-    return getattr(import_module(module), name)
-
-
-@cache
-def _find_module(name: str) -> str:
-    """The module that defines this class or function, "" if none does; no module is imported."""
-    folder = Path(__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        text = "" if path.stem == "__init__" else path.read_text(encoding="utf-8")
-        if re.search(rf"^(?:(?:class|def) {name}\b|{name}(?:: .*)? = )", text, re.MULTILINE):
-            return ".".join([folder.name, *path.relative_to(folder).with_suffix("").parts])
-    return ""
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

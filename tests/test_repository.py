@@ -53,7 +53,7 @@ def find_imports(path, modules):
             assert node.level == 0, f"{path}:{node.lineno}: write the import out, without dots"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                lazy = node.module == "colab_utils" and colab_utils._find_module(alias.name)
+                lazy = colab_utils._MODULES.get(alias.name) if node.module == "colab_utils" else None
                 found.add(lazy or (whole if whole in modules else node.module))
     return {name for name in found if name in modules}
 

@@ -47,18 +47,10 @@ def test_every_name_at_the_top_is_there(name):
     assert name in dir(colab_utils)
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("TrainingStep", "colab_utils.training.step"),
-        ("read_coco", "colab_utils.data.coco"),
-        ("DRIVE_PROFILES", "colab_utils.drive"),
-    ],
-)
-def test_other_names_say_where_they_live(name, module):
-    with pytest.raises(AttributeError) as caught:
-        getattr(colab_utils, name)
-    assert str(caught.value) == f"{name} lives in {module}: from {module} import {name}"
+def test_the_table_of_modules_is_of_these_names_and_each_is_defined_there():
+    assert {*colab_utils._MODULES} == {*colab_utils.__all__} - {"__version__"}
+    for name, module in colab_utils._MODULES.items():
+        assert getattr(colab_utils, name).__module__ == module
 
 
 def test_unknown_names_and_modules_are_as_in_any_package():
