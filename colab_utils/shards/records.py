@@ -1,4 +1,4 @@
-"""What a shard holds of one image, its record, and the flat arrays of all its records.
+"""Images and records as a shard stores them, and the flat arrays of all its records.
 
 An image is kept as it is where possible, and shrunk once where it is too large. The arrays are what a loader needs to
 know without parsing any JSON. ``shard-000000.arrays`` holds the length of its head (eight bytes) and the XXH3-64 of all
@@ -34,9 +34,14 @@ from colab_utils.shards.format import ShardInfo, SkippedImage, hash_bytes, hash_
 Storage = Literal["keep", "shrink", "pixels"]
 """How images lie in a shard: all bytes kept, the larger ones shrunk once, or shrunk and as raw pixels."""
 _JPEG_QUALITY = 95
-_KEPT_KINDS, _KEPT_MODES = ("JPEG", "MPO", "PNG"), ("RGB", "L")
-_PNG_DEPTH = 24  # the byte of a PNG that holds its bits per channel
-_START_BYTES = 16  # before the head
+_KEPT_KINDS = ("JPEG", "MPO", "PNG")
+_KEPT_MODES = ("RGB", "L")
+# The byte of a PNG that holds its bits a channel.
+_PNG_DEPTH = 24
+# What lies before the head of an arrays file: its length, and a checksum.
+_START_BYTES = 16
+# Enough of a table to hold its header.
+_NPY_HEADER_BYTES = 256
 
 
 class StoredImage(NamedTuple):
@@ -58,7 +63,7 @@ class Sample(NamedTuple):
 
 
 def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
-    """The size that torchvision's Mask R-CNN resizes an image to, smaller or larger, at least a pixel.
+    """Return the size that torchvision's Mask R-CNN resizes an image to, at least a pixel.
 
     Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: each side times one
     scale, rounded down.
@@ -72,13 +77,13 @@ def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tu
 
 
 def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
-    """The size an image is stored at: what torchvision's Mask R-CNN would shrink it to, never larger than it is.
+    """Return the size to store an image at: shrunk as Mask R-CNN would, never enlarged.
 
     Example:
         >>> plan_size(3000, 4000, min_size=800, max_size=1333), plan_size(480, 640, min_size=800, max_size=1333)
         ((800, 1066), (480, 640))
     """
-    # both sides are smaller, or none is
+    # Both sides of the fitted size are smaller, or none is.
     return min((height, width), fit_size(height, width, min_size=min_size, max_size=max_size))
 
 
@@ -101,15 +106,20 @@ def store_image(
         ColabUtilsError: if the data is not a complete image, or its size is not what the annotations say.
     """
     image = open_image(data)
-    kind, mode = image.format or "", image.mode
+    kind = image.format or ""
+    mode = image.mode
     upright = turn_upright(image, *size)
-    deep = kind == "PNG" and data[_PNG_DEPTH] == 16  # Pillow reads it as 8 bits a channel, torchvision does not
-    kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not deep
-    original = upright.height, upright.width
-    stored = original if storage == "keep" else plan_size(*original, min_size=min_size, max_size=max_size)
-    if kept and stored == original and storage != "pixels":
+    original = (upright.height, upright.width)
+    stored = original
+    if storage != "keep":
+        stored = plan_size(*original, min_size=min_size, max_size=max_size)
+    # Pillow reads 16 bits a channel as 8, torchvision does not.
+    is_deep = kind == "PNG" and data[_PNG_DEPTH] == 16
+    is_kept = upright is image and kind in _KEPT_KINDS and mode in _KEPT_MODES and not is_deep
+    if is_kept and stored == original and storage != "pixels":
         return StoredImage("png" if kind == "PNG" else "jpg", data, stored, original)
-    rgb, extension = to_rgb(upright), "npy" if storage == "pixels" else "png"
+    rgb = to_rgb(upright)
+    extension = "npy" if storage == "pixels" else "png"
     if stored != original:
         rgb = rgb.resize(stored[::-1], Image.Resampling.BILINEAR, reducing_gap=3.0)
         if storage == "shrink" and kind in ("JPEG", "MPO", "WEBP"):
@@ -118,44 +128,52 @@ def store_image(
 
 
 def make_record(image: dict[str, Any], annotations: list[dict[str, Any]], stored: StoredImage) -> dict[str, Any]:
-    """The content of ``KEY.json``: COCO form at the stored size, each mask as compressed RLE whose counts are bytes.
+    """Make the content of ``KEY.json``: COCO form at the stored size, masks as compressed RLE.
 
-    Masks are rasterised at the original size and then resized, as torchvision's transform does.
+    The counts of RLE are bytes. Masks are rasterised at the original size and then resized, as torchvision's transform
+    does.
 
     Raises:
         ColabUtilsError: if an annotation has no usable mask or box.
     """
-    size, original = stored.size, stored.original
-    scale_y, scale_x = size[0] / original[0], size[1] / original[1]
-    rles, scaled = [], []
+    height, width = stored.size
+    original_height, original_width = stored.original
+    scale_y = height / original_height
+    scale_x = width / original_width
+    rles = []
+    scaled = []
     for annotation in annotations:
-        (x, y, width, height), area = annotation["bbox"], annotation["area"]
+        left, top, box_width, box_height = annotation["bbox"]
+        area = annotation["area"]
         try:
-            rles.append(encode_segmentation(annotation["segmentation"], *original))
+            rle = encode_segmentation(annotation["segmentation"], original_height, original_width)
         except ColabUtilsError as error:
             raise ColabUtilsError(f"annotation {annotation['id']}: {error}") from None
-        box = [x * scale_x, y * scale_y, width * scale_x, height * scale_y]
+        rles.append(rle)
+        box = [left * scale_x, top * scale_y, box_width * scale_x, box_height * scale_y]
         scaled.append({**annotation, "bbox": box, "area": area * scale_x * scale_y})
-    if size != original:
-        rles = resize_rles(rles, *size)
+    if stored.size != stored.original:
+        rles = resize_rles(rles, height, width)
+    for annotation, rle in zip(scaled, rles, strict=True):
+        annotation["segmentation"] = rle
     return {
         "image_id": image["id"],
         "file_name": image["file_name"],
-        "width": size[1],
-        "height": size[0],
-        "original_width": original[1],
-        "original_height": original[0],
-        "annotations": [{**one, "segmentation": rle} for one, rle in zip(scaled, rles, strict=True)],
+        "width": width,
+        "height": height,
+        "original_width": original_width,
+        "original_height": original_height,
+        "annotations": scaled,
     }
 
 
 def dump_record(record: dict[str, Any]) -> bytes:
-    """The bytes of ``KEY.json``, where the counts of RLE are text."""
+    """Return the bytes of ``KEY.json``, where the counts of RLE are text."""
     return json.dumps(record, separators=(",", ":"), default=bytes.decode).encode()
 
 
 def load_record(data: bytes) -> dict[str, Any]:
-    """The record of the bytes of ``KEY.json``, as `make_record` gives it."""
+    """Read the bytes of ``KEY.json`` back into a record, as `make_record` gives it."""
     record: dict[str, Any] = json.loads(data)
     for annotation in record["annotations"]:
         rle = annotation["segmentation"]
@@ -164,7 +182,7 @@ def load_record(data: bytes) -> dict[str, Any]:
 
 
 def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | None = None) -> bytes:
-    """The bytes of one image's file.
+    """Read the bytes of one image's file.
 
     Raises:
         ColabUtilsError: if the file is missing, cannot be read, or lies outside the folder.
@@ -181,26 +199,43 @@ def read_image(images: Path, dataset: CocoDataset, i: int, retries: Retries | No
 def try_sample(
     read: Callable[[], bytes], dataset: CocoDataset, i: int, recipe: dict[str, Any]
 ) -> Sample | SkippedImage:
-    """One image's sample, from the bytes of its file; a `SkippedImage` if the image or an annotation is bad.
+    """Make one image's sample; a `SkippedImage` if the image or an annotation is bad.
+
+    Args:
+        read: gives the bytes of the image's file.
+        dataset: the annotations.
+        i: which of their images.
+        recipe: how to store it.
 
     Raises:
         DriveLostError: if Drive went away, which tells nothing about the image.
     """
-    image, size = dataset.image(i), tuple(dataset.sizes[i].tolist())
-    settings = {name: recipe[name] for name in ("min_size", "max_size", "storage")}
+    image = dataset.image(i)
     try:
-        stored = store_image(read(), size, **settings)
+        stored = store_image(
+            read(),
+            (image["height"], image["width"]),
+            min_size=recipe["min_size"],
+            max_size=recipe["max_size"],
+            storage=recipe["storage"],
+        )
         record = make_record(image, dataset.annotations(i), stored)
     except DriveLostError:
         raise
     except ColabUtilsError as error:
         return SkippedImage(image["file_name"], str(error))
-    files = (stored.extension, stored.data), ("json", dump_record(record))
-    return Sample(record, [split_member(f"{image['id']:012d}.{extension}", data) for extension, data in files])
+    key = f"{image['id']:012d}"
+    members = [
+        split_member(f"{key}.{stored.extension}", stored.data),
+        split_member(f"{key}.json", dump_record(record)),
+    ]
+    return Sample(record, members)
 
 
 def _encode(image: Image.Image, extension: str) -> bytes:
-    file, image.info = io.BytesIO(), {}  # of the original file, which Pillow would write
+    file = io.BytesIO()
+    # Pillow would write what the original file held beside its pixels.
+    image.info = {}
     if extension == "npy":
         np.save(file, np.asarray(image))
     elif extension == "jpg":
@@ -240,46 +275,76 @@ class ShardArrays:
     """uint8: all masks, one bit a pixel; of arrays that were loaded, where they start in the file."""
 
 
-# the tables of images and of objects; of objects' bits the lengths, which become their ends
-_SPANS = [("image_spans", "i8", 2), ("record_spans", "i8", 2)]
-_IMAGE = np.dtype([("image_ids", "i8"), ("sizes", "i4", 2), ("counts", "i8"), ("checks", "u8", 3), *_SPANS])
-_OBJECT = np.dtype([("boxes", "f4", 4), ("labels", "i8"), ("areas", "f4"), ("crops", "i4", 4), ("mask_ends", "i8")])
+# The type of each table of images, and how many numbers a row has (none: one number, and no list).
+_IMAGE_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "image_ids": (np.int64, ()),
+    "sizes": (np.int32, (2,)),
+    "counts": (np.int64, ()),
+    "checks": (np.uint64, (3,)),
+    "image_spans": (np.int64, (2,)),
+    "record_spans": (np.int64, (2,)),
+}
+# The same of the tables of objects.
+_OBJECT_TABLES: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "boxes": (np.float32, (4,)),
+    "labels": (np.int64, ()),
+    "areas": (np.float32, ()),
+    "crops": (np.int32, (4,)),
+}
 
 
 class ArraysBuilder:
     """Collect records one by one, then build their arrays."""
 
     def __init__(self) -> None:
-        self._images: list[tuple[Any, ...]] = []
-        self._objects: list[tuple[Any, ...]] = []
+        self._rows: dict[str, list[Any]] = {name: [] for name in _IMAGE_TABLES | _OBJECT_TABLES}
+        self._mask_lengths: list[int] = []
         self._bits = [np.zeros(0, np.uint8)]
 
     def add(self, record: dict[str, Any], files: Sequence[bytes], starts: Sequence[int]) -> None:
-        """Add a record as `make_record` gives it, the bytes of image and record, and where both start in the tar."""
-        size = record["height"], record["width"]
-        annotations = [annotation for annotation in record["annotations"] if not annotation["iscrowd"]]
-        boxes, keep = convert_boxes([annotation["bbox"] for annotation in annotations], *size)
-        kept = [annotation for annotation, kept in zip(annotations, keep.tolist(), strict=True) if kept]
-        masks = pack_masks([annotation["segmentation"] for annotation in kept])
-        spans = [(start, len(data)) for start, data in zip(starts, files, strict=True)]
-        checks = tuple(int(hash_bytes(data), 16) for data in (files[0], masks.bits, files[1]))
-        self._images.append((record["image_id"], size, len(kept), checks, *spans))
-        labels, areas = ([annotation[key] for annotation in kept] for key in ("category_id", "area"))
-        self._objects += zip(boxes[keep], labels, areas, masks.crops, np.diff(masks.offsets), strict=True)
+        """Add one record.
+
+        Args:
+            record: as `make_record` gives it.
+            files: the bytes of its image, and those of the record.
+            starts: where these start in the tar.
+        """
+        height = record["height"]
+        width = record["width"]
+        annotations = [one for one in record["annotations"] if not one["iscrowd"]]
+        boxes, has_area = convert_boxes([one["bbox"] for one in annotations], height, width)
+        kept = [one for one, keep in zip(annotations, has_area.tolist(), strict=True) if keep]
+        masks = pack_masks([one["segmentation"] for one in kept])
+        image, record_bytes = files
+        image_start, record_start = starts
+        checksums = [hash_bytes(image), hash_bytes(masks.bits), hash_bytes(record_bytes)]
+        rows = self._rows
+        rows["image_ids"].append(record["image_id"])
+        rows["sizes"].append((height, width))
+        rows["counts"].append(len(kept))
+        rows["checks"].append([int(checksum, 16) for checksum in checksums])
+        rows["image_spans"].append((image_start, len(image)))
+        rows["record_spans"].append((record_start, len(record_bytes)))
+        rows["boxes"].extend(boxes[has_area])
+        rows["labels"].extend(one["category_id"] for one in kept)
+        rows["areas"].extend(one["area"] for one in kept)
+        rows["crops"].extend(masks.crops)
+        self._mask_lengths.extend(np.diff(masks.offsets))
         self._bits.append(masks.bits)
 
     def build(self) -> ShardArrays:
-        """The arrays of all records added so far."""
-        images, objects = np.array(self._images, _IMAGE), np.array(self._objects, _OBJECT)
-        tables = {name: table[name].copy() for table in (images, objects) for name in table.dtype.names or ()}
-        tables["mask_ends"] = np.concatenate([[0], np.cumsum(tables["mask_ends"])])
-        return ShardArrays(**tables, bits=np.concatenate(self._bits))
+        """Return the arrays of all records added so far."""
+        tables = {}
+        for name, (kind, shape) in (_IMAGE_TABLES | _OBJECT_TABLES).items():
+            tables[name] = np.array(self._rows[name], kind).reshape(-1, *shape)
+        mask_ends = np.cumsum([0, *self._mask_lengths], dtype=np.int64)
+        return ShardArrays(**tables, mask_ends=mask_ends, bits=np.concatenate(self._bits))
 
 
 def convert_boxes(
     boxes: Sequence[Sequence[float]], height: int, width: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """COCO boxes (x, y, width, height) as torchvision's references take them.
+    """Return COCO boxes (x, y, width, height) as torchvision's references take them.
 
     Source: ``ConvertCocoPolysToMask`` in pytorch/vision ``references/detection/coco_utils.py``: corners in
     float32, clipped to the image; a box without width or height is not kept.
@@ -291,40 +356,50 @@ def convert_boxes(
     corners[:, 2:] += corners[:, :2]
     corners[:, 0::2] = corners[:, 0::2].clip(0, width)
     corners[:, 1::2] = corners[:, 1::2].clip(0, height)
-    return corners, (corners[:, 3] > corners[:, 1]) & (corners[:, 2] > corners[:, 0])
+    has_area = (corners[:, 3] > corners[:, 1]) & (corners[:, 2] > corners[:, 0])
+    return corners, has_area
 
 
 def dump_arrays(head: dict[str, Any], arrays: ShardArrays) -> bytes:
-    """The content of an arrays file; ``head`` is kept as JSON in front, with the sizes of the tables and the bits."""
+    """Return the content of an arrays file; ``head`` is kept as JSON in front of it."""
     file = io.BytesIO()
-    for field in fields(arrays)[:-1]:
-        np.save(file, getattr(arrays, field.name), allow_pickle=False)
-    tables, last = file.getvalue(), memoryview(vars(arrays)["bits"])  # masks of a large photo take 200 MB: no copy
-    text = json.dumps(head | {"tables_bytes": len(tables), "bits_bytes": len(last)}).encode()
-    checksum = bytes.fromhex(hash_bytes(text, tables, last))
-    return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, last))
+    for name in _list_tables():
+        np.save(file, getattr(arrays, name), allow_pickle=False)
+    tables = file.getvalue()
+    # The masks of a large photo take 200 MB: they are not copied.
+    bits = memoryview(vars(arrays)["bits"])
+    sizes = {"tables_bytes": len(tables), "bits_bytes": len(bits)}
+    text = json.dumps(head | sizes).encode()
+    checksum = bytes.fromhex(hash_bytes(text, tables, bits))
+    return b"".join((len(text).to_bytes(8, "little"), checksum, text, tables, bits))
 
 
 def describe_shard(content: bytes) -> tuple[dict[str, Any], ShardInfo]:
-    """The head of an arrays file, by its content, and its shard as an index lists it.
+    """Return the head of an arrays file, by its content, and its shard as an index lists it.
 
     Raises:
         KeyError, OverflowError, TypeError, ValueError: if the file is damaged.
     """
-    if bytes.fromhex(hash_bytes(content[_START_BYTES:])) != content[8:_START_BYTES]:
+    checksum = content[8:_START_BYTES]
+    if bytes.fromhex(hash_bytes(content[_START_BYTES:])) != checksum:
         raise ValueError("another checksum")
-    head = _read_head(io.BytesIO(content))[1]
-    info = {name: head[name] for name in ("name", "images", "annotations", "bytes", "xxh3_64")} | {
-        "arrays_name": head["name"].replace(".tar", ".arrays"),
-        "arrays_bytes": len(content),
-        "arrays_xxh3_64": hash_bytes(content),
-        "tables_xxh3_64": hash_bytes(content[: len(content) - head["bits_bytes"]]),
-    }
-    return head, ShardInfo(**info)
+    _, head = _read_head(io.BytesIO(content))
+    shard = ShardInfo(
+        name=head["name"],
+        images=head["images"],
+        annotations=head["annotations"],
+        bytes=head["bytes"],
+        xxh3_64=head["xxh3_64"],
+        arrays_name=head["name"].replace(".tar", ".arrays"),
+        arrays_bytes=len(content),
+        arrays_xxh3_64=hash_bytes(content),
+        tables_xxh3_64=hash_bytes(content[: len(content) - head["bits_bytes"]]),
+    )
+    return head, shard
 
 
 def load_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
-    """The arrays of one shard, as the index has it; the bits stay on disk.
+    """Load the arrays of one shard, as the index has it; the bits stay on disk.
 
     Raises:
         ColabUtilsError: if the file is damaged, or belongs to another index.
@@ -334,14 +409,28 @@ def load_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
         tables = file.read(head["tables_bytes"])
         if hash_bytes(start, tables) != shard.tables_xxh3_64:
             raise ValueError("another checksum than the index has")
-        values, place = dict[str, Any](bits=file.tell()), 0
-        for field in fields(ShardArrays)[:-1]:
-            skip, shape, dtype = read_npy_header(tables[place : place + 256])
-            values[field.name] = table = np.frombuffer(tables, dtype, math.prod(shape), place + skip).reshape(shape)
-            place += skip + table.nbytes
-        if os.fstat(file.fileno()).st_size - file.tell() != head["bits_bytes"]:
+        bits_start = file.tell()
+        if os.fstat(file.fileno()).st_size - bits_start != head["bits_bytes"]:
             raise ValueError("cut short")
-        return ShardArrays(**values)
+        return ShardArrays(**_split_tables(tables), bits=bits_start)
+
+
+def _split_tables(data: bytes) -> dict[str, Any]:
+    """Return the tables of an arrays file by name: views of the bytes that hold them."""
+    tables = {}
+    place = 0
+    for name in _list_tables():
+        header_bytes, shape, dtype = read_npy_header(data[place : place + _NPY_HEADER_BYTES])
+        place += header_bytes
+        table = np.frombuffer(data, dtype, math.prod(shape), place).reshape(shape)
+        tables[name] = table
+        place += table.nbytes
+    return tables
+
+
+def _list_tables() -> list[str]:
+    """Return the names of the tables, in the order of the file."""
+    return [field.name for field in fields(ShardArrays) if field.name != "bits"]
 
 
 def rebuild_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
@@ -355,15 +444,16 @@ def rebuild_arrays(path: Path, shard: ShardInfo) -> ShardArrays:
         if hash_file(path) != (shard.bytes, shard.xxh3_64):
             raise ValueError("another checksum than the index has")
         with tarfile.open(path, "r:") as tar, open(path, "rb") as file:
-            members = [(member.size, member.offset_data) for member in tar]
+            members = tar.getmembers()
             for pair in zip(members[::2], members[1::2], strict=True):
-                files = [os.pread(file.fileno(), size, start) for size, start in pair]
-                builder.add(load_record(files[1]), files, [start for _, start in pair])
+                starts = [member.offset_data for member in pair]
+                files = [os.pread(file.fileno(), member.size, member.offset_data) for member in pair]
+                builder.add(load_record(files[1]), files, starts)
         return builder.build()
 
 
 def _read_head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """The bytes of the start and the head, and the head."""
+    """Return the bytes before the tables, and the head among them."""
     start = file.read(_START_BYTES)
     text = file.read(int.from_bytes(start[:8], "little"))
     return start + text, dict(json.loads(text))
@@ -375,9 +465,10 @@ def _explain_damage(path: Path) -> Iterator[None]:
         yield
     except (OSError, DriveLostError):
         raise
-    except Exception as error:  # damage fails in many ways
-        found = f"a damaged file ({str(error) or type(error).__name__:.100})"
+    except Exception as error:
+        # Damage fails in many ways.
+        reason = str(error) or type(error).__name__
         raise ColabUtilsError(
-            f"expected what preprocess wrote in {path}, found {found}. "
+            f"expected what preprocess wrote in {path}, found a damaged file ({reason:.100}). "
             "Run verify on the shards, and copy or preprocess again what it names."
         ) from None
