@@ -13,6 +13,8 @@ from math import inf
 from time import perf_counter, sleep
 from typing import Any, Literal, get_args
 
+from torch.utils.data import DataLoader
+
 from colab_utils.diagnosis.processes import Activity, read_ending, waiting
 from colab_utils.diagnosis.summary import LoopRecord, Summary
 from colab_utils.diagnosis.timing import count_images
@@ -95,8 +97,6 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
     Raises:
         ColabUtilsError: an argument that cannot be; and, while you iterate, what ``on_stall`` tells.
 
-    Watch what a framework has prepared: it takes a watched loader for any iterable, and gives no process its share.
-
     Example:
         >>> watched = watch([1, 2, 3], timeout_s=5)
         >>> list(watched), len(watched), watched.stalls
@@ -109,7 +109,8 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
     if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
         raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
-    watched = WatchedLoader(loader, timeout_s, on_stall, prints=True)
+    kind = WatchedDataLoader if isinstance(loader, DataLoader) else WatchedLoader
+    watched = kind(loader, timeout_s, on_stall, prints=True)
     weakref.finalize(watched, watched._record.print_summary, only_news=False)
     return watched
 
@@ -156,6 +157,13 @@ class WatchedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self, self._loader, self._record).run()
+
+
+class WatchedDataLoader(WatchedLoader, DataLoader[Any]):
+    """A ``DataLoader`` under watch: a framework that gives each process its share asks for that class.
+
+    The constructor of ``DataLoader`` never runs: all attributes are those of the loader under watch.
+    """
 
 
 class _Pass:

@@ -305,9 +305,10 @@ def test_a_pass_that_another_thread_began_is_watched_where_it_waits():
 
 
 def test_nothing_of_torch_is_used():
-    """So nothing that torch renames can break it."""
+    """So nothing that torch renames can break it; but for the class that a watched loader is of."""
     for module in (watchdog, processes):
-        assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", inspect.getsource(module))
+        text = inspect.getsource(module).replace("from torch.utils.data import DataLoader\n", "")
+        assert not re.search(r"import torch|from torch|DataLoader\._|\._worker", text)
 
 
 def test_a_killed_worker(tmp_path):
@@ -442,6 +443,17 @@ def test_what_the_loader_has_stays_reachable(tmp_path):
     watched.sampler.set_epoch(3)
     assert (sampler.epoch, len(watched), watched.batch_size) == (3, 2, 2)
     assert sorted(_list_ids(watched)) == sorted(sampler)
+
+
+def test_only_a_data_loader_is_a_data_loader_under_watch(tmp_path):
+    loader = DataLoader(_Photos(tmp_path), batch_size=2, multiprocessing_context="fork", num_workers=1)
+    watched = watch(loader)
+    assert isinstance(watched, DataLoader)
+    assert watched.multiprocessing_context is loader.multiprocessing_context
+    assert watched.batch_sampler is loader.batch_sampler
+    assert not isinstance(watch([1]), DataLoader)
+    with pytest.raises(AttributeError, match="no attribute"):
+        watched.streams  # noqa: B018
 
 
 def test_any_iterable():
