@@ -1,4 +1,4 @@
-"""What the processes of a loader do and use: samples, system call and its file, memory.
+"""What the processes of a loader do: samples, system call and its file.
 
 Read from outside, from Linux's /proc, so that a process that hangs need not help. Forked workers also note the sample
 they are at; elsewhere than on Linux most of it stays unknown.
@@ -11,13 +11,12 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import wraps
 from itertools import takewhile
 from pathlib import Path
-from time import monotonic_ns, perf_counter, process_time, thread_time
+from time import monotonic_ns, process_time, thread_time
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.loading.workers import describe_exit
-from colab_utils.runtime import find_free_memory, list_processes
 
 _ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
 _BITS = 48  # of the longest time, 39 hours
@@ -45,10 +43,6 @@ _ROW = np.dtype([  # what a worker notes
     ("slowest", np.float64, 2),  # sample: its seconds, and its index
     ("cpu", np.float64, 2),  # seconds of whole processes: of those before with this row, and of this one so far
 ])  # fmt: skip
-_PAUSE_S = 0.25  # between two looks
-_LEAST_READINGS = 5
-_PAUSES = 12  # in the time so far, at most
-_LEAST_GROWTH = 0.05  # of the memory: less is the allocator's breathing
 
 
 class Activity(NamedTuple):
@@ -250,89 +244,6 @@ def _read_index(index: Any) -> int:
         return operator.index(index)
     except TypeError:
         return -1
-
-
-class Reading(NamedTuple):
-    """What was used at one moment; ``batches`` had been delivered."""
-
-    batches: int
-    own_bytes: Mapping[int, int]
-    """Of each process, by its pid: what it does not share by way of a file or /dev/shm."""
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Memory that grows while a loader runs."""
-
-    mb_per_batch: float
-    """Of all processes."""
-    full_at_batch: int
-    """When memory is full if it goes on to grow."""
-    by_process: Mapping[str, float]
-    """MB a batch of each process that grows."""
-
-    def __str__(self) -> str:
-        who = ", ".join(f"{name}: {mb:.2f}" for name, mb in self.by_process.items())
-        return f"Memory grows by {self.mb_per_batch:.2f} MB a batch ({who}): at step {self.full_at_batch:,} it is full."
-
-
-class MemoryLog:
-    """Readings of the memory of this process and its children: each quarter of a second, later after each twelfth of
-    the time so far.
-
-    Example:
-        >>> log = MemoryLog()
-        >>> log.look(batches=0)
-        >>> os.getpid() in log.readings[0].own_bytes
-        True
-    """
-
-    def __init__(self) -> None:
-        self.readings: list[Reading] = []
-        self._began_s = self._due_s = perf_counter()
-
-    def look(self, batches: int) -> None:
-        """Take a reading if one is due; there were so many batches."""
-        if (now_s := perf_counter()) >= self._due_s:
-            self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) / _PAUSES)
-            self.readings.append(Reading(batches, _measure_own()))
-
-
-def find_growth(readings: Sequence[Reading]) -> Growth | None:
-    """By how much memory grows; None where it does not, or little.
-
-    The second half of a process's readings counts, when caches and pools are full. Growth is not sure where noise could
-    be the reason, or where it slows down. A process that hardly grows is not named.
-    """
-    last = max((reading.batches for reading in readings), default=0)
-    running = [reading for reading in readings if reading.batches < last]  # later, workers end
-    growth, grown, used = dict[str, float](), 0.0, 0
-    for pid in sorted({pid for reading in running for pid in reading.own_bytes}):
-        seen = [(reading.batches, reading.own_bytes[pid]) for reading in running if pid in reading.own_bytes]
-        batches, own = np.array(seen[len(seen) // 2 :], np.float64).T
-        used, late = used + seen[-1][1], len(batches) // 2
-        if len(batches) < _LEAST_READINGS or not np.ptp(batches[late:]):
-            continue
-        (slope, _), covariance = np.polyfit(batches, own, 1, cov=True)
-        rise = float(slope * np.ptp(batches)) if slope > 3 * covariance[0, 0] ** 0.5 else 0.0
-        if rise > _LEAST_GROWTH * own[-1] and np.polyfit(batches[late:], own[late:], 1)[0] > slope / 2:
-            growth["this process" if pid == os.getpid() else f"pid {pid}"] = float(slope) / 1e6
-            grown += rise
-    if grown <= _LEAST_GROWTH * used:
-        return None
-    total = sum(growth.values())
-    return Growth(total, last + int(find_free_memory() / 1e6 / total), growth)
-
-
-def _measure_own() -> dict[int, int]:
-    """Of this process and each one below it: what is in memory, less what it shares; in few lines, as it is often."""
-    used = dict[int, int]()
-    with suppress(OSError):  # a process may have ended
-        for process in list_processes():
-            with open(f"/proc/{process.pid}/statm", "rb") as file:
-                _, resident, shared, *_ = file.read().split()
-            used[process.pid] = (int(resident) - int(shared)) * mmap.PAGESIZE
-    return used
 
 
 def _enter_child() -> None:

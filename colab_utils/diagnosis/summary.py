@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import distributed
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from colab_utils.diagnosis.processes import Growth, MemoryLog, SampleTimes, WorkerMonitor, find_growth
+from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
+from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
 from colab_utils.diagnosis.timing import Stage, count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
 from colab_utils.runtime import count_cores, format_bytes, format_seconds, is_notebook, write_file

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from colab_utils.diagnosis import summary as module
-from colab_utils.diagnosis.processes import Growth, SampleTimes
+from colab_utils.diagnosis.memory_growth import Growth
+from colab_utils.diagnosis.processes import SampleTimes
 from colab_utils.diagnosis.summary import LoopRecord, find_causes, refine_causes
 from colab_utils.diagnosis.watchdog import watch
 from colab_utils.errors import ColabUtilsError

@@ -1,0 +1,125 @@
+"""Memory of a loader's processes that grows, and when it will be full."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+
+from colab_utils.runtime import find_free_memory, list_processes
+
+# Seconds between two readings; or this part of the time so far, if that is longer.
+_PAUSE_S = 0.25
+_PAUSE_SHARE = 1 / 12
+_LEAST_READINGS = 5
+# A slope counts if it is so many standard errors over 0.
+_SURE = 3
+# Growth as a share of the memory. Less is the allocator's breathing.
+_LEAST_GROWTH = 0.05
+
+
+class Reading(NamedTuple):
+    """What was used at one moment; ``batches`` had been delivered."""
+
+    batches: int
+    own_bytes: Mapping[int, int]
+    """Bytes of each process, by its pid, that it does not share by way of a file or /dev/shm."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Memory that grows while a loader runs."""
+
+    mb_per_batch: float
+    """MB a batch of all processes together."""
+    full_at_batch: int
+    """The batch at which memory is full if it goes on to grow."""
+    by_process: Mapping[str, float]
+    """MB a batch of each process that grows."""
+
+    def __str__(self) -> str:
+        who = ", ".join(f"{name}: {mb:.2f}" for name, mb in self.by_process.items())
+        rate = f"Memory grows by {self.mb_per_batch:.2f} MB a batch ({who})"
+        return f"{rate}: at step {self.full_at_batch:,} it is full."
+
+
+class MemoryLog:
+    """Readings of the memory of this process and its children: each quarter of a second, later after each twelfth of
+    the time so far.
+
+    Example:
+        >>> log = MemoryLog()
+        >>> log.look(batches=0)
+        >>> os.getpid() in log.readings[0].own_bytes
+        True
+    """
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+        self._began_s = perf_counter()
+        self._due_s = self._began_s
+
+    def look(self, batches: int) -> None:
+        """Take a reading if one is due; there were so many batches."""
+        now_s = perf_counter()
+        if now_s >= self._due_s:
+            self._due_s = now_s + max(_PAUSE_S, (now_s - self._began_s) * _PAUSE_SHARE)
+            self.readings.append(Reading(batches, _measure_own()))
+
+
+def find_growth(readings: Sequence[Reading]) -> Growth | None:
+    """Return by how much memory grows; None where it does not, or little.
+
+    The second half of a process's readings counts, when caches and pools are full. Growth is not sure where noise could
+    be the reason, or where it slows down. A process that hardly grows is not named.
+    """
+    last = max((reading.batches for reading in readings), default=0)
+    # After the last batch, workers end.
+    running = [reading for reading in readings if reading.batches < last]
+    by_process: dict[str, float] = {}
+    grown_bytes = 0.0
+    used_bytes = 0
+    for pid in sorted({pid for reading in running for pid in reading.own_bytes}):
+        seen = [reading for reading in running if pid in reading.own_bytes]
+        used_bytes += seen[-1].own_bytes[pid]
+        half = seen[len(seen) // 2 :]
+        batches = np.array([reading.batches for reading in half], np.float64)
+        own = np.array([reading.own_bytes[pid] for reading in half], np.float64)
+        slope = _find_slope(batches, own)
+        rise = slope * float(np.ptp(batches))
+        if rise > _LEAST_GROWTH * own[-1]:
+            name = "this process" if pid == os.getpid() else f"pid {pid}"
+            by_process[name] = slope / 1e6
+            grown_bytes += rise
+    if grown_bytes <= _LEAST_GROWTH * used_bytes:
+        return None
+    mb_per_batch = sum(by_process.values())
+    left = int(find_free_memory() / 1e6 / mb_per_batch)
+    return Growth(mb_per_batch, last + left, by_process)
+
+
+def _find_slope(batches: np.ndarray, own: np.ndarray) -> float:
+    """Return bytes a batch by which a process surely grows, else 0."""
+    middle = len(batches) // 2
+    if len(batches) < _LEAST_READINGS or np.ptp(batches[middle:]) == 0:
+        return 0.0
+    (slope, _), covariance = np.polyfit(batches, own, 1, cov=True)
+    if slope <= _SURE * covariance[0, 0] ** 0.5:
+        return 0.0
+    later_slope = np.polyfit(batches[middle:], own[middle:], 1)[0]
+    return float(slope) if later_slope > slope / 2 else 0.0
+
+
+def _measure_own() -> dict[int, int]:
+    """Return the memory of this process and of each one below it, less what it shares."""
+    own_bytes = {}
+    # A process may have ended.
+    with suppress(psutil.Error):
+        for process in list_processes():
+            memory = process.memory_info()
+            own_bytes[process.pid] = memory.rss - memory.shared
+    return own_bytes
