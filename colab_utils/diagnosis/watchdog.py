@@ -159,7 +159,7 @@ class WatchedLoader:
         return _Pass(self, self._loader, self._record).run()
 
 
-class WatchedDataLoader(WatchedLoader, DataLoader[Any]):
+class WatchedDataLoader(WatchedLoader, DataLoader[Any]):  # type: ignore[misc]
     """A ``DataLoader`` under watch: a framework that gives each process its share asks for that class.
 
     The constructor of ``DataLoader`` never runs: all attributes are those of the loader under watch.
