@@ -25,14 +25,17 @@ from colab_utils.shards.format import (
 )
 from colab_utils.shards.lock import WRITER_NAME, remove_leftovers
 
-COPY_STREAMS = 4  # files at the same time
-PIECE_BYTES = 1 << 20  # of a file, between two looks at whether to stop
+COPY_STREAMS = 4
+"""Files that are copied at the same time."""
+PIECE_BYTES = 1 << 20
+"""Bytes of a file between two looks at whether to stop."""
+# More of the disk than the files alone take.
 _DISK_MARGIN = 1.02
 
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What :func:`copy_shards` did."""
+    """Report of :func:`copy_shards`."""
 
     shards: int
     """Shards in the target now."""
@@ -45,10 +48,13 @@ class CopyReport:
     """Shards beyond ``limit_gb``."""
 
     def __str__(self) -> str:
-        there = f", {self.skipped_shards} were there already" if self.skipped_shards else ""
-        left_out = f", {self.left_out_shards} left out by the limit" if self.left_out_shards else ""
         copied = f"{format_bytes(self.bytes)} copied in {self.seconds:.1f} s"
-        return f"{self.shards} shards in place: {copied}{there}{left_out}"
+        text = f"{self.shards} shards in place: {copied}"
+        if self.skipped_shards:
+            text += f", {self.skipped_shards} were there already"
+        if self.left_out_shards:
+            text += f", {self.left_out_shards} left out by the limit"
+        return text
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class BadShard:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`verify_shards` found; the shards are complete when ``bad`` is empty."""
+    """Report of :func:`verify_shards`; the shards are complete when ``bad`` is empty."""
 
     shards: int
     images: int
@@ -107,13 +113,16 @@ def copy_shards(source: str | Path, target: str | Path, *, limit_gb: float | Non
         target.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
         started = perf_counter()
-        copied = Copying(source, target, retries, overwrite=previous is not None).run(files)
-        write_index(target, merged := _merge(index, previous, chosen, target))
+        copying = Copying(source, target, retries, overwrite=previous is not None)
+        copied = copying.run(files)
+        merged = _merge(index, previous, chosen, target)
+        write_index(target, merged)
+    skipped = [shard for shard in chosen if not copied & {shard.name, shard.arrays_name}]
     return CopyReport(
         shards=len(merged.shards),
         bytes=sum(size for name, size, _ in files if name in copied),
         seconds=perf_counter() - started,
-        skipped_shards=sum(not copied & {shard.name, shard.arrays_name} for shard in chosen),
+        skipped_shards=len(skipped),
         left_out_shards=len(index.shards) - len(chosen),
     )
 
@@ -130,12 +139,14 @@ def verify_shards(folder: str | Path) -> VerifyReport:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
-    folder, retries = Path(folder), Retries()
+    folder = Path(folder)
+    retries = Retries()
     index = read_index(folder, retries)
+    bad = []
     with show_progress("verify", total=index.bytes, unit="B", scale=True) as bar:
-        bad = []
         for shard in index.shards:
-            if reason := retries.run(partial(_find_fault, folder, shard.files())):
+            reason = retries.run(partial(_find_fault, folder, shard.files()))
+            if reason:
                 bad.append(BadShard(shard.name, reason))
             bar.set_postfix_str(str(retries), refresh=False)
             bar.update(shard.bytes + shard.arrays_bytes)
@@ -143,77 +154,116 @@ def verify_shards(folder: str | Path) -> VerifyReport:
 
 
 class Copying:
-    """One copy under way; ``overwrite`` allows to replace damaged files, which the index in the target lists."""
+    """One copy under way.
 
-    def __init__(self, source: Path, target: Path, retries: Retries, *, overwrite: bool) -> None:
-        self.source, self.target, self.overwrite = source, target, overwrite
-        self.retries, self.stop = retries, retries.stop
-        self._sizes: dict[str, int] = {}  # by file name: bytes so far
+    Args:
+        source: the folder to copy from.
+        target: the folder to copy into.
+        retries: how often Drive is tried again; its ``stop`` ends the copy.
+        overwrite: replace damaged files, which the index in ``target`` lists.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        retries: Retries,
+        *,
+        overwrite: bool,
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.overwrite = overwrite
+        self.retries = retries
+        self.stop = retries.stop
+        self._bytes_done: dict[str, int] = {}
 
     def run(self, files: list[tuple[str, int, str]]) -> set[str]:
-        """Copy what is not there yet; returns its names.
+        """Copy what is not there yet; return the names of these files.
 
         The bar moves in this thread: a notebook shows nothing from others.
         """
+        total = sum(size for _, size, _ in files)
+        copied: set[str] = set()
         with (
-            show_progress("copying shards", total=sum(size for _, size, _ in files), unit="B", scale=True) as bar,
+            show_progress("copying shards", total=total, unit="B", scale=True) as bar,
             ThreadPoolExecutor(COPY_STREAMS, thread_name_prefix="copy") as pool,
         ):
-            copied, pending = set[str](), {pool.submit(self.copy_file, *file) for file in files}
+            pending = {pool.submit(self.copy_file, *file) for file in files}
             try:
                 while pending:
-                    copied |= {name for future in pop_done(pending) if (name := future.result())}
+                    names = {future.result() for future in pop_done(pending)}
+                    copied |= names - {""}
                     bar.set_postfix_str(str(self.retries), refresh=False)
-                    bar.update(sum(list(self._sizes.values())) - bar.n)
-                return copied
+                    bar.update(sum(list(self._bytes_done.values())) - bar.n)
             finally:
-                self.stop.set()  # on an error or Ctrl-C the other threads end at their next piece
+                # On an error or Ctrl-C the other threads end at their next piece.
+                self.stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
+        return copied
 
     def copy_file(self, name: str, size: int, checksum: str) -> str:
-        """Copy one file unless it is there; returns its name if it was copied, else ""."""
-        path, temporary = self.target / name, name_temporary(self.target / name)
+        """Copy one file unless it is there; return its name if it was copied, else ""."""
+        path = self.target / name
         with explain_write(self.target):
             if not _find_fault(self.target, [(name, size, checksum)]):
-                self._sizes[name] = size
+                self._bytes_done[name] = size
                 return ""
             if path.exists() and not self.overwrite:
-                found = f"found another {name}: name another folder, or delete that file if it is a damaged copy"
-                raise ColabUtilsError(f"expected no other data in {self.target}, {found}")
+                raise ColabUtilsError(
+                    f"expected no other data in {self.target}, found another {name}: "
+                    "name another folder, or delete that file if it is a damaged copy"
+                )
+            temporary = name_temporary(path)
             try:
-                if not any(self._transfer(name, size, temporary) == (size, checksum) for _ in range(2)):
-                    raise ColabUtilsError(
-                        f"expected {name} in {self.source} to match its checksum, found another one twice: the source "
-                        "is damaged. Run verify on it, then preprocess again what it names"
-                    )
+                self._transfer_twice(name, size, checksum, temporary)
                 os.replace(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
         return name
 
+    def _transfer_twice(self, name: str, size: int, checksum: str, temporary: Path) -> None:
+        """Copy the bytes under a temporary name; once more where they do not match their checksum."""
+        for _ in range(2):
+            if self._transfer(name, size, temporary) == (size, checksum):
+                return
+        raise ColabUtilsError(
+            f"expected {name} in {self.source} to match its checksum, found another one twice: "
+            "the source is damaged. Run verify on it, then preprocess again what it names"
+        )
+
     def _transfer(self, name: str, size: int, temporary: Path) -> tuple[int, str]:
-        """Copy the bytes under a temporary name, few more than ``size``; returns their number and their checksum."""
-        state, offset, piece = xxhash.xxh3_64(), 0, memoryview(bytearray(PIECE_BYTES))
+        """Copy the bytes, few more than ``size``; return their number and their checksum."""
         try:
             file = DriveFile(self.source / name, self.retries)
         except OSError as error:
-            found = f"{error.strerror}. Run verify on it, then preprocess again what it names"
             raise ColabUtilsError(
-                f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: {found}"
+                f"expected {name}, which {INDEX_NAME} lists, in {self.source}, found: {error.strerror}. "
+                "Run verify on it, then preprocess again what it names"
             ) from error
+        state = xxhash.xxh3_64()
+        offset = 0
+        piece = memoryview(bytearray(PIECE_BYTES))
         with file, open(temporary, "wb") as out:
-            while offset <= size and (count := file.readinto(piece, offset)):
+            while offset <= size:
+                count = file.readinto(piece, offset)
+                if not count:
+                    break
                 if self.stop.is_set():
                     raise CancelledError
                 out.write(piece[:count])
                 state.update(piece[:count])
                 offset += count
-                self._sizes[name] = offset
+                self._bytes_done[name] = offset
         return offset, state.hexdigest()
 
 
 def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | None:
-    """The index in the target, if there is one; it must be of the same shards, and no folder that they come from."""
+    """Read the index in the target, which must be of the same shards; None where there is none.
+
+    Raises:
+        ColabUtilsError: the target is the source, is written by a preprocess, or holds other shards.
+    """
     with explain_write(target):
         if os.path.realpath(source) == os.path.realpath(target):
             raise ColabUtilsError(f"expected two folders, found {source} as source and target: name another target")
@@ -222,25 +272,37 @@ def read_target(source: Path, target: Path, index: ShardIndex) -> ShardIndex | N
         if not (target / INDEX_NAME).exists():
             return None
         previous = read_index(target)
-        known = {shard.name: shard for shard in index.shards}
-        facts = [(one.fingerprint, one.recipe, one.categories) for one in (previous, index)]
-        if facts[0] != facts[1] or any(known.get(shard.name, shard) != shard for shard in previous.shards):
-            cure = "name another folder, or delete that one if you no longer need it"
-            raise ColabUtilsError(f"expected nothing or a copy of these shards in {target}, found other shards: {cure}")
+        if not _is_copy(previous, index):
+            raise ColabUtilsError(
+                f"expected nothing or a copy of these shards in {target}, found other shards: "
+                "name another folder, or delete that one if you no longer need it"
+            )
         return previous
 
 
+def _is_copy(previous: ShardIndex, index: ShardIndex) -> bool:
+    """Return whether two indexes are of the same data and agree on the shards that both list."""
+    if previous.fingerprint != index.fingerprint or previous.recipe != index.recipe:
+        return False
+    if previous.categories != index.categories:
+        return False
+    known = {shard.name: shard for shard in index.shards}
+    return all(known.get(shard.name, shard) == shard for shard in previous.shards)
+
+
 def _choose_shards(index: ShardIndex, limit_gb: float | None) -> tuple[ShardInfo, ...]:
-    """The first shards that fit into the limit; all of them without one."""
+    """Return the first shards that fit into the limit; all of them without one."""
     if limit_gb is None:
         return index.shards
     ends = accumulate(shard.bytes + shard.arrays_bytes for shard in index.shards)
-    chosen = tuple(shard for shard, end in zip(index.shards, ends, strict=True) if end <= limit_gb * 1e9)
+    chosen = [shard for shard, end in zip(index.shards, ends, strict=True) if end <= limit_gb * 1e9]
     if not chosen and index.shards:
-        least = (index.shards[0].bytes + index.shards[0].arrays_bytes) / 1e9
-        found = f"limit_gb={limit_gb:g}: the first one takes {least:.3g} GB"
-        raise ColabUtilsError(f"expected a limit that holds one shard, found {found}")
-    return chosen
+        first = index.shards[0]
+        first_gb = (first.bytes + first.arrays_bytes) / 1e9
+        raise ColabUtilsError(
+            f"expected a limit that holds one shard, found limit_gb={limit_gb:g}: the first one takes {first_gb:.3g} GB"
+        )
+    return tuple(chosen)
 
 
 def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool) -> None:
@@ -250,31 +312,42 @@ def check_space(target: Path, files: list[tuple[str, int, str]], *, cached: bool
     after its last byte was read: the largest files under way count twice.
     """
     sizes = sorted(size for name, size, _ in files if not has_size(target / name, size))
-    needed = (sum(sizes) + (sum(sizes[-COPY_STREAMS:]) if cached else 0)) * _DISK_MARGIN
-    require_space(target, needed, "name a folder on a bigger disk, or copy a part of the shards (--limit-gb)")
+    needed = sum(sizes)
+    if cached:
+        needed += sum(sizes[-COPY_STREAMS:])
+    require_space(
+        target, needed * _DISK_MARGIN, "name a folder on a bigger disk, or copy a part of the shards (--limit-gb)"
+    )
 
 
 def _find_fault(folder: Path, files: Iterable[tuple[str, int, str]]) -> str:
-    """The first of these files that is not what was written, and why; "" if there is none."""
+    """Name the first of these files that is not what was written, and why; "" if there is none."""
     for name, size, checksum in files:
         path = folder / name
         try:
             with guard_drive(path):
                 if not has_size(path, size):
-                    found = path.stat().st_size
-                    return f"{name} has {found:,} bytes where {size:,} were written: it was cut short or changed"
+                    count = path.stat().st_size
+                    difference = f"{count:,} bytes where {size:,} were written"
+                    return f"{name} has {difference}: it was cut short or changed"
             if hash_file(path)[1] != checksum:
                 return f"{name} has another checksum than when it was written: its content changed"
+        except FileNotFoundError:
+            return f"{name} is missing"
         except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            return f"{name} is missing" if missing else f"{name} cannot be read: {error.strerror}"
+            return f"{name} cannot be read: {error.strerror}"
     return ""
 
 
 def _merge(index: ShardIndex, previous: ShardIndex | None, chosen: tuple[ShardInfo, ...], target: Path) -> ShardIndex:
-    """The target's new index: what was copied, and what lay there before and was not asked for now."""
-    rest = [shard for shard in previous.shards if shard not in chosen] if previous else []
-    kept = [shard for shard in rest if not _find_fault(target, shard.files())]
-    full = previous if previous and not previous.partial else index
-    shards = tuple(sorted([*chosen, *kept], key=lambda shard: shard.name))
-    return replace(full, shards=shards, partial=full.partial or len(shards) < len(full.shards))
+    """Return the target's new index: what was copied, and what lay there before and was not asked for now."""
+    shards = list(chosen)
+    full = index
+    if previous is not None:
+        rest = [shard for shard in previous.shards if shard not in chosen]
+        shards += [shard for shard in rest if not _find_fault(target, shard.files())]
+        if not previous.partial:
+            full = previous
+    shards.sort(key=lambda shard: shard.name)
+    is_partial = full.partial or len(shards) < len(full.shards)
+    return replace(full, shards=tuple(shards), partial=is_partial)
