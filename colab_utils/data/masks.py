@@ -14,8 +14,15 @@ from colab_utils.errors import ColabUtilsError
 
 # No image is so wide, and pycocotools walks along an edge pixel by pixel, however far beyond the image that goes.
 _FARTHEST_PIXEL = 1_000_000
-_MERGED = 50  # parts at a time: pycocotools goes through all that it has merged for each further one
-_MOST_BITS = 30  # of a run in compressed RLE: pycocotools has 32
+# pycocotools goes through all that it has merged for each further part: so many parts are merged at a time.
+_MERGED_PARTS = 50
+# Bits of a run in compressed RLE; pycocotools has 32.
+_MOST_BITS = 30
+# A character of compressed RLE stands for six bits: five of the run, and whether more follow.
+_FIRST_CODE = 48
+_RUN_BITS = 5
+_MORE_FOLLOWS = 32
+_IS_NEGATIVE = 16
 
 
 class PackedMasks(NamedTuple):
@@ -71,13 +78,14 @@ def _encode_polygons(segmentation: list[Any], height: int, width: int) -> dict[s
     from pycocotools import mask as coco_mask
 
     rles = coco_mask.frPyObjects(read_polygons(segmentation), height, width)
-    while len(rles) > _MERGED:
-        rles = [coco_mask.merge(rles[k : k + _MERGED]) for k in range(0, len(rles), _MERGED)]
+    while len(rles) > _MERGED_PARTS:
+        starts = range(0, len(rles), _MERGED_PARTS)
+        rles = [coco_mask.merge(rles[start : start + _MERGED_PARTS]) for start in starts]
     return coco_mask.merge(rles)
 
 
 def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
-    """The polygons of one object as x, y, x, y, ...: float64 [2 x points] each.
+    """Return the polygons of one object as x, y, x, y, ...: float64 [2 x points] each.
 
     A polygon without its list is one polygon. Parts of fewer than 3 points are left out beside a part that has 3.
 
@@ -91,41 +99,69 @@ def read_polygons(segmentation: list[Any]) -> list[NDArray[np.float64]]:
     polygons = segmentation if isinstance(segmentation[0], list) else [segmentation]
     try:
         parts = [np.asarray(polygon, np.float64) for polygon in polygons]
-        if any(bool in map(type, polygon) for polygon in polygons):
-            raise TypeError("true and false count as 1 and 0")
+        # numpy counts true and false as 1 and 0.
+        are_numbers = not any(bool in map(type, polygon) for polygon in polygons)
     except (TypeError, ValueError, OverflowError):
-        raise ColabUtilsError("expected polygons made of numbers, found something else in one") from None
-    drawn = [part for part in parts if part.ndim != 1 or part.size >= 6 or part.size % 2] or parts
+        are_numbers = False
+    if not are_numbers:
+        raise ColabUtilsError("expected polygons made of numbers, found something else in one")
+    drawn = [part for part in parts if not _is_short(part)] or parts
     for part in drawn:
-        if part.ndim != 1 or part.size < 6 or part.size % 2:
-            found = f"one of {part.size} numbers" if part.ndim == 1 else "something else"
-            raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found {found}")
-        if not (farthest := np.abs(part).max()) < _FARTHEST_PIXEL:
-            raise ColabUtilsError(f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}")
+        _check_polygon(part)
     return drawn
+
+
+def _is_short(part: NDArray[np.float64]) -> bool:
+    """Return whether these are points, but fewer than three."""
+    return part.ndim == 1 and part.size < 6 and part.size % 2 == 0
+
+
+def _check_polygon(part: NDArray[np.float64]) -> None:
+    if part.ndim != 1:
+        raise ColabUtilsError("expected polygons of at least 3 points (x, y), found something else")
+    if part.size < 6 or part.size % 2:
+        raise ColabUtilsError(f"expected polygons of at least 3 points (x, y), found one of {part.size} numbers")
+    farthest = np.abs(part).max()
+    # What is not a number is not less than any other.
+    if not farthest < _FARTHEST_PIXEL:
+        raise ColabUtilsError(f"expected polygons in the image, found one that reaches to pixel {farthest:.6g}")
 
 
 def _encode_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     from pycocotools import mask as coco_mask
 
-    counts, size = rle.get("counts"), rle.get("size")
+    counts = rle.get("counts")
+    size = rle.get("size")
     if not isinstance(counts, list | str | bytes):
         raise ColabUtilsError("expected RLE with counts and size, found one without counts")
     if not isinstance(size, list | tuple) or list(size) != [height, width]:
         raise ColabUtilsError(f"expected RLE of size [{height}, {width}], the image's, found {size}")
-    text = counts.encode("ascii", "xmlcharrefreplace") if isinstance(counts, str) else counts
-    runs = text if isinstance(text, list) else _read_counts(text)
-    if not all(type(run) is int and run >= 0 for run in runs) or sum(runs) != height * width:
+    if isinstance(counts, str):
+        counts = counts.encode("ascii", "xmlcharrefreplace")
+    runs = counts if isinstance(counts, list) else _read_counts(counts)
+    are_lengths = all(type(run) is int and run >= 0 for run in runs)
+    if not are_lengths or sum(runs) != height * width:
         raise ColabUtilsError(f"expected RLE counts that add up to {height} x {width} pixels, found damaged ones")
-    if 0 in runs[1:]:  # an empty run makes pycocotools' toBbox wrong: join those around it
-        ends = np.cumsum(runs)
-        changes, times = np.unique(ends[ends < ends[-1]], return_counts=True)
-        runs = np.diff(changes[times % 2 == 1], prepend=0, append=ends[-1]).tolist()
+    if 0 in runs[1:]:
+        runs = _join_runs(runs)
     return coco_mask.frPyObjects({"size": [height, width], "counts": runs}, height, width)
 
 
+def _join_runs(runs: list[int]) -> list[int]:
+    """Join the runs around each empty one: these make pycocotools' ``toBbox`` wrong.
+
+    Example:
+        >>> _join_runs([5, 0, 3, 4])
+        [8, 4]
+    """
+    ends = np.cumsum(runs)
+    changes, times = np.unique(ends[ends < ends[-1]], return_counts=True)
+    joined: list[int] = np.diff(changes[times % 2 == 1], prepend=0, append=ends[-1]).tolist()
+    return joined
+
+
 def measure_mask(rle: dict[str, Any]) -> tuple[list[float], int]:
-    """The tight box (x, y, width, height) of a mask in RLE, and its pixels, as pycocotools computes them.
+    """Return the tight box (x, y, width, height) of a mask in RLE and its pixels, by pycocotools.
 
     Example:
         >>> measure_mask(encode_segmentation([[1, 1, 4, 1, 4, 3, 1, 3]], 6, 8))
@@ -147,23 +183,28 @@ def resize_rles(rles: Sequence[dict[str, Any]], height: int, width: int) -> list
         >>> resize_rles([rle], 4, 4) == [encode_segmentation([[0, 0, 2, 0, 2, 2, 0, 2]], 4, 4)]
         True
     """
+    return [_resize_rle(rle, height, width) for rle in rles]
+
+
+def _resize_rle(rle: dict[str, Any], height: int, width: int) -> dict[str, Any]:
     from pycocotools import mask as coco_mask
 
-    resized = []
-    for rle in rles:
-        rows, columns = (nearest_indices(*sides) for sides in zip(rle["size"], (height, width), strict=True))
-        x0, y0, drawn = _draw_crop(rle)
-        left, right = np.searchsorted(columns, (x0, x0 + drawn.shape[0]))
-        top, bottom = np.searchsorted(rows, (y0, y0 + drawn.shape[1]))
-        mask = np.zeros((width, height), np.uint8)
-        mask[left:right, top:bottom] = drawn[columns[left:right] - x0][:, rows[top:bottom] - y0]
-        resized.append(coco_mask.encode(mask.T))
+    height_in, width_in = rle["size"]
+    rows = nearest_indices(height_in, height)
+    columns = nearest_indices(width_in, width)
+    x0, y0, drawn = _draw_crop(rle)
+    left, right = np.searchsorted(columns, (x0, x0 + drawn.shape[0]))
+    top, bottom = np.searchsorted(rows, (y0, y0 + drawn.shape[1]))
+    mask = np.zeros((width, height), np.uint8)
+    mask[left:right, top:bottom] = drawn[columns[left:right] - x0][:, rows[top:bottom] - y0]
+    resized: dict[str, Any] = coco_mask.encode(mask.T)
     return resized
 
 
 def pack_masks(rles: Sequence[dict[str, Any]]) -> PackedMasks:
     """Pack N compressed RLE masks of one image; N may be 0."""
-    return _pack_crops((x0, y0, drawn.T) for x0, y0, drawn in map(_draw_crop, rles))
+    crops = (_draw_crop(rle) for rle in rles)
+    return _pack_crops((x0, y0, drawn.T) for x0, y0, drawn in crops)
 
 
 def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
@@ -177,37 +218,55 @@ def pack_pixels(masks: Iterable[NDArray[Any]]) -> PackedMasks:
 
 
 def _pack_crops(masks: Iterable[tuple[int, int, NDArray[Any]]]) -> PackedMasks:
-    crops, parts = list[tuple[int, ...]](), [np.zeros(0, np.uint8)]
+    """Pack masks that are cropped already: left, top and [rows, columns] of each."""
+    crops = []
+    parts = [np.zeros(0, np.uint8)]
     for x0, y0, pixels in masks:
-        crops.append((x0, y0, x0 + pixels.shape[1], y0 + pixels.shape[0]))
+        rows, columns = pixels.shape
+        crops.append((x0, y0, x0 + columns, y0 + rows))
         parts.append(np.packbits(pixels, axis=None))
     offsets = np.cumsum([part.size for part in parts], dtype=np.int64)
     return PackedMasks(np.concatenate(parts), np.array(crops, np.int32).reshape(-1, 4), offsets)
 
 
 def _crop_pixels(mask: NDArray[Any]) -> tuple[int, int, NDArray[Any]]:
-    ys, xs = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    return (xs[0], ys[0], mask[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]) if len(ys) else (0, 0, mask[:0, :0])
+    """Crop a mask to its tight box: left, top and the pixels in the box."""
+    ys = np.flatnonzero(mask.any(1))
+    xs = np.flatnonzero(mask.any(0))
+    if not len(ys):
+        return 0, 0, mask[:0, :0]
+    return xs[0], ys[0], mask[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]
 
 
 def _draw_crop(rle: dict[str, Any]) -> tuple[int, int, NDArray[np.uint8]]:
-    """A mask cropped to its tight box: x0, y0 and uint8 [columns, rows]. No photo is drawn in full."""
-    height, runs = rle["size"][0], _read_counts(rle["counts"])
+    """Draw a mask in its tight box alone, never a photo in full: left, top and uint8 [columns, rows]."""
+    height = rle["size"][0]
+    runs = _read_counts(rle["counts"])
     if len(runs) < 2:
         return 0, 0, np.zeros((0, 0), np.uint8)
-    bounds = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2)  # where each run of ones starts and ends
-    columns, rows = np.divmod(bounds - (0, 1), height)  # of its first and last pixel
-    x0, y0, x1, y1 = columns[0, 0], rows[:, 0].min(), columns[-1, 1] + 1, rows[:, 1].max() + 1
-    if (columns[:, 0] != columns[:, 1]).any():  # it fills a column to its end, and goes on at the next one's start
-        y0, y1 = 0, height
-    bounds = (columns - x0) * (y1 - y0) + rows - y0 + (0, 1)
-    lengths = np.diff(bounds.ravel(), prepend=0, append=(x1 - x0) * (y1 - y0))
+    # Where each run of ones starts and ends, in pixels counted column by column.
+    bounds = np.cumsum(runs[: len(runs) // 2 * 2]).reshape(-1, 2)
+    first_columns, first_rows = np.divmod(bounds[:, 0], height)
+    last_columns, last_rows = np.divmod(bounds[:, 1] - 1, height)
+    x0 = first_columns[0]
+    x1 = last_columns[-1] + 1
+    y0 = min(first_rows.min(), last_rows.min())
+    y1 = max(first_rows.max(), last_rows.max()) + 1
+    # A run that goes on in the next column fills this one to its end.
+    if (first_columns != last_columns).any():
+        y0 = 0
+        y1 = height
+    rows = y1 - y0
+    starts = (first_columns - x0) * rows + first_rows - y0
+    ends = (last_columns - x0) * rows + last_rows - y0 + 1
+    bounds = np.stack([starts, ends], axis=1)
+    lengths = np.diff(bounds.ravel(), prepend=0, append=(x1 - x0) * rows)
     drawn = np.repeat(np.arange(len(lengths), dtype=np.uint8) % 2, lengths)
-    return x0, y0, drawn.reshape(x1 - x0, y1 - y0)
+    return x0, y0, drawn.reshape(x1 - x0, rows)
 
 
 def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uint8]:
-    """Packed masks as dense ones: uint8 [N, height, width] of 0 and 1."""
+    """Return packed masks as dense ones: uint8 [N, height, width] of 0 and 1."""
     dense = np.zeros((len(packed.crops), height, width), np.uint8)
     for row, (x0, y0, x1, y1) in enumerate(packed.crops.tolist()):
         bits = packed.bits[packed.offsets[row] : packed.offsets[row + 1]]
@@ -217,7 +276,7 @@ def unpack_masks(packed: PackedMasks, height: int, width: int) -> NDArray[np.uin
 
 
 def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
-    """The row (or column) that each of ``size_out`` rows takes from ``size_in``, int64: see :func:`resize_rles`.
+    """Return the row (or column) of ``size_in`` that each of ``size_out`` takes: see :func:`resize_rles`.
 
     Example:
         >>> nearest_indices(8, 4).tolist()
@@ -229,7 +288,7 @@ def nearest_indices(size_in: int, size_out: int) -> NDArray[np.int64]:
 
 
 def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, 2 ... for each of these counts, one after another: int64 [sum].
+    """Return 0, 1, 2 ... for each of these counts, one after another: int64 [sum].
 
     Example:
         >>> number_within(np.array([3, 0, 2])).tolist()
@@ -239,22 +298,34 @@ def number_within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _read_counts(text: bytes) -> list[int]:
-    """The lengths of the runs of a compressed RLE; none where it is damaged: pycocotools reads past its memory then.
+    """Return the lengths of the runs of a compressed RLE; none where it is damaged.
 
-    The code is that of ``rleFrString`` in cocoapi's maskApi.c: 5 bits a character, the sixth says that more follow, the
-    fifth is the sign, and from the fourth run on a run is the difference to the last but one.
+    pycocotools reads past its memory then. The code is that of ``rleFrString`` in cocoapi's maskApi.c: 5 bits a
+    character, the sixth says that more follow, the fifth is the sign, and from the fourth run on a run is the
+    difference to the last but one.
 
     Example:
         >>> _read_counts(b"71100000O10")
         [7, 1, 1, 1, 1, 1, 1, 1, 0, 2, 0]
     """
-    runs, value, shift = list[int](), 0, 0
-    for code in text:
-        if not 48 <= code < 112 or shift > _MOST_BITS - 5:
+    runs: list[int] = []
+    value = 0
+    shift = 0
+    for character in text:
+        code = character - _FIRST_CODE
+        if not 0 <= code < 64 or shift > _MOST_BITS - _RUN_BITS:
             return []
-        value, shift = value | ((code - 48 & 31) << shift), shift + 5
-        if code - 48 < 32:
-            value -= (code - 48 & 16) << shift - 4
-            runs.append(value + (runs[-2] if len(runs) > 2 else 0))
-            value = shift = 0
-    return [] if shift else runs
+        value |= (code & 31) << shift
+        shift += _RUN_BITS
+        if code & _MORE_FOLLOWS:
+            continue
+        if code & _IS_NEGATIVE:
+            value -= 1 << shift
+        if len(runs) > 2:
+            value += runs[-2]
+        runs.append(value)
+        value = 0
+        shift = 0
+    if shift:
+        return []
+    return runs
