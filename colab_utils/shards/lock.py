@@ -1,4 +1,4 @@
-"""The lock of a folder's one writer."""
+"""The lock of a folder's one writer: of a folder of shards, or of a run's checkpoints."""
 
 import math
 import os
@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.util import register_after_fork
 from pathlib import Path
+from secrets import token_hex
 from tempfile import gettempdir
 from time import time
 
@@ -19,14 +20,17 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.runtime import hash_bytes, require_linux, write_file
 
 WRITER_NAME = "writer.txt"
-_PART = re.compile(r"\.(?:shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt)\.(\d{1,9})(?:-\d+)?\.part")
+_OURS = r"shard-\d+\.(?:tar|arrays)|(?:index|arriving)\.json|writer\.txt|(?:checkpoint|best)-\d{8,}\.pt"
+_PART = re.compile(rf"\.(?:{_OURS})\.(\d{{1,9}})(?:-\d+)?\.part")
+_marks: set[str] = set()  # of the folders that this process holds
 _TOUCH_S, _SILENT_S = 30.0, 100.0  # how often a writer touches its lock, and after how long it is gone
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of processes that were killed, here or on a machine that is gone."""
     for path in folder.glob(".*.part"):
-        if (match := _PART.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
+        match = _PART.fullmatch(path.name)
+        if match and not _is_running(int(match[1])):
             path.unlink(missing_ok=True)
 
 
@@ -53,11 +57,13 @@ def hold_folder(folder: Path) -> Iterator[None]:
         colab_utils.errors.ColabUtilsError: expected no other writer in ..., found one ...
     """
     require_linux("lock a folder")
-    path, made, done, retries = folder / WRITER_NAME, not folder.exists(), threading.Event(), Retries()
-    call = explain_write(folder)
+    path, done, retries = folder / WRITER_NAME, threading.Event(), Retries()
+    call, mark = explain_write(folder), token_hex(8)
 
     def begin() -> None:
-        write_file(path, f"process {os.getpid()} on {os.uname().nodename}\n{_find_host()}\n{os.getpid()}\n".encode())
+        pid = os.getpid()
+        text = f"process {pid} on {os.uname().nodename}\n{_find_host()}\n{pid}\n{mark}\n"
+        write_file(path, text.encode())
         remove_leftovers(folder)
 
     def touch() -> None:
@@ -65,15 +71,18 @@ def hold_folder(folder: Path) -> Iterator[None]:
             with suppress(OSError):  # the work itself meets the error too
                 os.utime(path)
 
+    made = not retries.run(call(folder.exists))
     retries.run(partial(call(folder.mkdir), parents=True, exist_ok=True))
     with _lock_here(folder) as is_free:
         retries.run(partial(call(_refuse_writer), path, is_locked=not is_free))
+        _marks.add(mark)
         try:
             retries.run(call(begin))
             threading.Thread(target=touch, name="writer", daemon=True).start()
             yield
         finally:
             done.set()
+            _marks.discard(mark)
             with suppress(OSError):
                 remove_leftovers(folder)
                 path.unlink(missing_ok=True)
@@ -103,17 +112,29 @@ def _refuse_writer(path: Path, *, is_locked: bool) -> None:
     Raises:
         ColabUtilsError: if there is a writer, which it names.
     """
-    writer, host, pid, silent_s = "", "", "", math.inf
+    writer, host, pid, mark, silent_s = "", "", "", "", math.inf
     with suppress(FileNotFoundError), open_file(path) as file:
-        writer, host, pid, *_ = (file.read(200).decode(errors="replace") + "\n\n").split("\n")
+        lines = file.read(200).decode(errors="replace") + "\n\n\n"
+        writer, host, pid, mark, *_ = lines.split("\n")
         silent_s = time() - os.fstat(file.fileno()).st_mtime
-    # the lock is found by the folder's path; the same folder may be mounted at two of them
-    is_alive = host != _find_host() or (pid.isdecimal() and psutil.pid_exists(int(pid[:9])))
+    # The lock is found by the folder's path; the same folder may be mounted at two of them.
+    is_alive = host != _find_host() or (pid.isdecimal() and _is_running(int(pid[:9])))
+    if host == _find_host() and pid == str(os.getpid()):
+        # A Drive that was gone when this process ended its writing has kept the mark.
+        is_alive = mark in _marks
     if is_locked or (silent_s < _SILENT_S and is_alive):
         raise ColabUtilsError(
             f"expected no other writer in {path.parent}, found one at work there ({writer!r}). Let it end, or stop it "
             f"and run the same: it continues. (On another machine it counts as gone after {_SILENT_S:.0f} seconds.)"
         )
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is a process of this number that has not ended; nobody may have asked how it ended yet."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return psutil.pid_exists(pid)
 
 
 def _find_host() -> str:

@@ -55,7 +55,7 @@ class CheckpointFolder:
     Only tensors and plain types are stored, and loading runs no code (``weights_only=True``). Each file ends with a
     checksum, as the comment of the zip that ``torch.save`` writes: what was changed since is never trained on. While
     Drive does not answer, checkpoints wait on this machine's disk, in ``waiting``; the next one that Drive takes
-    replaces them.
+    replaces them. Who writes checkpoints holds the folder meanwhile: see `hold_folder`.
 
     Args:
         run: The folder, on any disk. On Google Drive each checkpoint is written once, from its first byte to its last.
@@ -91,9 +91,6 @@ class CheckpointFolder:
             self.run.mkdir(parents=True, exist_ok=True)
             if not os.access(self.run, os.W_OK):
                 raise PermissionError("Permission denied")
-            for pattern in _PATTERNS.values():
-                for leftover in self.run.glob(f".{pattern}.*.part"):  # of a killed run: never complete, never read
-                    leftover.unlink()
             target = _find_free_name(f"{self.run}/previous-")
             for path in [*self._list("newest"), *self._list("best")] if anew else ():
                 target.mkdir(exist_ok=True)
@@ -181,6 +178,10 @@ class CheckpointFolder:
             state = _load(path, content)
             _set_aside(torn, repair=repair)
             if repair and path.parent == self.waiting:
+                # It is known by the folder's path, which may be that of a run that was deleted.
+                text = f"{path.name} waited in {self.waiting} of this machine, and is sent now"
+                cure = "If you deleted its run, pass resume='never' to begin anew"
+                warnings.warn(f"{text}. {cure}", ColabUtilsWarning, stacklevel=3)
                 path = self._send(path, which, content)
             return {**state, "path": str(path)}
         if torn and which == "newest":

@@ -16,6 +16,7 @@ from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.loader import Loader, find_device, make_loader
 from colab_utils.require import require_choice, require_count, require_path
+from colab_utils.shards.lock import hold_folder
 from colab_utils.training import model as models
 from colab_utils.training.agreement import require_same, share_errors
 from colab_utils.training.checkpoint import CheckpointFolder, explain_state
@@ -75,8 +76,9 @@ def train(
     Args:
         shards: Folder of shards; images without objects are left out, as in torchvision's
             references.
-        run: Folder for the checkpoints; while Drive does not answer they wait on this machine's
-            disk, and are sent at the end of the run at the latest.
+        run: Folder for the checkpoints, which one ``train`` at a time writes into. While Drive does
+            not answer they wait on this machine's disk, and are sent at the end of the run at the
+            latest.
         local: Folder on the SSD, where ``shards`` lie on Drive: they are copied there during
             training, which begins with the first one that has arrived.
         limit_gb: The most that they may take in ``local``, in GB, where the disk is smaller than
@@ -119,7 +121,7 @@ def train(
             was done is saved. Or the run has ended, and Drive does not take its last checkpoint:
             the message says where it lies.
         ColabUtilsError: Bad arguments, no image with objects, a checkpoint of another dataset or
-            model, a full disk, a batch too large for the GPU, or a loss that is not a number.
+            model, another process that trains in ``run``, a full disk, a batch too large for the GPU, or a loss that is not a number.
         KeyboardInterrupt: After the step in progress is finished and saved.
 
     Example:
@@ -159,6 +161,8 @@ def train(
                 ranks=ranks,
             )
             data = stack.enter_context(opened)
+            if ranks.is_first:
+                stack.enter_context(hold_folder(folder.run))
             if resume == "auto" and ranks.is_first:
                 state = folder.read(repair=True)
         if ranks.count > 1:

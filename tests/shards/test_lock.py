@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +22,16 @@ def test_leftovers_of_dead_processes_go_and_nothing_else(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
     dead, alive = process.pid, os.getppid()
-    gone = [f".shard-000001.tar.{dead}.part", f".index.json.{dead}.part"]
+    gone = [
+        f".shard-000001.tar.{dead}.part",
+        f".index.json.{dead}.part",
+        f".checkpoint-00000030.pt.{dead}-{dead}.part",
+        f".best-00000030.pt.{dead}-{dead}.part",
+    ]
     kept = [
         f".shard-000001.arrays.{alive}.part",
+        f".checkpoint-00000030.pt.{alive}-{alive}.part",
+        f".checkpoint-mine.pt.{dead}.part",
         f".my-notes.{dead}.part",
         f"shard-000001.tar.{dead}.part",
         "shard-000001.tar",
@@ -120,6 +129,45 @@ def test_a_lock_that_is_no_file(tmp_path):
         with hold_folder(tmp_path):
             assert not (tmp_path / "writer.txt").is_symlink()
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "mine")]
+
+
+def test_a_killed_writer_that_nobody_waited_for_is_gone(tmp_path):
+    script = (
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from colab_utils.shards.lock import hold_folder\n"
+        "with hold_folder(Path(sys.argv[1])):\n"
+        "    Path(sys.argv[1], f'.checkpoint-00000001.pt.{os.getpid()}-1.part').touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays in the table of processes
+        assert (tmp_path / "writer.txt").exists()
+        with hold_folder(tmp_path):
+            assert [path.name for path in tmp_path.iterdir()] == ["writer.txt"]
+
+
+def test_a_mark_that_this_process_could_not_take_away_is_none(tmp_path, monkeypatch):
+    """Drive was gone when the block ended; a notebook's process lives on."""
+
+    def refuse(self, **options):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    with hold_folder(tmp_path):
+        monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.undo()
+    assert (tmp_path / "writer.txt").exists()
+    with hold_folder(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_folder_at_two_paths_has_one_writer(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    second.mkdir()
+    with hold_folder(first):
+        (second / "writer.txt").write_bytes((first / "writer.txt").read_bytes())
+        with pytest.raises(ColabUtilsError, match="found one at work there"), hold_folder(second):
+            pass
 
 
 def test_a_process_of_a_killed_writer_does_not_hold_its_lock(tmp_path):

@@ -152,10 +152,48 @@ def test_killed_process_resumes_with_workers(undisturbed, tiny_shards, tmp_path)
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    assert list_names(tmp_path) == ["checkpoint-00000002.pt"]
+    assert list_names(tmp_path) == ["checkpoint-00000002.pt", "writer.txt"]
     resumed = train(tiny_shards, tmp_path, steps=5, **{**TINY, "workers": 2})
     assert resumed.plan.first_step == 2
     assert resumed.losses == undisturbed.losses
+
+
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("again", [{}, {"resume": "never", "learning_rate": 0.0007}])
+def test_a_second_train_is_refused_and_harms_nothing(undisturbed, tiny_shards, tmp_path, again):
+    part = tmp_path / f".checkpoint-00000009.pt.{os.getpid()}-1.part"
+    refused = []
+
+    def look(line):
+        if getattr(line, "step", 0) != 3:
+            return
+        while not (tmp_path / "checkpoint-00000002.pt").exists():
+            time.sleep(0.01)
+        part.write_bytes(b"being written")
+        names = list_names(tmp_path)
+        with pytest.raises(ColabUtilsError, match="found one at work there") as error:
+            train(tiny_shards, tmp_path, steps=1, log=pytest.fail, **again, **TINY)
+        refused.append(str(error.value))
+        load_trained_model(tmp_path)
+        assert list_names(tmp_path) == names
+
+    report = train(tiny_shards, tmp_path, steps=5, checkpoint_steps=2, log=look, **TINY)
+    assert f"'process {os.getpid()} on " in refused[0]
+    assert report.losses == undisturbed.losses
+    part.unlink()
+    assert list_names(tmp_path) == ["checkpoint-00000004.pt", "checkpoint-00000005.pt"]
+
+
+def test_a_refused_run_leaves_no_folder(other_shards, tmp_path):
+    with pytest.raises(ColabUtilsError, match="found none in 3 images"):
+        train(other_shards["no objects"], tmp_path / "run", **TINY)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"])
+def test_a_run_whose_name_no_disk_takes_is_told(tiny_shards, tmp_path, name):
+    with pytest.raises(ColabUtilsError, match="expected to write into"):
+        train(tiny_shards, tmp_path / name, steps=1, **TINY)
 
 
 @pytest.mark.usefixtures("every_step")
@@ -305,7 +343,7 @@ def test_what_a_run_ends_with_is_sent_patiently(tiny_shards, tmp_path, refusal, 
     assert refusal.times[name] == 0
 
 
-@pytest.mark.filterwarnings("ignore:Drive does not answer")
+@pytest.mark.filterwarnings("ignore:Drive does not answer", "ignore:.* waited in ")
 @LAST
 def test_a_run_whose_last_file_lies_here_alone_is_no_success(tiny_shards, tmp_path, refusal, name, options):
     folder = CheckpointFolder(tmp_path / "run")
