@@ -13,6 +13,7 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from PIL import Image, ImageDraw, ImageFilter
 
+from colab_utils.data.decoding import guard_pillow
 from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
@@ -126,6 +127,7 @@ def _make_files(images: Path, annotations: Path, recipe: dict[str, Any], workers
     write_file(annotations, json.dumps(content).encode())
 
 
+@guard_pillow()
 def _make_image(folder: Path, recipe: dict[str, Any], index: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Paint and save one image; returns its COCO record and its annotations, without their ids."""
     rng = default_rng([recipe["seed"], index])  # one stream per image, whichever worker makes it

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from colab_utils.data.coco import read_coco, write_subset
+from colab_utils.data.decoding import guard_pillow
 from colab_utils.drive import DriveProfile, is_on_drive, read_at_full_speed, read_file, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.arriving import ArrivingShards
@@ -252,6 +253,7 @@ class PillowFolder(CocoFolder):
     """Image files and polygons as in torchvision's references: decoded by Pillow, masks drawn for each sample."""
 
     @staticmethod
+    @guard_pillow()
     def decode(data: bytes | bytearray) -> Tensor:
         """Image bytes as uint8 [3, H, W]."""
         return torch.from_numpy(np.array(Image.open(io.BytesIO(data)).convert("RGB"))).permute(2, 0, 1)

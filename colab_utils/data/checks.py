@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
-from colab_utils.data.decoding import open_image, open_lazily, read_orientation, to_rgb
+from colab_utils.data.decoding import guard_pillow, open_image, open_lazily, read_orientation, to_rgb
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
 from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
@@ -350,6 +350,7 @@ def _read_header(images: Path, dataset: CocoDataset, i: int, retries: Retries, *
         return Header([("truncated image" if "truncated" in str(error) else "bad image", str(error))])
 
 
+@guard_pillow()
 def _describe(data: bytes, suffix: str, found: list[Defect], *, deep: bool) -> Header:
     """The header of an image file with this content, and what its name ends in."""
     from PIL import Image

@@ -1,10 +1,12 @@
 """Bytes of an image to pixels: JPEG by torchvision's libjpeg-turbo, raw pixels as they are, the rest by Pillow."""
 
 import io
+import os
 import re
+import threading
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,98 @@ _BAND = 1024  # rows
 _FORMATS = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "SGI", "TGA", "TIFF", "WEBP"}
 
 
+class _Limit(int):
+    """A number that twice itself is no more than: Pillow warns above a limit, and refuses above two of them."""
+
+    def __rmul__(self, _: int, /) -> int:
+        return self
+
+
+class _PillowGuard:
+    """Pillow's switches for the whole process: ours while a thread reads here, then the user's again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers = 0
+        self._skips_damage: Any = None
+        self._most_pixels: Any = None
+
+    def begin(self) -> None:
+        """Set the switches, for the first reader and again for each further one."""
+        from PIL import Image, ImageFile
+
+        with self._lock:
+            self._readers += 1
+            # Other threads may have set them since.
+            if self._readers == 1 or ImageFile.LOAD_TRUNCATED_IMAGES is not False:
+                self._skips_damage = ImageFile.LOAD_TRUNCATED_IMAGES
+            if self._readers == 1 or Image.MAX_IMAGE_PIXELS is not _PILLOW_LIMIT:
+                self._most_pixels = Image.MAX_IMAGE_PIXELS
+            ImageFile.LOAD_TRUNCATED_IMAGES = False
+            Image.MAX_IMAGE_PIXELS = _PILLOW_LIMIT
+
+    def end(self) -> None:
+        """Give the user's values back after the last reader."""
+        with self._lock:
+            self._readers -= 1
+            if not self._readers:
+                self._give_back()
+
+    def begin_anew(self) -> None:
+        """Forget, in a forked process, the threads that it does not have."""
+        self._lock = threading.Lock()
+        if self._readers:
+            self._readers = 0
+            self._give_back()
+
+    def _give_back(self) -> None:
+        from PIL import Image, ImageFile
+
+        if ImageFile.LOAD_TRUNCATED_IMAGES is False:
+            ImageFile.LOAD_TRUNCATED_IMAGES = self._skips_damage
+        if Image.MAX_IMAGE_PIXELS is _PILLOW_LIMIT:
+            Image.MAX_IMAGE_PIXELS = self._most_pixels
+
+
+# Between one and two times `MOST_PIXELS`, `open_lazily` can say how large the image is.
+_PILLOW_LIMIT = _Limit(2 * MOST_PIXELS)
+_guard = _PillowGuard()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_guard.begin_anew)
+
+
+@contextmanager
+def guard_pillow() -> Iterator[None]:
+    """Read by Pillow as if no other package had changed its switches, and give their values back.
+
+    Many packages set ``ImageFile.LOAD_TRUNCATED_IMAGES``, with which a photo that is cut short becomes grey in silence;
+    and ``Image.MAX_IMAGE_PIXELS`` may be any number. The switches are the whole process's: while a thread is in the
+    block, other threads meet our values, too.
+
+    Raises:
+        ColabUtilsError: the image, or a part of it, has more pixels than Pillow may make.
+
+    Example:
+        >>> from PIL import ImageFile
+        >>> ImageFile.LOAD_TRUNCATED_IMAGES = True
+        >>> with guard_pillow():
+        ...     ImageFile.LOAD_TRUNCATED_IMAGES
+        False
+        >>> ImageFile.LOAD_TRUNCATED_IMAGES
+        True
+        >>> ImageFile.LOAD_TRUNCATED_IMAGES = False
+    """
+    from PIL import Image
+
+    _guard.begin()
+    try:
+        yield
+    except Image.DecompressionBombError:
+        raise ColabUtilsError(f"it has more than {MOST_PIXELS:,} pixels: save the image smaller") from None
+    finally:
+        _guard.end()
+
+
 def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
     """JPEG, PNG, any other image, or raw pixels (``numpy.save`` of uint8 [H, W, 3]) as uint8 [H, W, 3].
 
@@ -74,9 +168,11 @@ def decode_pixels(data: bytes | bytearray) -> NDArray[np.uint8]:
         except (AttributeError, TypeError) as error:  # another version of torchvision
             found = f"torchvision's JPEG operator failing ({str(error).splitlines()[0]:.100})"
             warnings.warn(f"found {found}: Pillow decodes instead, more slowly", ColabUtilsWarning, stacklevel=2)
-    return _take_pixels(to_rgb(open_image(data)))
+    with guard_pillow():
+        return _take_pixels(to_rgb(open_image(data)))
 
 
+@guard_pillow()
 def decode_upright(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
     """As `decode_pixels`, at the size that annotations give: see `turn_upright`."""
     return _take_pixels(to_rgb(turn_upright(open_image(data), height, width)))
@@ -91,6 +187,7 @@ def _take_pixels(image: "Image.Image") -> NDArray[np.uint8]:
     return pixels
 
 
+@guard_pillow()
 def open_image(data: bytes | bytearray) -> "Image.Image":
     """A complete image, by Pillow. A PNG's damaged metadata (profile, texts, EXIF) does not refuse its pixels.
 
@@ -106,8 +203,11 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
         raise
 
 
+@guard_pillow()
 def open_lazily(file: Any) -> "Image.Image":
     """`PIL.Image.open` for the formats that datasets have; nothing is decoded yet.
+
+    What decodes the image is to stand under `guard_pillow`, too.
 
     Raises:
         ColabUtilsError: it is no image, or has more than `MOST_PIXELS` pixels.
@@ -115,8 +215,6 @@ def open_lazily(file: Any) -> "Image.Image":
     from PIL import Image
 
     Image.init()  # it loads what knows the formats
-    if Image.MAX_IMAGE_PIXELS and Image.MAX_IMAGE_PIXELS < MOST_PIXELS:
-        Image.MAX_IMAGE_PIXELS = MOST_PIXELS  # Pillow would warn of phones' photos
     try:
         image = Image.open(file, formats=sorted(_FORMATS & Image.OPEN.keys()))
     except Image.UnidentifiedImageError:
@@ -130,10 +228,12 @@ def open_lazily(file: Any) -> "Image.Image":
 
 
 def _load_image(data: bytes | bytearray) -> "Image.Image":
+    from PIL import Image
+
     try:
         image = open_lazily(io.BytesIO(data))
         image.load()
-    except ColabUtilsError:
+    except (ColabUtilsError, Image.DecompressionBombError):
         raise
     except Exception as error:  # on damaged data Pillow's readers raise all kinds of errors
         raise ColabUtilsError(f"not a complete image: {str(error) or type(error).__name__}") from None

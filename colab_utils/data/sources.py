@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from colab_utils.data.coco import read_coco, take_base_name, write_coco
-from colab_utils.data.decoding import open_lazily, read_orientation
+from colab_utils.data.decoding import guard_pillow, open_lazily, read_orientation
 from colab_utils.data.masks import measure_mask
 from colab_utils.drive import DriveLostError, Retries, explain_write, open_file
 from colab_utils.errors import ColabUtilsError, escape
@@ -247,6 +247,7 @@ def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     return [(path, drawn[stem + end]) for stem, path in pictures.items()]
 
 
+@guard_pillow()
 def _read_mask(image: Path, mask: Path) -> NDArray[np.int64]:
     """The mask's values, int64 [H, W]; 0 is the background."""
     try:

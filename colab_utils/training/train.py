@@ -121,7 +121,8 @@ def train(
             was done is saved. Or the run has ended, and Drive does not take its last checkpoint:
             the message says where it lies.
         ColabUtilsError: Bad arguments, no image with objects, a checkpoint of another dataset or
-            model, another process that trains in ``run``, a full disk, a batch too large for the GPU, or a loss that is not a number.
+            model, another process that trains in ``run``, a full disk, a batch too large for the
+            GPU, or a loss that is not a number.
         KeyboardInterrupt: After the step in progress is finished and saved.
 
     Example:

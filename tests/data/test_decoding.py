@@ -2,21 +2,32 @@
 
 import gc
 import io
+import os
+import threading
 import time
 import warnings
+import zlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
+from colab_utils.data.checks import check_dataset
 from colab_utils.data.decoding import (
     decode_pixels,
+    decode_upright,
+    guard_pillow,
     load_jpeg_decoder,
     read_npy_header,
     to_rgb,
 )
+from colab_utils.data.sources import convert_masks
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.loading.dataset import CocoFolder
+from colab_utils.sample_data import make_dataset
+from colab_utils.shards.write import write_shards
 
 
 def dump(array):
@@ -70,12 +81,8 @@ def test_a_palette_with_more_transparencies_than_colours_is_told():
 def test_images_that_would_fill_the_memory_are_refused():
     file = io.BytesIO()
     Image.new("1", (12_000, 11_000)).save(file, "PNG")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's own
-        with pytest.raises(
-            ColabUtilsError, match="12000 x 11000 is more than 112,000,000 pixels: save the image smaller"
-        ):
-            decode_pixels(file.getvalue())
+    with pytest.raises(ColabUtilsError, match="12000 x 11000 is more than 112,000,000 pixels: save the image smaller"):
+        decode_pixels(file.getvalue())
 
 
 def test_threads_do_not_disturb_each_other():
@@ -112,3 +119,164 @@ def test_an_operator_that_changed_is_told_and_pillow_decodes(monkeypatch):
             assert np.array_equal(decode_pixels(file.getvalue()), expected)
     finally:
         load_jpeg_decoder.cache_clear()
+
+
+# What any other package of the process may have set: (LOAD_TRUNCATED_IMAGES, MAX_IMAGE_PIXELS).
+SWITCHES = [(True, None), (True, 1), (False, None), (False, 1)]
+
+
+@pytest.fixture(params=SWITCHES, ids=str)
+def switches(request, monkeypatch):
+    """Pillow's switches as another package sets them; they must be the same after the test."""
+    skips_damage, most_pixels = request.param
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", skips_damage)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", most_pixels)
+    yield request.param
+    assert request.param == (ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS)
+
+
+@cache
+def encode(kind, **options):
+    """A photo with noise, so that no half of its file holds all of it."""
+    file = io.BytesIO()
+    Image.effect_noise((96, 1100), 50).convert("RGB").save(file, kind, **options)
+    return file.getvalue()
+
+
+KINDS = [
+    ("JPEG", {}),
+    ("JPEG", {"progressive": True}),
+    ("JPEG", {"restart_marker_blocks": 4}),
+    ("PNG", {}),
+    ("BMP", {}),
+    ("GIF", {}),
+    ("PPM", {}),
+    ("TIFF", {}),
+    ("TIFF", {"compression": "tiff_lzw"}),
+    ("WEBP", {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_images_cut_short_are_refused_whatever_pillow_was_told(switches, kind, options):
+    data = encode(kind, **options)
+    assert decode_pixels(data).shape == decode_upright(data, 1100, 96).shape == (1100, 96, 3)
+    for left in (len(data) // 2, int(len(data) * 0.98)):
+        for decode in (decode_pixels, lambda part: decode_upright(part, 1100, 96)):
+            with pytest.raises(ColabUtilsError, match=r"not (a complete|an) image"):
+                decode(data[:left])
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_jpeg_without_its_last_bytes_is_refused_by_torchvision_and_by_pillow(switches, progressive):
+    data = encode("JPEG", progressive=progressive)
+    for missing in range(1, 40):
+        with pytest.raises(RuntimeError, match="decode_jpeg"):
+            load_jpeg_decoder()(data[:-missing])
+        with pytest.raises(ColabUtilsError, match="not a complete image"):
+            decode_pixels(data[:-missing])
+
+
+@pytest.mark.parametrize("size", [(12_000, 11_000), (16_000, 16_000)])
+def test_too_many_pixels_are_told_in_our_words(switches, size):
+    """Between one and two of Pillow's limits it warns, and above two of them it speaks of an attack."""
+    file = io.BytesIO()
+    Image.new("1", (8, 8)).save(file, "PNG")
+    data = bytearray(file.getvalue())
+    data[16:24] = size[0].to_bytes(4) + size[1].to_bytes(4)
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
+    with pytest.raises(ColabUtilsError, match="more than 112,000,000 pixels: save the image smaller"):
+        decode_pixels(data)
+
+
+def test_a_small_gif_with_a_huge_second_frame_takes_no_memory(switches):
+    file = io.BytesIO()
+    frames = [Image.effect_noise((8, 8), spread) for spread in (40, 90)]
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], disposal=2)
+    data = bytearray(file.getvalue())
+    # The second frame's place and size follow a comma.
+    second = data.rindex(b"," + bytes(4) + b"\x08\x00\x08\x00")
+    data[second + 5 : second + 9] = b"\xff" * 4
+    with guard_pillow(), Image.open(io.BytesIO(data)) as opened, pytest.raises(Image.DecompressionBombError):
+        opened.seek(1)
+    assert decode_pixels(data).shape == (8, 8, 3)
+
+
+def test_cut_photos_are_bad_for_all_who_read_them(switches, tmp_path):
+    made = make_dataset(tmp_path / "data", n=4, width=96, height=64, workers=1)
+    paths = sorted(made.images.iterdir())
+    os.truncate(paths[1], paths[1].stat().st_size // 2)
+    data = encode("PNG")
+    with guard_pillow():
+        Image.open(io.BytesIO(data)).crop((0, 0, 96, 64)).save(paths[2], "PNG")
+    os.truncate(paths[2], paths[2].stat().st_size // 2)
+
+    for deep in (False, True):
+        problems = {one.kind: one.count for one in check_dataset(made.images, made.annotations, deep=deep).problems}
+        assert problems["truncated image"] == 2
+    report = write_shards(made.images, made.annotations, shards=tmp_path / "shards", max_bad=1.0)
+    assert {image.file_name for image in report.skipped} == {paths[1].name, paths[2].name}
+    folder = CocoFolder(made.images, made.annotations)
+    assert folder[0][0].shape == folder[3][0].shape == (3, 64, 96)
+    for index in (1, 2):
+        with pytest.raises(ColabUtilsError, match="not a complete image"):
+            folder[index]
+
+
+def test_a_cut_mask_is_no_mask(switches, tmp_path):
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+        Image.effect_noise((40, 30), 50).save(tmp_path / name / "a.png")
+    os.truncate(tmp_path / "masks/a.png", 700)
+    with pytest.raises(ColabUtilsError, match="truncated"):
+        convert_masks(tmp_path / "images", tmp_path / "masks", output=tmp_path / "a.json")
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_many_threads_share_the_switches(switches):
+    whole = encode("PNG")
+    cut = whole[: len(whole) // 2]
+
+    def try_both(_):
+        with pytest.raises(ColabUtilsError, match="truncated"):
+            decode_pixels(cut)
+        return decode_pixels(whole).shape
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(try_both, range(64))) == {(1100, 96, 3)}
+
+
+def test_a_package_that_sets_the_switches_meanwhile_keeps_its_values(monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", False)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5)
+    with guard_pillow():
+        ImageFile.LOAD_TRUNCATED_IMAGES = True
+        Image.MAX_IMAGE_PIXELS = 7
+        with guard_pillow():
+            assert ImageFile.LOAD_TRUNCATED_IMAGES is False
+    assert (ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS) == (True, 7)
+
+
+def test_a_process_forked_while_another_thread_reads_has_the_users_values(switches):
+    inside, leave = threading.Event(), threading.Event()
+
+    def read():
+        with guard_pillow():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert inside.wait(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, which is what is tested
+        pid = os.fork()
+    if not pid:
+        with guard_pillow():
+            ours = ImageFile.LOAD_TRUNCATED_IMAGES, int(Image.MAX_IMAGE_PIXELS)
+        is_right = ours == (False, 224_000_000)
+        is_right &= switches == (ImageFile.LOAD_TRUNCATED_IMAGES, Image.MAX_IMAGE_PIXELS)
+        os._exit(0 if is_right else 1)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
