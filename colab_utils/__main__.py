@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 import colab_utils
 from colab_utils.drive import find_profile
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
+from colab_utils.require import require_local_path
 from colab_utils.runtime import require_new, write_file
 
 _JSON_START = b'{\n "command": '
@@ -224,8 +225,18 @@ def number_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_DIR = {"metavar": "DIR"}
-_FILE = {"metavar": "FILE"}
+def local_path(text: str) -> str:
+    """Return the path of a folder or a file as it was given; a URL is told before any work begins."""
+    try:
+        require_local_path(text)
+    except ColabUtilsError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
+    return text
+
+
+_DIR = {"metavar": "DIR", "type": local_path}
+_FILE = {"metavar": "FILE", "type": local_path}
+_JSON = {**_FILE, "metavar": "JSON"}
 _COUNT = {"metavar": "N", "type": int}
 _NUMBER = {"metavar": "X", "type": positive_number}
 _AUTO = {"metavar": "N", "type": number_or_auto}
@@ -235,8 +246,9 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("check diagnose preprocess compare", "--images", _DIR, "image folder"),
     ("check diagnose preprocess compare", "--annotations", _FILE, "COCO instance JSON"),
     ("check", "--deep", {"action": "store_true"}, "decode each image, in place of its header"),
-    ("check", "--repair", {"metavar": "OUT.json"}, "write a repaired copy of the annotations"),
-    ("check", "--report", {"metavar": "FILE.html"}, "write a page: what to do, the worst images, the data in numbers"),
+    ("check", "--repair", {**_FILE, "metavar": "OUT.json"}, "write a repaired copy of the annotations"),
+    ("check", "--report", {**_FILE, "metavar": "FILE.html"},
+     "write a page: what to do, the worst images, the data in numbers"),
     ("check", "--crowds", {"choices": ("leave", "objects")}, "with --repair: take crowds as objects, as CVAT's masks"),
     ("check", "--val-images", _DIR, "image folder of the validation set (that of --images)"),
     ("check", "--val-annotations", _FILE, "its JSON: is a picture in both?"),
@@ -254,7 +266,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("diagnose preprocess", "--workers", _AUTO, "worker processes (auto)"),
     ("diagnose preprocess compare", "--step-ms", _NUMBER, "training step, ms a batch of 4: emulated (100), or yours"),
     ("diagnose", "--verify", {"action": "store_true"}, "apply the fixes that can be applied here, and measure"),
-    ("diagnose", "--against", {"metavar": "JSON"}, "say what changed since this earlier result"),
+    ("diagnose", "--against", _JSON, "say what changed since this earlier result"),
     ("diagnose", "--fail-below", {"metavar": "RATIO", "type": float}, "exit status 3 if images/s fall below it: 0.9"),
     ("preprocess train", "--min-size", _COUNT, "shorter side in training, px (800)"),
     ("preprocess train", "--max-size", _COUNT, "limit of the longer side, px (1333; train: 5/3 of --min-size)"),
@@ -272,7 +284,7 @@ _OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("compare", "--repeats", _COUNT, "how often each is timed, in turns (3)"),
     ("compare", "--seconds", {**_NUMBER, "dest": "timeline_s"}, "that each runs cold, for its timeline (30)"),
     ("compare", "--report", _DIR, "folder for the receipt"),
-    ("compare", "--against", {"metavar": "JSON", "nargs": "+"}, "draw these receipts of many machines, time nothing"),
+    ("compare", "--against", {**_JSON, "nargs": "+"}, "draw these receipts of many machines, time nothing"),
 )  # fmt: skip
 
 
@@ -286,7 +298,7 @@ def _make_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
         needed = {one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty}
         command.set_defaults(function=function)
-        command.add_argument("--json", metavar="FILE", default="", help="write the result as JSON (-: standard output)")
+        command.add_argument("--json", **_FILE, default="", help="write the result as JSON (-: standard output)")
         for names, flag, kind, meaning in _OPTIONS:
             if name in names.split():
                 command.add_argument(flag, **kind, required=flag.removeprefix("--") in needed, help=meaning)

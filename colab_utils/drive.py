@@ -19,6 +19,7 @@ import psutil
 import xxhash
 
 from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_local_path
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, require_linux
 
 MOST_BYTES = 4e8  # of a file that is read as a whole: no photo is larger
@@ -91,7 +92,7 @@ def slow_down(folder: str | Path, profile: str | DriveProfile | None) -> None:
     table = json.loads(os.environ.get(_SLOWED) or "{}")
     if speed is None and not table:
         return
-    table[os.path.realpath(folder)] = None if speed is None else asdict(speed)
+    table[os.path.realpath(require_local_path(folder))] = None if speed is None else asdict(speed)
     os.environ[_SLOWED] = json.dumps(table)
 
 

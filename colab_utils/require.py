@@ -2,13 +2,18 @@
 
 import math
 import numbers
+import os
+import re
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn
 
 from colab_utils.errors import ColabUtilsError
 
 _LARGEST_COUNT = (1 << 31) - 1
+# `Path` makes one slash of two; a single letter and a colon are a drive of Windows.
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -74,6 +79,25 @@ def require_path(name: str, value: Any) -> None:
     """
     if not isinstance(value, str | PathLike):
         _refuse(name, "as the path of a folder, such as dataset.folder", value)
+
+
+def require_local_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder or a file of this machine; a URL would become a local folder of that name.
+
+    Raises:
+        ColabUtilsError: it is a URL.
+
+    Example:
+        >>> require_local_path("data/12:30/a.json")
+        PosixPath('data/12:30/a.json')
+        >>> require_local_path("gs://bucket/shards")
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected a folder or file of this machine, found the URL gs://bucket/...
+    """
+    if _URL.match(os.fspath(path)):
+        cure = "Mount it (with gcsfuse or rclone, say) and name that folder, or copy it to a folder first"
+        raise ColabUtilsError(f"expected a folder or file of this machine, found the URL {path}. {cure}.")
+    return Path(path)
 
 
 def _refuse(name: str, expected: str, value: Any) -> NoReturn:

@@ -17,6 +17,7 @@ from colab_utils.data.decoding import guard_pillow
 from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_local_path
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, show_progress, write_file
 
 _PHOTO, _SCALE = (4000, 3000), 4  # width and height of a photo; it is painted at a fourth of them, then enlarged
@@ -95,8 +96,10 @@ def make_dataset(
     if not (fits and 0 <= objects[0] <= objects[1] and set() != set(categories) <= set(_SHAPES)):
         numbers = "n > 0, photos <= n, sides 32 to 65,500, fewest <= most objects"
         raise ColabUtilsError(f"expected {numbers}, categories of {', '.join(_SHAPES)}, found {recipe}: change it")
-    images, annotations = Path(folder) / "images", Path(folder) / "annotations.json"
-    with explain_write(Path(folder)):
+    root = require_local_path(folder)
+    images = root / "images"
+    annotations = root / "annotations.json"
+    with explain_write(root):
         if not annotations.exists():
             _make_files(images, annotations, recipe, count_cores() if workers == "auto" else max(1, int(workers)))
         text = annotations.read_bytes()

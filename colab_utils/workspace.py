@@ -11,6 +11,7 @@ from typing import Any, Self
 from colab_utils.data.sources import is_archive, unpack_dataset
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.require import require_local_path
 from colab_utils.runtime import COLAB_ROOT, hash_bytes, is_colab, write_file
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import ShardReport, find_recipe, write_shards
@@ -132,7 +133,7 @@ def _mount_google_drive(mount: Path) -> None:
 
 
 def _to_path(path: str | Path) -> Path:
-    return Path(os.path.abspath(Path(path).expanduser()))
+    return Path(os.path.abspath(require_local_path(path).expanduser()))
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from colab_utils.loading.arriving import ArrivingShards
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import BatchSampler, Loader, make_loader
+from colab_utils.require import require_local_path
 from colab_utils.runtime import find_free_memory, format_bytes, quiet_fork, require_space, show_progress
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards
@@ -91,7 +92,9 @@ class PreparedData:
         self, images: str | Path, annotations: str | Path, folder: str | Path, *, count: int,
         profile: DriveProfile | None,
     ) -> None:  # fmt: skip
-        self.images, self.folder, self.profile = Path(images), Path(folder), profile
+        self.images = require_local_path(images)
+        self.folder = require_local_path(folder)
+        self.profile = profile
         coco = read_coco(annotations)
         self.total, self.fingerprint = len(coco), coco.fingerprint
         self.drive = self.folder / "drive"

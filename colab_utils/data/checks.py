@@ -19,6 +19,7 @@ from colab_utils.data.decoding import guard_pillow, open_image, open_lazily, rea
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
 from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.require import require_local_path
 from colab_utils.runtime import count_cores, fork_pool, show_progress
 
 MODEL_SIZES = (800, 1333)
@@ -157,9 +158,12 @@ def check_dataset(
         ...     check_dataset(made.images, made.annotations).ok
         True
     """
+    folder = require_local_path(images)
+    for place in validation or ():
+        require_local_path(place)
     dataset = read_coco(annotations)
-    findings = inspect_images(Path(images), dataset, deep=deep)
-    more = _find_shared(Path(images), dataset, findings, *validation) if validation else []
+    findings = inspect_images(folder, dataset, deep=deep)
+    more = _find_shared(folder, dataset, findings, *validation) if validation else []
     return _sum_up(dataset, findings, more)
 
 

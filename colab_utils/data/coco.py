@@ -26,6 +26,7 @@ from colab_utils.data.decoding import name_kind
 from colab_utils.data.masks import encode_segmentation, measure_mask
 from colab_utils.drive import guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, escape
+from colab_utils.require import require_local_path
 from colab_utils.runtime import find_free_memory, write_file
 
 _SECTIONS = ("images", "annotations", "categories")
@@ -216,7 +217,7 @@ def read_coco(annotations: str | Path) -> CocoDataset:
         >>> dataset.annotations(0)[0]["segmentation"]
         [[0, 0, 4, 0, 4, 4]]
     """
-    path, columns = Path(annotations), _Columns()
+    path, columns = require_local_path(annotations), _Columns()
     fingerprint, text = _read_text(path)
     _read_entries(text, path, columns)
     del text
@@ -264,7 +265,7 @@ def _resolve(folder: str | Path, file_name: str) -> Path:
 def require_folder(images: str | Path) -> None:
     """Raise ColabUtilsError where there is no image folder; one that is there will be listed afresh."""
     with guard_drive(images):
-        if not Path(images).is_dir():
+        if not require_local_path(images).is_dir():
             raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
     _list_files.cache_clear()
 

@@ -13,6 +13,7 @@ from colab_utils.data.coco import FAULTS, CocoDataset, read_coco, read_field, wr
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
 from colab_utils.drive import explain_write
 from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.require import require_local_path
 from colab_utils.runtime import require_new
 
 
@@ -41,7 +42,9 @@ def repair_annotations(
     Raises:
         ColabUtilsError: as :func:`check_dataset`; or if ``output`` exists, or no object would be left.
     """
-    folder, output, dataset = Path(images), require_new(Path(output)), read_coco(annotations)
+    folder = require_local_path(images)
+    output = require_new(require_local_path(output))
+    dataset = read_coco(annotations)
     headers = [found.header for found in checks.inspect_images(folder, dataset)]
     done, gone = defaultdict[str, list[str]](list), Counter[str]()
     done["annotation of no image left out"] = [f"annotation {number}" for number in dataset.unknown_images.tolist()]

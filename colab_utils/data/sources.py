@@ -24,8 +24,10 @@ from colab_utils.data.decoding import guard_pillow, open_lazily, read_orientatio
 from colab_utils.data.masks import measure_mask
 from colab_utils.drive import DriveLostError, Retries, explain_write, open_file
 from colab_utils.errors import ColabUtilsError, escape
+from colab_utils.require import require_local_path
 from colab_utils.runtime import require_new, require_space, show_progress, write_file
 
+_DOWNLOADS = ("http://", "https://", "ftp://")
 _SILENT_S = 60.0  # after which a server that sends nothing is given up
 _CURE = "or name a folder on a bigger disk"
 # what zipfile raises: RuntimeError of encrypted files, ValueError of names that are no UTF-8, OSError of damaged bzip2
@@ -68,8 +70,9 @@ def unpack_dataset(source: str, folder: Path, annotations: str = "") -> tuple[Pa
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a zip at no/such/export.zip, found none: check IMAGES
     """
-    is_url = "://" in source
-    if not is_url and not os.path.isfile(source):
+    folder = require_local_path(folder)
+    is_url = source.lower().startswith(_DOWNLOADS)
+    if not is_url and not os.path.isfile(require_local_path(source)):
         raise ColabUtilsError(f"expected a zip at {source}, found none: check IMAGES")
     version = 0 if is_url else os.stat(source).st_mtime_ns
     target = Path(folder, xxhash.xxh3_64_hexdigest(os.fsencode(f"{source} {annotations} {version}")))
@@ -209,9 +212,9 @@ def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, 
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of image files at PNGImages, found none. Check the name.
     """
-    output = require_new(Path(output))
+    output = require_new(require_local_path(output))
     rows, annotations = list[dict[str, Any]](), list[dict[str, Any]]()
-    pairs = _pair_files(Path(images), Path(masks))
+    pairs = _pair_files(require_local_path(images), require_local_path(masks))
     for number, (image, mask) in enumerate(show_progress("masks", pairs, total=len(pairs), unit="image"), 1):
         values = _read_mask(image, mask)
         height, width = values.shape

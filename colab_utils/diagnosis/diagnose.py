@@ -32,6 +32,7 @@ from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
+from colab_utils.require import require_local_path
 from colab_utils.runtime import count_cores, find_free_memory, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.records import plan_size
@@ -340,8 +341,9 @@ def read_run(path: str | Path) -> dict[str, float]:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected the JSON of an earlier run at no/such/before.json, found none: ...
     """
+    file = require_local_path(path)
     try:
-        run = json.loads(Path(path).read_text(encoding="utf-8"))
+        run = json.loads(file.read_text(encoding="utf-8"))
         run.setdefault("wait_share", run.get("stall_share"))  # of a diagnosis
         return {key: float(run[key]) for key in ("images_per_second", "wait_share", "error")}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

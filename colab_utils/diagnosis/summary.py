@@ -17,6 +17,7 @@ from colab_utils.diagnosis.memory_growth import Growth, MemoryLog, find_growth
 from colab_utils.diagnosis.processes import SampleTimes, WorkerMonitor
 from colab_utils.diagnosis.timing import Stage, count_workers, find_error, measure_tree_cpu
 from colab_utils.loading.clock import LoopClock
+from colab_utils.require import require_local_path
 from colab_utils.runtime import count_cores, format_bytes, format_seconds, is_notebook, write_file
 
 _Array = NDArray[Any]
@@ -138,7 +139,7 @@ class Summary:
     def save(self, path: str | Path) -> None:
         """Write all fields as JSON, with ``images_per_second`` and ``wait_share``."""
         content = asdict(self) | {"images_per_second": self.images_per_second, "wait_share": self.wait_share}
-        write_file(Path(path), (json.dumps(content, indent=1) + "\n").encode())
+        write_file(require_local_path(path), (json.dumps(content, indent=1) + "\n").encode())
 
 
 class LoopRecord:

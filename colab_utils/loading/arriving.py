@@ -21,6 +21,7 @@ from colab_utils.drive import DriveLostError, Retries, explain_write, guard_driv
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.dataset import ShardDataset, ShardFiles, load_shard
+from colab_utils.require import require_local_path
 from colab_utils.runtime import format_bytes, write_file
 from colab_utils.shards.copy import COPY_STREAMS, Copying, check_space, has_size, read_target
 from colab_utils.shards.format import ShardIndex, hash_bytes, read_index, write_index
@@ -310,8 +311,8 @@ class ArrivingShards(ShardDataset):
         self, source: str | Path, target: str | Path, *, workers: int = 4, limit_gb: float | None = None,
         seed: int = 0, transforms: Transforms | None = None, contiguous_labels: bool = False,
     ) -> None:  # fmt: skip
-        source = Path(source)
-        target = Path(target)
+        source = require_local_path(source)
+        target = require_local_path(target)
         retries = Retries()
         index = read_index(source, retries)
         arrival = Arrival(

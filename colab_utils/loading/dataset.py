@@ -27,6 +27,7 @@ from colab_utils.data.masks import PackedMasks, encode_segmentation, number_with
 from colab_utils.drive import DriveFile, DriveLostError, Retries, find_profile, guard_drive, read_file
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedSample, Target, Transforms, apply_transforms
+from colab_utils.require import require_local_path
 from colab_utils.shards.format import ShardIndex, ShardInfo, has_size, hash_bytes, read_index
 from colab_utils.shards.records import ShardArrays, convert_boxes, load_arrays, rebuild_arrays
 
@@ -182,7 +183,7 @@ class CocoFolder(_CocoSamples):
     """
 
     def __init__(self, images: str | Path, annotations: str | Path, *, contiguous_labels: bool = False) -> None:
-        self.folder = Path(images)
+        self.folder = require_local_path(images)
         self.retries = Retries()
         self.coco = open_coco(images, annotations)
         self._set_labels(self.coco.categories, contiguous=contiguous_labels)
@@ -281,7 +282,7 @@ class ShardDataset(_CocoSamples):
     def __init__(
         self, folder: str | Path, *, transforms: Transforms | None = None, contiguous_labels: bool = False
     ) -> None:
-        folder = Path(folder)
+        folder = require_local_path(folder)
         retries = Retries()
         index = read_index(folder, retries)
         shards = [load_shard(folder, shard, index=index, retries=retries) for shard in index.shards]

@@ -13,6 +13,7 @@ import xxhash
 
 from colab_utils.drive import DriveFile, Retries, explain_write, guard_drive, is_on_drive
 from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_local_path
 from colab_utils.runtime import format_bytes, name_temporary, pop_done, require_space, show_progress
 from colab_utils.shards.format import (
     INDEX_NAME,
@@ -101,8 +102,8 @@ def copy_shards(source: str | Path, target: str | Path, *, limit_gb: float | Non
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
-    source = Path(source)
-    target = Path(target)
+    source = require_local_path(source)
+    target = require_local_path(target)
     retries = Retries()
     index = read_index(source, retries)
     previous = read_target(source, target, index)
@@ -139,7 +140,7 @@ def verify_shards(folder: str | Path) -> VerifyReport:
         Traceback (most recent call last):
         colab_utils.errors.ColabUtilsError: expected a folder of shards, found nothing at no/such/folder. ...
     """
-    folder = Path(folder)
+    folder = require_local_path(folder)
     retries = Retries()
     index = read_index(folder, retries)
     bad = []

@@ -13,6 +13,7 @@ import xxhash
 
 from colab_utils.drive import DriveFile, Retries, parse_file, read_file
 from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_local_path
 from colab_utils.runtime import hash_bytes, write_file
 
 FORMAT_NAME = "colab_utils shards"
@@ -92,7 +93,7 @@ def read_index(folder: str | Path, retries: Retries | None = None) -> ShardIndex
         ColabUtilsError: if there is no folder or no index, the index was changed since it was written, or another
             version wrote it.
     """
-    folder = Path(folder)
+    folder = require_local_path(folder)
     path = folder / INDEX_NAME
     read = partial(read_file, path, retries)
     try:

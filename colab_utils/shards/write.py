@@ -19,6 +19,7 @@ import numpy as np
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import Retries, explain_write, read_whole
 from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_local_path
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
 from colab_utils.shards.format import (
     INDEX_NAME,
@@ -113,7 +114,9 @@ def write_shards(
         >>> report.images, report.shards, report.skipped
         (3, 1, ())
     """
-    started_s, images, folder = perf_counter(), Path(images), Path(shards)
+    started_s = perf_counter()
+    images = require_local_path(images)
+    folder = require_local_path(shards)
     processes = count_cores() if workers == "auto" else workers
     recipe: dict[str, Any] = {"storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb}
     dataset = _open_dataset(images, annotations, **recipe, workers=processes, max_bad=max_bad)
@@ -177,7 +180,8 @@ def find_recipe(folder: str | Path) -> dict[str, Any] | None:
         >>> find_recipe("no/such/folder") is None
         True
     """
-    run = _call(Path(folder), _find_run, Path(folder))
+    folder = require_local_path(folder)
+    run = _call(folder, _find_run, folder)
     return run.recipe if run else None
 
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from colab_utils.data.checks import DatasetStatistics
 from colab_utils.errors import ColabUtilsError, describe_error
+from colab_utils.require import require_local_path
 from colab_utils.show.pictures import PALETTE, make_figure
 
 if TYPE_CHECKING:
@@ -279,8 +280,9 @@ def read_receipts(receipts: Sequence[str | Path]) -> list[dict[str, Any]]:
         ColabUtilsError: no file, or one that is no receipt.
     """
     found, place = list[dict[str, Any]](), Path()
+    files = [require_local_path(receipt) for receipt in receipts]
     try:
-        for place in [Path(one).absolute() for one in receipts or ("no file",)]:
+        for place in [file.absolute() for file in files or [Path("no file")]]:
             name = place.parent.name if place.stem == "comparison" else place.stem
             found.append({"receipt": name, **summarise_receipt(json.loads(place.read_text(encoding="utf-8")))})
         return found

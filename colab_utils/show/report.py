@@ -14,6 +14,7 @@ from colab_utils.data.checks import DatasetReport, Problem
 from colab_utils.data.coco import CocoDataset, read_coco
 from colab_utils.drive import explain_write
 from colab_utils.errors import escape
+from colab_utils.require import require_local_path
 from colab_utils.runtime import Machine, require_new, write_file
 from colab_utils.show import charts, render
 from colab_utils.show.pictures import draw_annotations, embed_figure
@@ -42,7 +43,7 @@ def write_receipt(comparison: "Comparison", folder: str | Path) -> Path:
     Raises:
         ColabUtilsError: the folder cannot be written, or holds a page that is no receipt.
     """
-    folder, content = Path(folder), json.loads(json.dumps(asdict(comparison)))
+    folder, content = require_local_path(folder), json.loads(json.dumps(asdict(comparison)))
     plots = (charts.plot_comparison, charts.plot_cold_start, charts.plot_epochs)
     page = _write_page(
         folder / "index.html", "receipt", content=content, charts=[plot(content) for plot in plots],
@@ -72,7 +73,7 @@ def write_summary(summary: "Summary", path: str | Path) -> Path:
         for batch in summary.worst
     ]  # fmt: skip
     chart = charts.plot_first_seconds({"steps": summary.spans_s}, title=" ", white="no step for")
-    return _write_page(Path(path), "summary", summary=summary, chart=chart, worst=make_table(worst))
+    return _write_page(require_local_path(path), "summary", summary=summary, chart=chart, worst=make_table(worst))
 
 
 def write_check(
@@ -90,6 +91,7 @@ def write_check(
     Raises:
         ColabUtilsError: the page cannot be written, or another file is there.
     """
+    page = require_local_path(path)
     before = read_coco(annotations)
     after = read_coco(repaired) if repaired else before
     places = {number: i for i, number in enumerate(after.image_ids.tolist())}
@@ -112,7 +114,7 @@ def write_check(
     figures += [draw_annotations(images, worst, title="The images to look at first")] if worst else []
     figures.append(charts.plot_statistics(report.statistics))
     finding = f"{report.images:,} images, {report.annotations:,} annotations: {found}"
-    return _write_page(Path(path), "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems)
+    return _write_page(page, "check", report=report, finding=finding, charts=figures, tabulate=_tabulate_problems)
 
 
 def _tabulate_problems(problems: Sequence[Problem]) -> Table | str:
@@ -132,7 +134,7 @@ def check_receipt_folder(folder: str | Path) -> None:
     Raises:
         ColabUtilsError: ``index.html`` is there and is no receipt.
     """
-    _refuse_other(Path(folder) / "index.html", "receipt")
+    _refuse_other(require_local_path(folder) / "index.html", "receipt")
 
 
 def _refuse_other(page: Path, kind: str) -> None:

@@ -30,6 +30,7 @@ from colab_utils.drive import (
     read_whole,
 )
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.require import require_local_path
 from colab_utils.runtime import COLAB_ROOT, write_file
 from colab_utils.shards.format import hash_bytes
 
@@ -70,7 +71,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, run: str | Path) -> None:
-        self.run = Path(run)
+        self.run = require_local_path(run)
         name = hash_bytes(str(self.run.absolute()).encode(errors="surrogatepass"))
         self.waiting = Path(tempfile.gettempdir()) / "colab_utils-checkpoints" / name
 

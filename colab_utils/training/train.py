@@ -15,7 +15,7 @@ from colab_utils import __version__
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import Transforms
 from colab_utils.loading.loader import Loader, find_device, make_loader
-from colab_utils.require import require_choice, require_count, require_path
+from colab_utils.require import require_choice, require_count, require_local_path, require_path
 from colab_utils.shards.lock import hold_folder
 from colab_utils.training import model as models
 from colab_utils.training.agreement import require_same, share_errors
@@ -147,6 +147,9 @@ def train(
     require_path("shards", shards)
     if val_shards is not None:
         require_path("val_shards", val_shards)
+    for path in (shards, run, local, val_shards, weights):
+        if path is not None:
+            require_local_path(path)
     with ExitStack() as stack:
         torch_device = _choose_device(device)
         ranks = stack.enter_context(join_ranks(torch_device))

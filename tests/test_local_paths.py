@@ -1,0 +1,185 @@
+"""What arguments must be: a URL is refused wherever a folder or a file of this machine is meant."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import colab_utils
+from colab_utils.__main__ import _COMMANDS, _make_parser, main
+from colab_utils.data.coco import read_coco
+from colab_utils.data.repair import repair_annotations
+from colab_utils.data.sources import convert_masks, unpack_dataset
+from colab_utils.diagnosis.diagnose import read_run
+from colab_utils.diagnosis.watchdog import watch
+from colab_utils.drive import slow_down
+from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_local_path
+from colab_utils.sample_data import make_dataset
+from colab_utils.shards.format import read_index
+from colab_utils.shards.write import find_recipe, plan_shards, write_shards
+from colab_utils.show.charts import read_receipts
+from colab_utils.show.report import check_receipt_folder, write_check, write_receipt, write_summary
+from colab_utils.training.checkpoint import CheckpointFolder
+from colab_utils.training.model import build_mask_rcnn
+from colab_utils.workspace import Workspace, ensure_dataset
+
+MESSAGE = r"expected a folder or file of this machine, found the URL .*\. Mount it .*, or copy it to a folder first"
+URLS = ["s3://bucket/x", "gs://bucket/x", "HDFS://host/x", "file:///x", "abfs+x.y-1://b/x", Path("s3://bucket/x")]
+
+
+@pytest.mark.parametrize("url", URLS, ids=repr)
+def test_urls_are_refused_as_text_and_as_a_path(url):
+    with pytest.raises(ColabUtilsError, match=MESSAGE):
+        require_local_path(url)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "-",
+        "a",
+        "/a/b",
+        "a/s3:/b",
+        "/content/s3://b",
+        "C:/data",
+        "12:30/a",
+        "run:1/a",
+        "a:b",
+        "run:",
+        "é:/a",
+    ],
+)
+def test_names_with_colons_stay_usable(path):
+    assert require_local_path(path) == require_local_path(Path(path)) == Path(path)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty folder to work in: nothing may be made in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    yield tmp_path
+    assert [path.name for path in tmp_path.rglob("*")] == ["images"]
+
+
+def take_comparison():
+    """A comparison is not looked at before the folder for its receipt."""
+    return None
+
+
+CALLS = {
+    "Workspace drive": lambda url: Workspace.open(url, ssd="ssd", scene="my Drive, my GPU"),
+    "Workspace ssd": lambda url: Workspace.open("drive", ssd=url),
+    "check_dataset images": lambda url: colab_utils.check_dataset(url, "a.json"),
+    "check_dataset annotations": lambda url: colab_utils.check_dataset("images", url),
+    "check_dataset validation images": lambda url: colab_utils.check_dataset("images", "a", validation=(url, "b")),
+    "check_dataset validation JSON": lambda url: colab_utils.check_dataset("images", "a", validation=("b", url)),
+    "repair images": lambda url: repair_annotations(url, "a.json", output="b.json"),
+    "repair annotations": lambda url: repair_annotations("images", url, output="b.json"),
+    "repair output": lambda url: repair_annotations("images", "a.json", output=url),
+    "read_coco": read_coco,
+    "write_shards images": lambda url: write_shards(url, "a.json", shards="shards"),
+    "write_shards annotations": lambda url: write_shards("images", url, shards="shards"),
+    "write_shards shards": lambda url: write_shards("images", "a.json", shards=url),
+    "plan_shards images": lambda url: plan_shards(url, "a.json"),
+    "plan_shards annotations": lambda url: plan_shards("images", url),
+    "find_recipe": find_recipe,
+    "read_index": read_index,
+    "verify_shards": colab_utils.verify_shards,
+    "copy_shards source": lambda url: colab_utils.copy_shards(url, "ssd"),
+    "copy_shards target": lambda url: colab_utils.copy_shards("shards", url),
+    "CocoFolder images": lambda url: colab_utils.CocoFolder(url, "a.json"),
+    "CocoFolder annotations": lambda url: colab_utils.CocoFolder("images", url),
+    "ShardDataset": colab_utils.ShardDataset,
+    "ArrivingShards source": lambda url: colab_utils.ArrivingShards(url, "ssd"),
+    "ArrivingShards target": lambda url: colab_utils.ArrivingShards("shards", url),
+    "train shards": lambda url: colab_utils.train(url, "run"),
+    "train run": lambda url: colab_utils.train("shards", url),
+    "train local": lambda url: colab_utils.train("shards", "run", local=url),
+    "train val_shards": lambda url: colab_utils.train("shards", "run", val_shards=url),
+    "train weights": lambda url: colab_utils.train("shards", "run", weights=url),
+    "CheckpointFolder": CheckpointFolder,
+    "load_trained_model": colab_utils.load_trained_model,
+    "build_mask_rcnn weights": lambda url: build_mask_rcnn(num_classes=2, weights=url),
+    "compare images": lambda url: colab_utils.compare(url, "a.json", folder="work"),
+    "compare annotations": lambda url: colab_utils.compare("images", url, folder="work"),
+    "compare folder": lambda url: colab_utils.compare("images", "a.json", folder=url),
+    "write_receipt": lambda url: write_receipt(take_comparison(), url),
+    "check_receipt_folder": check_receipt_folder,
+    "write_check annotations": lambda url: write_check(None, "images", url, "page.html"),
+    "write_check page": lambda url: write_check(None, "images", "a.json", url),
+    "read_receipts": lambda url: read_receipts([url]),
+    "read_run": read_run,
+    "slow_down": lambda url: slow_down(url, "bad"),
+    "make_dataset": lambda url: make_dataset(url, n=1),
+    "convert_masks images": lambda url: convert_masks(url, "masks", output="a.json"),
+    "convert_masks output": lambda url: convert_masks("images", "masks", output=url),
+    "unpack_dataset source": lambda url: unpack_dataset(str(url), Path("ssd")),
+    "unpack_dataset folder": lambda url: unpack_dataset("https://127.0.0.1:1/a.zip", url),
+}
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", Path("gs://bucket/x")], ids=repr)
+@pytest.mark.parametrize("entry", CALLS)
+def test_every_function_refuses_a_url_before_it_makes_anything(place, entry, url):
+    with pytest.raises(ColabUtilsError, match=MESSAGE):
+        CALLS[entry](url)
+
+
+def test_masks_of_a_url_are_refused(tmp_path, tiny_dataset):
+    with pytest.raises(ColabUtilsError, match=MESSAGE):
+        convert_masks(tiny_dataset.images, "s3://bucket/masks", output=tmp_path / "a.json")
+
+
+def test_a_summary_is_not_written_to_a_url(place):
+    loader = watch([1, 2])
+    assert list(loader) == [1, 2]
+    summary = loader.summary()
+    for write in (summary.save, lambda url: write_summary(summary, url)):
+        with pytest.raises(ColabUtilsError, match=MESSAGE):
+            write("s3://bucket/x.json")
+
+
+@pytest.mark.parametrize("images", ["s3://bucket/export.zip", "s3://bucket/images"])
+def test_a_notebook_refuses_a_dataset_of_a_bucket(tmp_path, images):
+    workspace = Workspace.open(tmp_path / "drive", ssd=tmp_path / "ssd")
+    with pytest.raises(ColabUtilsError, match=MESSAGE):
+        ensure_dataset(workspace, images=images, annotations="a.json")
+    with pytest.raises(ColabUtilsError, match=MESSAGE):
+        ensure_dataset(workspace, images="images", annotations=images)
+    assert not (tmp_path / "drive" / "settings.json").exists()
+
+
+def list_path_options():
+    """Every option of every command whose value is a folder or a file."""
+    commands = _make_parser()._subparsers._group_actions[0].choices
+    return [
+        (command, action.option_strings[0])
+        for command, parser in commands.items()
+        for action in parser._actions
+        if action.metavar in ("DIR", "FILE", "JSON", "OUT.json", "FILE.html")
+    ]
+
+
+def test_the_options_that_name_places_are_all_there():
+    assert {command for command, _ in list_path_options()} == {
+        function.__name__.removeprefix("_") for function in _COMMANDS
+    }
+    assert len(list_path_options()) == 31
+
+
+@pytest.mark.parametrize(("command", "option"), list_path_options())
+def test_every_option_refuses_a_url_before_any_work(place, capsys, command, option):
+    function = next(one for one in _COMMANDS if one.__name__ == f"_{command}")
+    needed = [name for name, one in inspect.signature(function).parameters.items() if one.default is one.empty]
+    needed = [name for name in needed if name not in ("settings", "options")]
+    words = [word for name in needed if f"--{name}" != option for word in (f"--{name}", "images")]
+    with pytest.raises(SystemExit) as ended:
+        main([command, *words, option, "gs://bucket/x"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert f"argument {option}: expected a folder or file of this machine, found the URL gs://bucket/x. " in printed.err
