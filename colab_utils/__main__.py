@@ -234,11 +234,11 @@ def local_path(text: str) -> str:
     return text
 
 
-_DIR = {"metavar": "DIR", "type": local_path}
-_FILE = {"metavar": "FILE", "type": local_path}
-_JSON = {**_FILE, "metavar": "JSON"}
+_DIR: dict[str, Any] = {"metavar": "DIR", "type": local_path}
+_FILE: dict[str, Any] = {"metavar": "FILE", "type": local_path}
+_JSON: dict[str, Any] = {**_FILE, "metavar": "JSON"}
 _COUNT = {"metavar": "N", "type": int}
-_NUMBER = {"metavar": "X", "type": positive_number}
+_NUMBER: dict[str, Any] = {"metavar": "X", "type": positive_number}
 _AUTO = {"metavar": "N", "type": number_or_auto}
 _COMMANDS = (_check, _diagnose, _preprocess, _verify, _copy, _train, _compare)
 # the commands that take it, the option, its kind, what it is and its default

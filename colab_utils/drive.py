@@ -19,7 +19,7 @@ import psutil
 import xxhash
 
 from colab_utils.errors import ColabUtilsError
-from colab_utils.require import require_local_path
+from colab_utils.require import require_choice, require_local_path
 from colab_utils.runtime import COLAB_ROOT, format_bytes, is_colab, require_linux
 
 MOST_BYTES = 4e8  # of a file that is read as a whole: no photo is larger
@@ -146,8 +146,7 @@ def get_profile(name: str | DriveProfile | None) -> DriveProfile | None:
     """
     if name is None or isinstance(name, DriveProfile):
         return name
-    if name not in DRIVE_PROFILES and name != "none":
-        raise ColabUtilsError(f"expected a Drive profile, one of {', '.join(DRIVE_PROFILES)}, none; found {name!r}")
+    require_choice("Drive profile", name, (*DRIVE_PROFILES, "none"))
     return DRIVE_PROFILES.get(name)
 
 

@@ -1,71 +1,82 @@
-"""Refuse values that a function does not know, in one line that names what it takes instead."""
+"""Check what a user passes: one message form each for choices, whole numbers and numbers."""
 
 import math
 import numbers
 import os
 import re
-from collections.abc import Sequence
-from os import PathLike
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from colab_utils.errors import ColabUtilsError
 
-_LARGEST_COUNT = (1 << 31) - 1
-# `Path` makes one slash of two; a single letter and a colon are a drive of Windows.
+# `Path` makes one slash of two. A single letter and a colon are a drive of Windows.
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
-def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Refuse a value that is none of the choices.
 
     Raises:
-        ColabUtilsError: The value is none of them.
+        ColabUtilsError: the value is none of them.
 
     Example:
-        >>> require_choice("resume", "never", ("auto", "never"))
+        >>> require_choice("storage", "zip", ("keep", "shrink"))
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected storage as one of keep, shrink; found 'zip'. Choose one of them.
     """
-    if value in choices:
-        return
-    if len(choices) == 2:
-        _refuse(name, f"as {choices[0]!r} or {choices[1]!r}", value)
-    _refuse(name, f"as one of {', '.join(map(str, choices))}", value)
+    if value not in list(choices):
+        known = ", ".join(map(str, choices))
+        raise ColabUtilsError(f"expected {name} as one of {known}; found {value!r}. Choose one of them.")
 
 
-def require_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
-    """Refuse what is no whole number from ``least`` to ``most``.
-
-    Without ``most``, the limit is the largest whole number of 32 bits.
+def require_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
+    """Return a whole number, of numpy too, as Python's own, and refuse all else.
 
     Raises:
-        ColabUtilsError: The value is less or more, or no whole number.
+        ColabUtilsError: the value is no whole number, or lies out of range.
 
     Example:
-        >>> require_count("steps", 200)
+        >>> require_count("workers", 4, least=0)
+        4
+        >>> require_count("workers", 1.5, least=0)
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected workers of 0 or more (a whole number), found 1.5. Pass another...
     """
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    limit = _LARGEST_COUNT if most is None else most
-    if is_whole and least <= value <= limit:
-        return
-    if most is not None:
-        _refuse(name, f"of {least:,} to {most:,}", value)
-    if is_whole and value > limit:
-        _refuse(name, f"of at most {limit:,}", value)
-    _refuse(name, f"of at least {least:,}", value)
+    is_count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_count or value < least or (most is not None and value > most):
+        wanted = f"of {least:,} or more" if most is None else f"between {least:,} and {most:,}"
+        raise ColabUtilsError(f"expected {name} {wanted} (a whole number), found {value!r}. Pass another number.")
+    return int(value)
 
 
-def require_number(name: str, value: Any, *, above: float) -> None:
-    """Refuse what is no finite number above a limit.
+def require_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> float:
+    """Return a number, of numpy too, as Python's own ``int`` or ``float``, and refuse all else.
+
+    Infinity passes where no bound lies above it.
 
     Raises:
-        ColabUtilsError: The value is not above it, or no finite number.
+        ColabUtilsError: the value is no number, or lies out of range.
 
     Example:
-        >>> require_number("learning_rate", 0.005, above=0)
+        >>> require_number("shard_mb", 128, above=0, below=math.inf)
+        128
+        >>> require_number("max_bad", 2, least=0, most=1)
+        Traceback (most recent call last):
+        colab_utils.errors.ColabUtilsError: expected max_bad between 0 and 1, found 2. Pass another number.
     """
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= above:
-        _refuse(name, f"above {above:g}", value)
+    if not _is_number(value) or not _is_within(value, above, least, most, below):
+        wanted = _describe_range(above, least, most, below)
+        raise ColabUtilsError(f"expected {name} {wanted}, found {value!r}. Pass another number.")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def require_path(name: str, value: Any) -> None:
@@ -77,8 +88,12 @@ def require_path(name: str, value: Any) -> None:
     Example:
         >>> require_path("shards", "drive/shards")
     """
-    if not isinstance(value, str | PathLike):
-        _refuse(name, "as the path of a folder, such as dataset.folder", value)
+    if not isinstance(value, str | os.PathLike):
+        # A model describes itself in many lines.
+        first_line = repr(value).splitlines()[0]
+        raise ColabUtilsError(
+            f"expected {name} as the path of a folder, such as dataset.folder, found {first_line}. Pass another value."
+        )
 
 
 def require_local_path(path: str | os.PathLike[str]) -> Path:
@@ -100,7 +115,35 @@ def require_local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _refuse(name: str, expected: str, value: Any) -> NoReturn:
-    # A model describes itself in many lines.
-    first_line = repr(value).splitlines()[0]
-    raise ColabUtilsError(f"expected {name} {expected}, found {first_line}. Pass another value.")
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    return not math.isnan(value)
+
+
+def _is_within(value: float, above: float | None, least: float | None, most: float | None, below: float | None) -> bool:
+    if above is not None and value <= above:
+        return False
+    if least is not None and value < least:
+        return False
+    if most is not None and value > most:
+        return False
+    return below is None or value < below
+
+
+def _describe_range(above: float | None, least: float | None, most: float | None, below: float | None) -> str:
+    """Return a range in words that follow a name."""
+    if least is not None and most is not None:
+        return f"between {least:,} and {most:,}"
+    words = []
+    if above is not None:
+        words.append(f"over {above:,}")
+    if least is not None:
+        words.append(f"of {least:,} or more")
+    if most is not None:
+        words.append(f"of {most:,} or less")
+    if below == math.inf:
+        words.append("finite")
+    elif below is not None:
+        words.append(f"below {below:,}")
+    return " and ".join(words) if words else "as a number"

@@ -11,7 +11,7 @@ from typing import Any, Self
 from colab_utils.data.sources import is_archive, unpack_dataset
 from colab_utils.drive import DriveProfile, get_profile, guard_drive, is_on_drive, read_at_full_speed, slow_down
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.require import require_local_path
+from colab_utils.require import require_choice, require_local_path
 from colab_utils.runtime import COLAB_ROOT, hash_bytes, is_colab, write_file
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import ShardReport, find_recipe, write_shards
@@ -57,8 +57,7 @@ class Workspace:
             >>> workspace.profile.name, workspace.emulated
             ('typical', True)
         """
-        if scene not in SCENES:
-            raise ColabUtilsError(f"expected SCENE as one of {', '.join(SCENES)}; found {scene!r}: choose one of them")
+        require_choice("SCENE", scene, SCENES)
         slow, speed = _choose_drive(drive, scene), get_profile(SCENES[scene])
         fast = _to_path(ssd or (COLAB_ROOT / "colab_utils" if is_colab() else "runs/ssd"))
         if fast == slow or is_on_drive(fast):

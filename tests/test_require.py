@@ -1,6 +1,6 @@
-"""Values that a function does not know are refused in one line, and all others pass."""
+"""Checks of arguments: what passes, as which type, and what the message says."""
 
-from __future__ import annotations
+import math
 
 import numpy as np
 import pytest
@@ -9,47 +9,76 @@ from colab_utils.errors import ColabUtilsError
 from colab_utils.require import require_choice, require_count, require_number, require_path
 
 
-@pytest.mark.parametrize("value", [1, 7, np.int64(7), (1 << 31) - 1])
-def test_a_count_passes(value):
-    assert require_count("steps", value) is None
+def test_a_choice_passes_and_all_else_is_named_with_the_choices():
+    require_choice("deliver", "dense", ("dense", "packed"))
+    with pytest.raises(ColabUtilsError, match=r"expected deliver as one of dense, packed; found 'x'\. Choose one"):
+        require_choice("deliver", "x", {"dense": 1, "packed": 2})
+
+
+@pytest.mark.parametrize("value", [[1], {}, None])
+def test_what_has_no_hash_is_no_choice(value):
+    with pytest.raises(ColabUtilsError, match="expected scene as one of a, b; found"):
+        require_choice("scene", value, {"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize("value", [1, np.int64(1), np.uint8(1)])
+def test_whole_numbers_become_pythons_own(value):
+    assert type(require_count("n", value)) is int
 
 
 @pytest.mark.parametrize(
-    ("value", "bounds", "expected"),
+    "value",
     [
-        (0, {}, "steps of at least 1, found 0. "),
-        (2.5, {}, "steps of at least 1, found 2.5. "),
-        (True, {}, "steps of at least 1, found True. "),
-        ("7", {}, "steps of at least 1, found '7'. "),
-        (1 << 31, {}, "steps of at most 2,147,483,647, found 2147483648. "),
-        (-1, {"least": 0}, "steps of at least 0, found -1. "),
-        (10_001, {"most": 10_000}, "steps of 1 to 10,000, found 10001. "),
+        0,  # too few
+        -1,
+        True,  # no number
+        1.0,  # not whole
+        float("nan"),
+        "2",
+        None,
     ],
 )
-def test_what_is_no_count_is_refused(value, bounds, expected):
-    with pytest.raises(ColabUtilsError) as caught:
-        require_count("steps", value, **bounds)
-    assert str(caught.value) == f"expected {expected}Pass another value."
+def test_what_is_no_count_is_refused(value):
+    with pytest.raises(ColabUtilsError, match=r"expected n of 1 or more \(a whole number\), found .*\. Pass another"):
+        require_count("n", value)
 
 
-@pytest.mark.parametrize("value", [0.005, 1, np.float32(0.5)])
-def test_a_number_passes(value):
-    assert require_number("learning_rate", value, above=0) is None
+def test_the_bounds_of_a_count_belong_to_it():
+    assert [require_count("n", value, least=0, most=2000) for value in (0, 2000)] == [0, 2000]
+    for value in (-1, 2001):
+        with pytest.raises(ColabUtilsError, match=rf"n between 0 and 2,000 \(a whole number\), found {value}\."):
+            require_count("n", value, least=0, most=2000)
 
 
-@pytest.mark.parametrize("value", [0, -0.1, float("nan"), float("inf"), "0.1", True])
-def test_what_is_no_number_is_refused(value):
-    with pytest.raises(ColabUtilsError) as caught:
-        require_number("learning_rate", value, above=0)
-    assert str(caught.value) == f"expected learning_rate above 0, found {value!r}. Pass another value."
+@pytest.mark.parametrize("value", [1, 0.5, np.float32(0.5), np.int64(1)])
+def test_numbers_become_pythons_own(value):
+    assert type(require_number("x", value)) is (int if value == 1 else float)
 
 
-def test_a_choice_is_one_of_those_that_are_named():
-    assert require_choice("resume", "auto", ("auto", "never")) is None
-    with pytest.raises(ColabUtilsError, match=r"^expected resume as 'auto' or 'never', found 'x'\. Pass"):
-        require_choice("resume", "x", ("auto", "never"))
-    with pytest.raises(ColabUtilsError, match=r"^expected model as one of a, b, c, found None\. Pass"):
-        require_choice("model", None, ("a", "b", "c"))
+@pytest.mark.parametrize("value", [float("nan"), "1", None, True, 1j, [1.0]])
+@pytest.mark.parametrize("bounds", [{}, {"least": 0}, {"above": 0, "below": math.inf}])
+def test_what_is_no_number_is_refused(value, bounds):
+    with pytest.raises(ColabUtilsError, match=r"expected x .*found "):
+        require_number("x", value, **bounds)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad", "words"),
+    [
+        ({"above": 0}, [0.1, math.inf], [0, -1], "over 0,"),
+        ({"least": 0}, [0, math.inf], [-0.1], "of 0 or more,"),
+        ({"most": 1}, [1, -math.inf], [1.1], "of 1 or less,"),
+        ({"below": 1}, [0.9], [1], "below 1,"),
+        ({"least": 0, "most": 1}, [0, 1], [-0.1, 1.1], "between 0 and 1,"),
+        ({"above": 0, "most": 1}, [0.1, 1], [0, 1.1], "over 0 and of 1 or less,"),
+        ({"above": 0, "below": math.inf}, [1e300], [0, math.inf], "over 0 and finite,"),
+    ],
+)
+def test_bounds_of_a_number(bounds, good, bad, words):
+    assert [require_number("x", value, **bounds) for value in good] == good
+    for value in bad:
+        with pytest.raises(ColabUtilsError, match=f"expected x {words} found {value}"):
+            require_number("x", value, **bounds)
 
 
 def test_a_folder_is_a_path(tmp_path):

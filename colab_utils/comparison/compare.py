@@ -23,6 +23,7 @@ from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder
+from colab_utils.require import require_count
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
 
 _MAX_RUN_S = 30.0  # for one repeat of one strategy
@@ -156,9 +157,11 @@ def compare(
         ColabUtilsError: an unknown strategy, a missing dataset, or no strategy that could be timed.
     """
     chosen = choose_strategies(strategies)
-    if min(batch_size, batches, repeats, max_images) < 1 or workers < 0:
-        found = f"{batch_size=}, {batches=}, {repeats=}, {max_images=}, {workers=}"
-        raise ColabUtilsError(f"expected 1 or more of each (of workers 0 or more), found {found}: raise what is less")
+    require_count("batch_size", batch_size)
+    require_count("batches", batches)
+    require_count("repeats", repeats)
+    require_count("max_images", max_images)
+    require_count("workers", workers, least=0)
     profile = get_profile(drive_profile)
     step = EmulatedStep(100) if step is None else step
     with put_back(None, restore), read_at_full_speed():

@@ -32,7 +32,7 @@ from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
 from colab_utils.loading.loader import Loader, make_loader
-from colab_utils.require import require_local_path
+from colab_utils.require import require_local_path, require_number
 from colab_utils.runtime import count_cores, find_free_memory, quiet_fork
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.records import plan_size
@@ -185,8 +185,7 @@ def diagnose(
     if isinstance(loader, Iterator | str) or not hasattr(loader, "__iter__"):
         found = "an iterator" if isinstance(loader, Iterator) else repr(loader)
         raise ColabUtilsError(f"expected a loader that starts again, found {found}: pass the DataLoader itself")
-    if not seconds > 0:
-        raise ColabUtilsError(f"expected seconds over 0, found {seconds!r}: give a number, like 20")
+    require_number("seconds", seconds, above=0)
     with put_back(loader, restore):
         return _diagnose(loader, step, seconds, verify)
 

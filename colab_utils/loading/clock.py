@@ -2,6 +2,7 @@
 a step that takes a given time.
 """
 
+import math
 import zlib
 from array import array
 from collections import deque
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_number
 
 _BUSY = 0.9  # of a core: what a training process takes to launch kernels
 _BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
@@ -157,9 +158,8 @@ class EmulatedStep:
     emulated = True
 
     def __init__(self, step_ms: float, busy: float = _BUSY) -> None:
-        if not 0 < step_ms < float("inf"):
-            raise ColabUtilsError(f"expected step_ms over 0, found {step_ms!r}: give milliseconds, like 100")
-        self.step_ms, self.busy = float(step_ms), busy
+        self.step_ms = require_number("step_ms", step_ms, above=0, below=math.inf)
+        self.busy = busy
 
     def __call__(self, images: Any, targets: Any = None) -> None:
         """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at neither."""

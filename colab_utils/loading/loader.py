@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
 from colab_utils.loading.batch import PackedBatch, Target, Transforms, apply_transforms
 from colab_utils.loading.workers import PREFETCH, Fetcher, Prefetcher, WorkerJob, seed_random, tune_workers
+from colab_utils.require import require_choice, require_count
 from colab_utils.runtime import count_cores, require_linux
 
 _TUNED_BATCHES = 64  # fewer are loaded before the trials would be over
@@ -164,13 +165,13 @@ def make_loader(
     """
     require_linux("share memory between processes")
     torch_device = find_device(device)
-    _check_choice("deliver", deliver, ("dense", "packed"))
-    _check_choice("image_dtype", image_dtype, (torch.float32, torch.uint8))
-    batch_size = _check_number("batch_size", batch_size, 1)
-    prefetch = _check_number("prefetch", prefetch, 1)
-    seed = _check_number("seed", seed, 0)
-    max_bad = _check_number("max_bad", max_bad, 0)
-    count = min(4, count_cores()) if workers == "auto" else _check_number("workers", workers, 0)
+    require_choice("deliver", deliver, ("dense", "packed"))
+    require_choice("image_dtype", image_dtype, (torch.float32, torch.uint8))
+    batch_size = require_count("batch_size", batch_size)
+    prefetch = require_count("prefetch", prefetch)
+    seed = require_count("seed", seed, least=0)
+    max_bad = require_count("max_bad", max_bad, least=0)
+    count = min(4, count_cores()) if workers == "auto" else require_count("workers", workers, least=0)
     # with no GPU to expand masks on, the workers do it: into memory that is used again
     dense = deliver == "dense" and torch_device.type == "cpu"
     flip = _find_flip(transforms) if dense else 0.0
@@ -195,17 +196,6 @@ def make_loader(
     )  # fmt: skip
     loader.rates = rates
     return loader
-
-
-def _check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    if value not in known:
-        raise ColabUtilsError(f"expected {name} in {', '.join(map(str, known))}, found {value!r}: choose one")
-
-
-def _check_number(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ColabUtilsError(f"expected {name} as integer of {least} or more, found {value!r}: choose one")
-    return int(value)
 
 
 def _find_flip(transforms: Any) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 from colab_utils.data.coco import CocoDataset, open_coco
 from colab_utils.drive import Retries, explain_write, read_whole
 from colab_utils.errors import ColabUtilsError
-from colab_utils.require import require_local_path
+from colab_utils.require import require_choice, require_count, require_local_path, require_number
 from colab_utils.runtime import count_cores, fork_pool, format_bytes, pop_done, require_space, show_progress, write_file
 from colab_utils.shards.format import (
     INDEX_NAME,
@@ -36,7 +36,8 @@ from colab_utils.shards.records import ArraysBuilder, Storage, describe_shard, d
 READ_STREAMS = 4  # files that a process reads at the same time
 _TRIED_IMAGES = 16  # from which the images of a shard, and a plan, are worked out
 _MOST_ARRAYS_BYTES = 1e10  # more than those of the largest shard
-_RANGES = {"max_bad": (0, 1), "shard_mb": (1e-9, 1024)}
+_MOST_WORKERS = 2**16
+_RANGES = {"min_size": (1, 2**16), "max_size": (1, 2**16), "shard_mb": (1e-9, 1024)}
 # what reading damaged arrays raises
 _DAMAGE = (FileNotFoundError, AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 
@@ -117,9 +118,10 @@ def write_shards(
     started_s = perf_counter()
     images = require_local_path(images)
     folder = require_local_path(shards)
-    processes = count_cores() if workers == "auto" else workers
-    recipe: dict[str, Any] = {"storage": storage, "min_size": min_size, "max_size": max_size, "shard_mb": shard_mb}
-    dataset = _open_dataset(images, annotations, **recipe, workers=processes, max_bad=max_bad)
+    processes = _count_processes(workers)
+    recipe = _make_recipe(storage, min_size=min_size, max_size=max_size, shard_mb=shard_mb)
+    require_number("max_bad", max_bad, least=0, most=1)
+    dataset = _open_dataset(images, annotations)
     index = _call(folder, _find_finished, folder, images, dataset, recipe)
     if index is None:
         with hold_folder(folder):
@@ -150,20 +152,31 @@ def write_shards(
     )
 
 
-def _open_dataset(images: str | Path, annotations: str | Path, *, storage: str, **numbers: Any) -> CocoDataset:
+def _count_processes(workers: int | Literal["auto"]) -> int:
+    return count_cores() if workers == "auto" else require_count("workers", workers, most=_MOST_WORKERS)
+
+
+def _make_recipe(storage: str, **numbers: Any) -> dict[str, Any]:
+    """Return the recipe of these settings, each of a type that JSON knows.
+
+    Raises:
+        ColabUtilsError: if a setting is out of range.
+    """
+    require_choice("storage", storage, get_args(Storage))
+    recipe: dict[str, Any] = {"storage": storage}
+    for name, value in numbers.items():
+        least, most = _RANGES[name]
+        recipe[name] = require_number(name, value, least=least, most=most)
+    return recipe
+
+
+def _open_dataset(images: str | Path, annotations: str | Path) -> CocoDataset:
     """The annotations, checked for all that cannot be skipped image by image; where Drive fails it is tried again.
 
     Raises:
-        ColabUtilsError: if a setting is out of range, there is no image folder, or the annotations are not COCO, are
-            empty, or refer to what is not there.
+        ColabUtilsError: if there is no image folder, or the annotations are not COCO, are empty, or refer to what is
+            not there.
     """
-    if storage not in get_args(Storage):
-        known = ", ".join(get_args(Storage))
-        raise ColabUtilsError(f"expected storage as one of {known}, found {storage!r}: choose another")
-    for name, value in numbers.items():
-        lower, upper = _RANGES.get(name, (1, 2**16))
-        if not (isinstance(value, int if name == "workers" else int | float) and lower <= value <= upper):
-            raise ColabUtilsError(f"expected {name} between {lower:g} and {upper:g}, found {value!r}: choose another")
     dataset = Retries().run(partial(open_coco, images, annotations))
     if not len(dataset):
         raise ColabUtilsError(f"expected images in {annotations}, found an empty list. Name another file.")
@@ -435,10 +448,11 @@ def plan_shards(
         >>> plan.storage, plan.reason
         ('keep', 'no image is larger than training needs, every file keeps its bytes')
     """
-    processes, reason = count_cores() if workers == "auto" else workers, "you asked for it"
+    processes = _count_processes(workers)
+    reason = "you asked for it"
     picked = "keep" if storage == "auto" else storage
-    recipe: dict[str, Any] = {"storage": picked, "min_size": min_size, "max_size": max_size}
-    dataset = _open_dataset(images, annotations, **recipe, workers=processes)
+    recipe = _make_recipe(picked, min_size=min_size, max_size=max_size)
+    dataset = _open_dataset(images, annotations)
     if storage == "auto":
         reason = "no image is larger than training needs, every file keeps its bytes"
         shorter, longer = dataset.sizes.min(1), dataset.sizes.max(1)  # by the annotations; 0 where they give none

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from colab_utils.diagnosis.simulator import Simulation, Trace, simulate
-from colab_utils.errors import ColabUtilsError
+from colab_utils.require import require_number
 from colab_utils.runtime import format_bytes, is_notebook
 from colab_utils.show import render
 from colab_utils.show.charts import plot_first_seconds
@@ -46,8 +46,7 @@ def animate_simulation(simulation: Simulation, *, speed: float = 0.5) -> Any:
     """
     from IPython.display import HTML
 
-    if not 0 < speed < math.inf:
-        raise ColabUtilsError(f"expected speed over 0, found {speed!r}: choose another")
+    require_number("speed", speed, above=0, below=math.inf)
     steps = simulation.steps
     shown_s = min([simulation.seconds, *steps.start_s[_MAX_STEPS:].tolist()])
     spans = {
@@ -91,8 +90,8 @@ def explore_simulation(
     """
     import ipywidgets
 
-    if not (load_s > 0 and step_s > 0):
-        raise ColabUtilsError(f"expected load_s and step_s over 0, found {load_s!r} and {step_s!r}: choose others")
+    require_number("load_s", load_s, above=0)
+    require_number("step_s", step_s, above=0)
 
     def make(kind: Any, value: float, text: str, **ends: float) -> Any:
         wide = {"layout": {"width": "44em"}, "style": {"description_width": "20em"}}

@@ -28,6 +28,7 @@ from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
+from colab_utils.require import require_choice
 from colab_utils.runtime import is_watched
 from colab_utils.training.checkpoint import CheckpointFolder, choose_weights, explain_state, load_weights
 
@@ -119,8 +120,7 @@ def assemble_mask_rcnn(
         >>> assemble_mask_rcnn(LIGHT_MODEL, num_classes=2, starts_from="imagenet", min_size=64, max_size=96).starts_from
         'imagenet'
     """
-    if name not in BUILDERS:
-        raise ColabUtilsError(f"expected a model of {', '.join(MODEL_NAMES)}, found {name!r}. Pass one of these.")
+    require_choice("model", name, BUILDERS)
     model = BUILDERS[name](num_classes, pretrained=starts_from != "random", min_size=min_size, max_size=max_size)
     if starts_from != "random" and norms == "frozen":
         _freeze_norms(model)

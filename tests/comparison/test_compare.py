@@ -447,7 +447,7 @@ def test_repeats_are_interleaved(race, watch_timing):
     [
         ({"strategies": ["packed", "teleport"]}, "'teleport'"),  # unknown: the message lists those there are
         ({"strategies": []}, "found none"),  # nothing to do
-        ({"batches": 0}, "batches=0"),  # nothing to time
+        ({"batches": 0}, "expected batches of 1 or more"),  # nothing to time
         ({"drive_profile": "warp"}, "Drive profile"),  # unknown profile
         ({"images": "no/such/folder"}, "image folder"),
     ],

@@ -690,6 +690,13 @@ def test_numbers_out_of_range(tiny_dataset, folder, options):
     assert not folder.exists()
 
 
+def test_numbers_of_numpy_are_numbers(tiny_dataset, folder):
+    numbers = {"min_size": np.int64(800), "shard_mb": np.float32(0.5), "max_bad": np.float64(0.1)}
+    run((tiny_dataset.images, tiny_dataset.annotations), folder, workers=np.int64(1), **numbers)
+    recipe = read_index(folder).recipe
+    assert (recipe["min_size"], recipe["shard_mb"]) == (800, 0.5)
+
+
 def test_same_file_twice_sub_folders_and_unicode(dataset, folder):
     images, annotations = dataset
     coco = json.loads(annotations.read_text())

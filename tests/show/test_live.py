@@ -85,7 +85,7 @@ def test_no_batch_at_all_is_drawn():
     ],
 )
 def test_impossible_speeds_are_refused(stalled, speed):
-    with pytest.raises(ColabUtilsError, match=r"expected speed over 0, found"):
+    with pytest.raises(ColabUtilsError, match=r"expected speed over 0 and finite, found"):
         animate_simulation(stalled, speed=speed)
 
 
