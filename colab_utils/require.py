@@ -27,7 +27,7 @@ def require_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """
     if value not in list(choices):
         known = ", ".join(map(str, choices))
-        raise ColabUtilsError(f"expected {name} as one of {known}; found {value!r}. Choose one of them.")
+        raise ColabUtilsError(f"expected {name} as one of {known}; found {_describe(value)}. Choose one of them.")
 
 
 def require_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
@@ -89,10 +89,8 @@ def require_path(name: str, value: Any) -> None:
         >>> require_path("shards", "drive/shards")
     """
     if not isinstance(value, str | os.PathLike):
-        # A model describes itself in many lines.
-        first_line = repr(value).splitlines()[0]
         raise ColabUtilsError(
-            f"expected {name} as the path of a folder, such as dataset.folder, found {first_line}. Pass another value."
+            f"expected {name} as the path of a folder, such as dataset.folder, found {_describe(value)}. Pass another value."
         )
 
 
@@ -113,6 +111,11 @@ def require_local_path(path: str | os.PathLike[str]) -> Path:
         cure = "Mount it (with gcsfuse or rclone, say) and name that folder, or copy it to a folder first"
         raise ColabUtilsError(f"expected a folder or file of this machine, found the URL {path}. {cure}.")
     return Path(path)
+
+
+def _describe(value: Any) -> str:
+    """Return the first line of a value's text: a model describes itself in many."""
+    return repr(value).splitlines()[0]
 
 
 def _is_number(value: Any) -> bool:

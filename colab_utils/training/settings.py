@@ -1,5 +1,6 @@
 """What a run trains with: what was asked for, completed from its checkpoint, or by the defaults."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -16,6 +17,8 @@ from colab_utils.training.model import (
     Norms,
 )
 
+LARGEST_COUNT = (1 << 31) - 1
+"""The most steps, epochs, or images in a batch."""
 OWN_TRANSFORMS = "own"
 """The name of an augmentation by transforms of the user's own."""
 
@@ -53,9 +56,9 @@ class AskedSettings:
         if self.norms is not None:
             require_choice("norms", self.norms, get_args(Norms))
         if self.batch_size is not None:
-            require_count("batch_size", self.batch_size)
+            require_count("batch_size", self.batch_size, most=LARGEST_COUNT)
         if self.learning_rate is not None:
-            require_number("learning_rate", self.learning_rate, above=0)
+            require_number("learning_rate", self.learning_rate, above=0, below=math.inf)
 
 
 @dataclass(frozen=True)

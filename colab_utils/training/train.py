@@ -24,6 +24,7 @@ from colab_utils.training.data import OpenData, open_data
 from colab_utils.training.losses import Augment
 from colab_utils.training.prepare import PreparedStep, prepare_step
 from colab_utils.training.settings import (
+    LARGEST_COUNT,
     OWN_TRANSFORMS,
     AskedSettings,
     Settings,
@@ -240,15 +241,15 @@ def train(
 def _check_length(steps: int | None, epochs: int | None, checkpoint_steps: int | None) -> None:
     """Refuse numbers of steps or epochs that are none, and both of them at once."""
     if steps is not None:
-        require_count("steps", steps)
+        require_count("steps", steps, most=LARGEST_COUNT)
     if epochs is not None:
-        require_count("epochs", epochs)
+        require_count("epochs", epochs, most=LARGEST_COUNT)
         if steps is not None:
             raise ColabUtilsError(
                 f"expected epochs of at least 1, and no steps beside them, found {epochs}. Pass another value."
             )
     if checkpoint_steps is not None:
-        require_count("checkpoint_steps", checkpoint_steps)
+        require_count("checkpoint_steps", checkpoint_steps, most=LARGEST_COUNT)
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

@@ -225,8 +225,8 @@ def test_transforms_of_ones_own_run_on_the_device_and_resume(shards, tmp_path):
     ("options", "message"),
     [
         ({"augment": "mosaic"}, "augment as one of none, flip or transforms of your own, found 'mosaic'"),
-        ({"learning_rate": -0.1}, "learning_rate above 0"),
-        ({"min_size": 0}, "min_size of 1 to 10,000"),
+        ({"learning_rate": -0.1}, "learning_rate over 0"),
+        ({"min_size": 0}, "min_size between 1 and 10,000"),
     ],
 )
 def test_settings_that_are_not_known(options, message, tmp_path):

@@ -604,10 +604,10 @@ def test_weights_that_broke_are_blamed_on_the_loss(tiny_shards, tmp_path, monkey
     ("options", "message"),
     [
         ({"model": "yolo"}, "maskrcnn_resnet50_fpn_v2, .* found 'yolo'"),  # unknown model
-        ({"steps": 0}, "steps of at least 1, found 0"),  # no steps
+        ({"steps": 0}, "steps between 1 and 2,147,483,647 .*found 0"),  # no steps
         ({"steps": 1, "epochs": 1}, "epochs of at least 1, and no steps beside them, found 1"),  # two lengths
-        ({"resume": "maybe"}, "'auto' or 'never'"),  # unknown choice
-        ({"batch_size": 0}, "batch_size of at least 1, found 0"),  # empty batches
+        ({"resume": "maybe"}, "resume as one of auto, never; found 'maybe'"),  # unknown choice
+        ({"batch_size": 0}, "batch_size between 1 and 2,147,483,647 .*found 0"),  # empty batches
         ({"device": "gpu"}, "expected a device such as 'cpu' or 'cuda', found 'gpu'"),  # no such device
         ({"device": "cuda"}, "expected a GPU for device 'cuda', found none"),  # no GPU
         (
