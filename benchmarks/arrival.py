@@ -20,8 +20,8 @@ from benchmarks.data import make_data
 from benchmarks.systems.base import BATCH_SIZE, collate
 from colab_utils.drive import read_at_full_speed, slow_down
 from colab_utils.loading.arriving import ArrivingShards
-from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import make_loader
 from colab_utils.shards.copy import copy_shards
 from colab_utils.shards.write import write_shards

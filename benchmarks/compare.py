@@ -14,7 +14,7 @@ from benchmarks.peers import PEERS
 from colab_utils.comparison.compare import compare
 from colab_utils.comparison.strategies import STRATEGIES
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.show.report import check_receipt_folder, write_receipt
 
 __all__ = ["main"]

@@ -24,7 +24,7 @@ from benchmarks.systems.base import Crew, Sample, System
 from colab_utils.comparison.compare import describe_difference
 from colab_utils.diagnosis.timing import time_batches
 from colab_utils.errors import describe_error
-from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.emulated_step import EmulatedStep
 
 __all__ = ["Job", "run_job"]
 

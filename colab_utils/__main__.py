@@ -126,7 +126,7 @@ def _diagnose(
 ) -> Any:  # fmt: skip
     """What is training waiting for, and which fix wins most?"""
     from colab_utils.diagnosis.diagnose import compare_runs, read_run
-    from colab_utils.loading.clock import EmulatedStep
+    from colab_utils.loading.emulated_step import EmulatedStep
 
     if fail_below is not None and not against:
         raise ColabUtilsError("expected --against FILE beside --fail-below, found none. Name an earlier JSON.")
@@ -188,7 +188,7 @@ def _compare(
     against: Sequence[str] = (), **options: Any,
 ) -> Any:  # fmt: skip
     """Time every way of loading, side by side, and write a receipt."""
-    from colab_utils.loading.clock import EmulatedStep
+    from colab_utils.loading.emulated_step import EmulatedStep
     from colab_utils.show.charts import plot_receipts, read_receipts
     from colab_utils.show.report import check_receipt_folder, write_receipt
     from colab_utils.show.table import make_table

@@ -90,7 +90,8 @@ def require_path(name: str, value: Any) -> None:
     """
     if not isinstance(value, str | os.PathLike):
         raise ColabUtilsError(
-            f"expected {name} as the path of a folder, such as dataset.folder, found {_describe(value)}. Pass another value."
+            f"expected {name} as the path of a folder, such as dataset.folder, "
+            f"found {_describe(value)}. Pass another value."
         )
 
 

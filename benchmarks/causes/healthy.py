@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from benchmarks.causes.loop import Loop, Photos, Step, burn, make_plain_loader
-from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import make_loader
 from colab_utils.sample_data import make_dataset
 from colab_utils.shards.write import write_shards

@@ -2,3 +2,6 @@
 
 `compare` lists the steps and checks the samples; `strategies` has the strategies, and makes the data that they read.
 """
+
+COURSE_STRATEGIES = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")
+"""The steps of the course in its order, each on top of the one before."""

@@ -21,8 +21,8 @@ from colab_utils.diagnosis.diagnose import put_back
 from colab_utils.diagnosis.timing import BatchTimes, count_workers, time_batches
 from colab_utils.drive import DriveProfile, get_profile, read_at_full_speed
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder
+from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.require import require_count
 from colab_utils.runtime import Machine, describe_machine, drop_cached, show_progress
 

@@ -447,9 +447,6 @@ STRATEGIES = {
 }
 """What people are told to use, and ours, by name; `compare` times them all where nothing is named."""
 
-COURSE_STRATEGIES = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")
-"""The steps of the course in its order, each on top of the one before."""
-
 
 def choose_strategies(named: Sequence[str | Strategy] | None = None) -> list[Strategy]:
     """Strategies by name, or as they are, each once; None takes all of `STRATEGIES`.

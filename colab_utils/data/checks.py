@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from colab_utils.data.coco import CocoDataset, read_coco, require_folder
 from colab_utils.data.decoding import guard_pillow, open_image, open_lazily, read_orientation, to_rgb
 from colab_utils.data.masks import encode_segmentation, measure_mask, read_polygons
+from colab_utils.data.sizes import MODEL_SIZES, find_scale
 from colab_utils.drive import DriveLostError, Retries, read_file
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.require import require_local_path
 from colab_utils.runtime import count_cores, fork_pool, show_progress
-
-MODEL_SIZES = (800, 1333)
-"""What Mask R-CNN resizes an image to by default, in pixels: the shorter side, and the limit of the longer one."""
 
 _ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}
 _MODES = {"CMYK": "CMYK image", "L": "grey image", "1": "grey image"}
@@ -294,7 +292,7 @@ def _count_bins(values: NDArray[Any], limits: dict[str, float]) -> dict[str, int
 def _advise_size(findings: "Sequence[Findings]", masks: NDArray[np.float64]) -> str:
     """An input size: as the images are where their objects, of these pixels, are large; else torchvision's."""
     sizes = np.array([found.size for found in findings if all(found.size)], np.float64)
-    scales, pixels = _find_scale(*sizes.T), sizes.prod(1)
+    scales, pixels = find_scale(*sizes.T), sizes.prod(1)
     larger, small = scales > 1, np.mean(masks < _SMALL)
     default = f"--min-size {MODEL_SIZES[0]} --max-size {MODEL_SIZES[1]}"
     work = np.sum((pixels * scales**2)[larger]) / max(1, np.sum(pixels[larger]))
@@ -402,7 +400,7 @@ def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         size = header.size
     elif compared and compared[0][0] == "size mismatch":
         size = 0, 0  # whose pixels the masks are is not known
-    if all(size) and (scale := _find_scale(*size)) > 1:
+    if all(size) and (scale := find_scale(*size)) > 1:
         found.append(("enlarged image", f"{scale**2:.1f} times the pixels"))
     annotations, faults = dataset.read_annotations(i)
     for number, reason in faults:
@@ -423,17 +421,6 @@ def _check_image(dataset: CocoDataset, i: int, header: Header) -> Findings:
         found += [(kind, f"annotation {one['id']}: {text}".removesuffix(": ")) for kind, text in wrong]
     defects = [(kind, f"{name}: {text}".removesuffix(": ")) for kind, text in found]
     return Findings(defects, header, size, np.array(objects, np.float64).reshape(-1, 4))
-
-
-def _find_scale(height: Any, width: Any) -> Any:
-    """What Mask R-CNN multiplies the sides of an image with, by torchvision's defaults; arrays are fine, too.
-
-    Example:
-        >>> round(float(_find_scale(480, 640)), 3)
-        1.667
-    """
-    shorter, longer = MODEL_SIZES
-    return np.minimum(shorter / np.minimum(height, width), longer / np.maximum(height, width))
 
 
 def compare_sizes(size: tuple[int, ...], header: Header) -> list[Defect]:
@@ -513,7 +500,7 @@ def compare_box(box: list[float], tight: list[float], height: int, width: int) -
         if overlaps[1] >= 0.5:
             return [("box of corners", f"bbox {box} looks like x0, y0, x1, y1")]
         return [("mask and box disagree", f"bbox {box}, the mask lies in {tight}")]
-    if min(w, h) * _find_scale(height, width) < 1:
+    if min(w, h) * find_scale(height, width) < 1:
         return [("tiny object", f"{w:.0f} x {h:.0f} pixels of {width} x {height}")]
     if min(x, y) < -NEAR or x + w > width + NEAR or y + h > height + NEAR:
         return [("box beyond the image", f"bbox {box}")]

@@ -119,7 +119,7 @@ class CocoDataset:
                     return alike, False
             if slashed == name and os.path.isdir(path.parent):
                 return path, False
-        found = None if base in self.shared_names else _list_files(str(folder)).get(base, "")
+        found = None if base in self.shared_names else _list_base_names(str(folder)).get(base, "")
         if found:
             return Path(folder, found), True
         if path:
@@ -267,7 +267,7 @@ def require_folder(images: str | Path) -> None:
     with guard_drive(images):
         if not require_local_path(images).is_dir():
             raise ColabUtilsError(f"expected an image folder, found none at {images}. On Colab, mount Drive first.")
-    _list_files.cache_clear()
+    _list_base_names.cache_clear()
 
 
 def open_coco(images: str | Path, annotations: str | Path) -> CocoDataset:
@@ -313,7 +313,7 @@ def take_base_name(name: str) -> str:
 
 
 @lru_cache(4)
-def _list_files(folder: str) -> dict[str, str | None]:
+def _list_base_names(folder: str) -> dict[str, str | None]:
     """Where the file of each base name lies below a folder; None where several have it. No link is followed.
 
     Raises:

@@ -227,7 +227,7 @@ def convert_masks(images: str | Path, masks: str | Path, *, output: str | Path, 
         return write_coco(output, rows, texts, categories)
 
 
-def _list_files(folder: Path) -> dict[str, Path]:
+def _list_images(folder: Path) -> dict[str, Path]:
     """Image files by their name without its ending."""
     known, found = Image.registered_extensions(), dict[str, Path]()
     for path in sorted(folder.glob("*")):
@@ -240,7 +240,7 @@ def _list_files(folder: Path) -> dict[str, Path]:
 
 def _pair_files(images: Path, masks: Path) -> list[tuple[Path, Path]]:
     """Each image with its mask; what their names differ in is the same for all."""
-    pictures, drawn = _list_files(images), _list_files(masks)
+    pictures, drawn = _list_images(images), _list_images(masks)
     first = next(iter(pictures))
     ends = sorted((name.removeprefix(first) for name in drawn if name.startswith(first)), key=len) or [""]
     end = next((end for end in ends if {stem + end for stem in pictures} == {*drawn}), ends[0])

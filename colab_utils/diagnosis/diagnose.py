@@ -24,18 +24,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
 from colab_utils.data.coco import write_subset
+from colab_utils.data.sizes import plan_size
 from colab_utils.diagnosis.summary import Cause, refine_causes
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, find_tensors, time_batches, time_stages
 from colab_utils.diagnosis.watchdog import WatchedLoader
 from colab_utils.drive import find_profile, is_on_drive, read_at_full_speed, read_file
 from colab_utils.errors import ColabUtilsError, describe_error
-from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
+from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.loading.loader import Loader, make_loader
 from colab_utils.require import require_local_path, require_number
 from colab_utils.runtime import count_cores, find_free_memory, quiet_fork
 from colab_utils.shards.copy import copy_shards
-from colab_utils.shards.records import plan_size
 from colab_utils.shards.write import write_shards
 
 FIXES = {  # the name of each fix, and what it is; those that cost you least come first
@@ -176,7 +176,7 @@ def diagnose(
             waits where), or is an iterator; or the step fails.
 
     Example:
-        >>> from colab_utils.loading.clock import EmulatedStep
+        >>> from colab_utils.loading.emulated_step import EmulatedStep
         >>> batches = [(["first image"], [{}]), (["second image"], [{}])]
         >>> found = diagnose(batches, EmulatedStep(5), seconds=0.5)
         >>> found.step, [stage.name for stage in found.stages]

@@ -105,7 +105,7 @@ def time_batches(
             batch.
 
     Example:
-        >>> from colab_utils.loading.clock import EmulatedStep
+        >>> from colab_utils.loading.emulated_step import EmulatedStep
         >>> times = time_batches([("images", "targets")], EmulatedStep(2), batches=3)
         >>> len(times.wait_s), times.wait_share < 0.5
         (3, True)

@@ -36,8 +36,8 @@ from colab_utils.data.decoding import load_jpeg_decoder
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.arriving import Arrival
 from colab_utils.loading.batch import BadSampleError, BatchShape, PackedBatch, open_batch, pack_samples, write_batch
-from colab_utils.loading.clock import EmulatedStep
 from colab_utils.loading.dataset import ShardDataset
+from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.runtime import count_cores, end_with_parent, find_free_memory, format_bytes, quiet_fork, show_progress
 
 PREFETCH = 2

@@ -27,6 +27,7 @@ from PIL import Image
 from colab_utils.data.coco import CocoDataset
 from colab_utils.data.decoding import open_image, read_npy_header, to_rgb, turn_upright
 from colab_utils.data.masks import encode_segmentation, pack_masks, resize_rles
+from colab_utils.data.sizes import plan_size
 from colab_utils.drive import DriveLostError, Retries, open_file, read_file
 from colab_utils.errors import ColabUtilsError
 from colab_utils.shards.format import ShardInfo, SkippedImage, hash_bytes, hash_file, split_member
@@ -60,31 +61,6 @@ class Sample(NamedTuple):
     """As `make_record` gives it."""
     members: list[tuple[bytes, bytes, bytes]]
     """Those of the tar, the image and its record: each as header, data and padding."""
-
-
-def fit_size(height: int, width: int, *, min_size: float, max_size: float) -> tuple[int, int]:
-    """Return the size that torchvision's Mask R-CNN resizes an image to, at least a pixel.
-
-    Source: ``_resize_image_and_masks`` in torchvision ``models/detection/transform.py``: each side times one
-    scale, rounded down.
-
-    Example:
-        >>> fit_size(3000, 4000, min_size=800, max_size=1333), fit_size(480, 640, min_size=800, max_size=1333)
-        ((800, 1066), (800, 1066))
-    """
-    scale = min(min_size / min(height, width), max_size / max(height, width))
-    return max(1, math.floor(height * scale)), max(1, math.floor(width * scale))
-
-
-def plan_size(height: int, width: int, *, min_size: int, max_size: int) -> tuple[int, int]:
-    """Return the size to store an image at: shrunk as Mask R-CNN would, never enlarged.
-
-    Example:
-        >>> plan_size(3000, 4000, min_size=800, max_size=1333), plan_size(480, 640, min_size=800, max_size=1333)
-        ((800, 1066), (480, 640))
-    """
-    # Both sides of the fitted size are smaller, or none is.
-    return min((height, width), fit_size(height, width, min_size=min_size, max_size=max_size))
 
 
 def store_image(

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.data.checks import DatasetStatistics
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.require import require_local_path
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 COCO_IMAGES = 118_287  # to which hours are scaled
 _CLASSES = 20  # that a chart has room for
 _BLUE, _ORANGE, _RED, _GREY, _INK = PALETTE[0], PALETTE[1], PALETTE[3], "#949494", "#1a1a1a"
-_COURSE = ("sequential", "thread_queue", "dataloader", "shards_on_ssd", "packed")  # as COURSE_STRATEGIES
 _SESSION_EPOCHS, _SESSIONS = 3, 3  # epochs before Colab takes the machine, and its disk, away
 _TIE = 0.95  # closer than this, the order of two bars means nothing
 _TIMES = "times as fast"
@@ -201,7 +201,7 @@ def plot_cold_start(comparison: "Comparison | _Content", *, seconds: float | Non
         ColabUtilsError: no strategy was timed.
     """
     timed = _read(comparison)["timed"]
-    course = [name for name in timed if name in _COURSE] if len(timed) > len(_COURSE) else []
+    course = [name for name in timed if name in COURSE_STRATEGIES] if len(timed) > len(COURSE_STRATEGIES) else []
     drawn = [timed[name] for name in course or timed]
     all_s = min(row["timeline"][-1][1] for row in drawn)
     shown_s = seconds or all_s // 1 or all_s
@@ -338,8 +338,8 @@ def _read(comparison: "Comparison | _Content") -> _Content:
     """
     content = dict(comparison) if isinstance(comparison, Mapping) else asdict(comparison)
     rows = content["rows"] = {row["name"]: {**row, "label": row["title"]} for row in content["strategies"]}
-    if tuple(rows) == _COURSE:
-        for name in _COURSE[1:]:
+    if tuple(rows) == COURSE_STRATEGIES:
+        for name in COURSE_STRATEGIES[1:]:
             rows[name]["label"] = f"+ {rows[name]['title']}"
     timed = content["timed"] = {name: row for name, row in rows.items() if row["images_per_second"]}
     if not timed:

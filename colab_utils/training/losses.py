@@ -26,10 +26,10 @@ from torchvision.models.detection.rpn import RegionProposalNetwork
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign, nms, roi_align
 
+from colab_utils.data.sizes import fit_size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.batch import PackedBatch
 from colab_utils.loading.masks import flip_boxes, sample_masks, send
-from colab_utils.shards.records import fit_size
 
 Augment = Literal["none", "flip"]
 """Augmentation by name: nothing, or random flips left to right."""

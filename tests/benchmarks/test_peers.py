@@ -9,7 +9,7 @@ import pytest
 from benchmarks.compare import main
 from benchmarks.peers import PEERS
 from colab_utils.comparison.compare import compare
-from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.emulated_step import EmulatedStep
 
 MODULES = {"webdataset": "webdataset", "litdata": "litdata", "mosaicml-streaming": "streaming", "tf_data": "tensorflow"}
 QUICK = {

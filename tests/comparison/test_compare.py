@@ -19,14 +19,15 @@ import torch
 
 import colab_utils
 from colab_utils import CocoFolder
+from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.comparison import compare as comparing
 from colab_utils.comparison import strategies as strategies_module
 from colab_utils.comparison.compare import compare, describe_difference
-from colab_utils.comparison.strategies import COURSE_STRATEGIES, STRATEGIES, PreparedData, Setting, Strategy, deliver
+from colab_utils.comparison.strategies import STRATEGIES, PreparedData, Setting, Strategy, deliver
 from colab_utils.diagnosis.timing import BatchTimes
 from colab_utils.drive import DriveProfile, find_profile, slow_down
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.emulated_step import EmulatedStep
 from colab_utils.sample_data import make_dataset
 
 QUICK = {

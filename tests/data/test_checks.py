@@ -17,10 +17,10 @@ from colab_utils import drive
 from colab_utils.data.checks import check_dataset
 from colab_utils.data.coco import read_coco
 from colab_utils.data.repair import repair_annotations
+from colab_utils.data.sizes import fit_size
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError, escape
 from colab_utils.loading.dataset import ShardDataset
-from colab_utils.shards.records import fit_size
 from colab_utils.shards.write import write_shards
 from colab_utils.training.train import train
 from tests.tiny_model import TINY_MODEL

@@ -31,7 +31,7 @@ from colab_utils.diagnosis.diagnose import (
 from colab_utils.diagnosis.timing import BatchTimes, Stage, time_stages
 from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.emulated_step import EmulatedStep
 
 SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
 

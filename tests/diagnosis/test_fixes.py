@@ -16,7 +16,7 @@ from colab_utils.diagnosis.diagnose import Situation, _copy_files, diagnose, fin
 from colab_utils.diagnosis.timing import BatchTimes, time_batches, time_stages
 from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning
-from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.emulated_step import EmulatedStep
 
 SLOW = DriveProfile("test", open_s=0.03, bytes_per_s=50e6, source="made up for the test")
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from colab_utils.diagnosis.timing import time_batches, time_calls
 from colab_utils.drive import DriveLostError
 from colab_utils.errors import ColabUtilsError
-from colab_utils.loading.clock import EmulatedStep
+from colab_utils.loading.emulated_step import EmulatedStep
 
 # Python 3.12 warns that a process with threads forks: torch's DataLoader does, by design
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -45,24 +45,6 @@ class _Samples(Dataset):
         time.sleep(self.sleep_s)
         _burn(self.burn_s)
         return torch.zeros(3, 4, 4), index
-
-
-class TestEmulatedStep:
-    @pytest.mark.clock
-    def test_takes_its_time_and_its_cpu(self):
-        step = EmulatedStep(40)
-        wall, cpu = time.perf_counter(), time.thread_time()
-        step([torch.zeros(3, 4, 4)], [{}])
-        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-        assert step.emulated
-        assert step.step_ms == 40
-        assert wall >= 0.0399
-        assert 0.9 * 0.040 <= cpu < wall
-
-    @pytest.mark.parametrize("step_ms", [0, -5, float("nan"), float("inf")])
-    def test_refuses_what_no_step_could_be(self, step_ms):
-        with pytest.raises(ColabUtilsError, match="step_ms over 0"):
-            EmulatedStep(step_ms)
 
 
 class TestTimeBatches:

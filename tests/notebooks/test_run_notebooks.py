@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from colab_utils.comparison.strategies import COURSE_STRATEGIES
+from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
 from tools.run_notebooks import inject_parameters, run_demo
 

@@ -21,9 +21,10 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from colab_utils.data.coco import read_coco
 from colab_utils.data.decoding import decode_pixels, decode_upright
 from colab_utils.data.masks import encode_segmentation
+from colab_utils.data.sizes import plan_size
 from colab_utils.errors import ColabUtilsError
 from colab_utils.sample_data import make_dataset
-from colab_utils.shards.records import convert_boxes, dump_record, make_record, plan_size, store_image
+from colab_utils.shards.records import convert_boxes, dump_record, make_record, store_image
 
 SIZES = {"min_size": 800, "max_size": 1333}
 ROWS, COLUMNS = np.mgrid[:48, :64]

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 from matplotlib.text import Text
 
-from colab_utils.comparison.strategies import COURSE_STRATEGIES
+from colab_utils.comparison import COURSE_STRATEGIES
 from colab_utils.errors import ColabUtilsError
 from colab_utils.show.charts import (
     describe_gain,

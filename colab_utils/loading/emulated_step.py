@@ -1,0 +1,45 @@
+"""A step that takes a given time, for a machine without a GPU."""
+
+import math
+import zlib
+from time import perf_counter, sleep, thread_time
+from typing import Any
+
+from colab_utils.require import require_number
+
+_BUSY = 0.9  # of a core: what a training process takes to launch kernels
+_BLOCK = bytes(32_768)  # a few microseconds of work that releases Python's lock, as launching kernels does
+
+
+class EmulatedStep:
+    """A placeholder step for a machine without a GPU; label its figures *emulated*.
+
+    It uses ``busy`` of a core for ``step_ms`` milliseconds (both more than 0), and longer where others take the core
+    away: a step that only sleeps flatters every loader. Raises ColabUtilsError for a step that takes no time.
+
+    Example:
+        >>> step = EmulatedStep(5)
+        >>> step([], [])
+        >>> print(step)
+        emulated 5 ms
+    """
+
+    emulated = True
+
+    def __init__(self, step_ms: float, busy: float = _BUSY) -> None:
+        self.step_ms = require_number("step_ms", step_ms, above=0, below=math.inf)
+        self.busy = busy
+
+    def __call__(self, images: Any, targets: Any = None) -> None:
+        """Spend the time of one step; takes ``(images, targets)`` or one packed batch, and looks at neither."""
+        length_s = self.step_ms / 1000
+        began_s, cpu_began_s = perf_counter(), thread_time()
+        while (cpu_s := thread_time() - cpu_began_s) < self.busy * length_s:  # work and rest alternate in 2 ms slices
+            slice_end_s = cpu_began_s + min(cpu_s + 0.002, self.busy * length_s)
+            while thread_time() < slice_end_s:
+                zlib.crc32(_BLOCK)
+            rest_s = min((thread_time() - cpu_began_s) / self.busy, length_s) - (perf_counter() - began_s)
+            sleep(max(0.0, rest_s))
+
+    def __str__(self) -> str:
+        return f"emulated {self.step_ms:g} ms"

@@ -1,0 +1,27 @@
+"""The emulated step: its time, its CPU time, and what it refuses."""
+
+import time
+
+import pytest
+import torch
+
+from colab_utils.errors import ColabUtilsError
+from colab_utils.loading.emulated_step import EmulatedStep
+
+
+@pytest.mark.clock
+def test_takes_its_time_and_its_cpu():
+    step = EmulatedStep(40)
+    wall, cpu = time.perf_counter(), time.thread_time()
+    step([torch.zeros(3, 4, 4)], [{}])
+    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+    assert step.emulated
+    assert step.step_ms == 40
+    assert wall >= 0.0399
+    assert 0.9 * 0.040 <= cpu < wall
+
+
+@pytest.mark.parametrize("step_ms", [0, -5, float("nan"), float("inf")])
+def test_refuses_what_no_step_could_be(step_ms):
+    with pytest.raises(ColabUtilsError, match="step_ms over 0"):
+        EmulatedStep(step_ms)
