@@ -48,8 +48,8 @@ class Growth:
 
 
 class MemoryLog:
-    """Readings of the memory of this process and its children: each quarter of a second, later after each twelfth of
-    the time so far.
+    """Readings of the memory of this process and its children: each quarter of a second, later
+    after each twelfth of the time so far.
 
     Example:
         >>> log = MemoryLog()
@@ -74,8 +74,9 @@ class MemoryLog:
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
     """Return by how much memory grows; None where it does not, or little.
 
-    The second half of a process's readings counts, when caches and pools are full. Growth is not sure where noise could
-    be the reason, or where it slows down. A process that hardly grows is not named.
+    The second half of a process's readings counts, when caches and pools are full. Growth is not
+    sure where noise could be the reason, or where it slows down. A process that hardly grows is not
+    named.
     """
     last = max((reading.batches for reading in readings), default=0)
     # After the last batch, workers end.

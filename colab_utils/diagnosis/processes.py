@@ -1,7 +1,8 @@
-"""What the processes of a loader do: samples, system call and its file.
+"""What the worker processes of a loader do: at which sample they are, in which system call, and at
+which file.
 
-Read from outside, from Linux's /proc, so that a process that hangs need not help. Forked workers also note the sample
-they are at; elsewhere than on Linux most of it stays unknown.
+Read from outside, so that a process that hangs need not help. Forked workers also note the sample
+that they are at. Elsewhere than on Linux most of it stays unknown.
 """
 
 import mmap
@@ -11,8 +12,8 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import wraps
 from itertools import takewhile
 from pathlib import Path
@@ -22,27 +23,48 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from colab_utils.loading.workers import describe_exit
 
-_ROWS, _THREADS = 128, 16  # workers remembered; threads of each that can be at a sample
-_BITS = 48  # of the longest time, 39 hours
+# Workers that are remembered, and threads of each that can be at a sample.
+_ROWS = 128
+_THREADS = 16
+# Bits of the longest time in ns: 39 hours.
+_BITS = 48
 _HERE = os.path.dirname(__file__)
+# Methods of a dataset that give a sample.
 _METHODS = ("__getitem__", "read_packed", "read_into")
+# Numbers of system calls on x86_64, from asm/unistd_64.h.
 _NUMBERS = (
-    "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 futex 202 getdents64 217 "
-    "clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 preadv 295 preadv2 327 statx 332"
-)  # of system calls: asm/unistd_64.h of x86_64
+    "read 0 fstat 5 poll 7 pread64 17 readv 19 select 23 recvfrom 45 recvmsg 47 wait4 61 "
+    "futex 202 getdents64 217 clock_nanosleep 230 epoll_wait 232 openat 257 newfstatat 262 "
+    "preadv 295 preadv2 327 statx 332"
+)
 _CALLS = {number: name for name, number in re.findall(r"(\w+) (\d+)", _NUMBERS)}
-_ROW = np.dtype([  # what a worker notes
-    ("pid", np.int64),
-    ("at", np.int64, (_THREADS, 3)),  # of each thread: the sample, or -1, since when it is at it, and its id
-    ("sums", np.float64, 5),  # samples so far, their wall, CPU and queueing seconds, and the bytes that they read
-    ("spread", np.float64, (_BITS, 2)),  # of samples whose time in ns has so many bits: how many, and their seconds
-    ("slowest", np.float64, 2),  # sample: its seconds, and its index
-    ("cpu", np.float64, 2),  # seconds of whole processes: of those before with this row, and of this one so far
-])  # fmt: skip
+_CALLS_WITH_PATH = ("openat", "newfstatat", "statx")
+_CALLS_OF_FILE = ("read", "pread64", "readv", "preadv", "preadv2", "fstat", "getdents64")
+_PATH_BYTES = 4096
+
+# What a thread of a worker notes of its sample: the index, or -1; since when; and its own id.
+_AT = np.dtype([("sample", np.int64), ("since_ns", np.int64), ("task", np.int64)])
+# What a worker notes.
+_ROW = np.dtype(
+    [
+        ("pid", np.int64),
+        ("at", _AT, _THREADS),
+        # the first five fields of SampleTimes
+        ("sums", np.float64, 5),
+        # for samples whose time in ns has so many bits: how many there were, and their seconds
+        ("spread", np.float64, (_BITS, 2)),
+        # seconds and index of the slowest sample
+        ("slowest", np.float64, 2),
+        # CPU seconds of earlier processes with this row, and of this process
+        ("cpu", np.float64, 2),
+    ]
+)
+_NO_SAMPLE = (-1, -1, -1)
 
 
 class Activity(NamedTuple):
@@ -57,9 +79,18 @@ class Activity(NamedTuple):
     sample: int | None = None
     idle: bool = False
     """Whether it waits for work."""
-    cpu_ticks: int = 0
-    """Of 10 ms each, that it has taken so far."""
+    cpu_s: float = 0.0
+    """CPU seconds that it has taken so far."""
     bytes_read: int = 0
+
+
+class SampleAtWork(NamedTuple):
+    """A sample that a worker is at. They are sorted by their beginning."""
+
+    since_ns: int
+    sample: int
+    task: int
+    """Linux's id of the thread."""
 
 
 class SampleTimes(NamedTuple):
@@ -67,15 +98,15 @@ class SampleTimes(NamedTuple):
 
     samples: float = 0
     wall_s: float = 0.0
-    """Of all of them, in sum."""
+    """Seconds that all samples took, in sum."""
     cpu_s: float = 0.0
-    """Of it, CPU time."""
+    """CPU seconds in that time."""
     queued_s: float = 0.0
-    """Of it, waiting for a free core."""
+    """Seconds in that time that samples waited for a CPU core."""
     bytes_read: float = 0
-    """By all of them, in sum; 0 where Linux does not say."""
+    """Bytes that all samples read, in sum; 0 where Linux does not say."""
     slowest: tuple[float, int] = (0.0, -1)
-    """Seconds and index of the slowest one."""
+    """Seconds and index of the slowest sample."""
     worker_cpu_s: float = 0.0
     """CPU time of the workers, in samples and outside of them."""
     spread: Sequence[tuple[float, float]] = ()
@@ -83,22 +114,84 @@ class SampleTimes(NamedTuple):
 
 
 class _ThreadCounts(threading.local):
-    """What Linux counts of the calling thread in ``/proc``; 0 where it does not."""
+    """What Linux counts of the calling thread in ``/proc``; 0 where it does not. psutil has none of
+    it.
+    """
 
     def __init__(self) -> None:
-        self._files = dict.fromkeys(("schedstat", "io"), -1)
-        for name in self._files:
-            with suppress(OSError):
-                self._files[name] = os.open(f"/proc/thread-self/{name}", os.O_RDONLY)
+        self._schedule = self._open("schedstat")
+        self._io = self._open("io")
 
     def read(self) -> NDArray[np.float64]:
-        """Seconds of CPU time and of waiting for a free core, and bytes that it read, so far."""
-        files = self._files.values()
-        queued_ns, read = (int(os.pread(file, 64, 0).split()[1]) if file >= 0 else 0 for file in files)
-        return np.array([thread_time(), queued_ns / 1e9, read])
+        """Return seconds of CPU time and of waiting for a core, and bytes that were read, so
+        far.
+        """
+        queued_s = self._read_second_word(self._schedule) / 1e9
+        bytes_read = self._read_second_word(self._io)
+        return np.array([thread_time(), queued_s, bytes_read])
+
+    @staticmethod
+    def _open(name: str) -> int | None:
+        """Return a file that stays open: opening it for each sample would take longer than to read
+        it.
+        """
+        try:
+            return os.open(f"/proc/thread-self/{name}", os.O_RDONLY)
+        except OSError:
+            return None
+
+    @staticmethod
+    def _read_second_word(file: int | None) -> int:
+        return 0 if file is None else int(os.pread(file, 64, 0).split()[1])
 
 
-waiting = threading.local()  # its `monitor` sees the workers that this thread forks, as it waits for a watched loader
+class _SampleNotes:
+    """Where a worker notes its samples: a row of memory that it shares with the process that
+    watches.
+    """
+
+    def __init__(self, row: Any) -> None:
+        self._row = row
+        self._threads = row["at"]
+        self._counts = _ThreadCounts()
+
+    def begin(self) -> None:
+        """Take the row over from a worker that ended."""
+        self._threads[:] = _NO_SAMPLE
+        self._row["cpu"] = (self._row["cpu"].sum(), 0)
+        self._row["pid"] = os.getpid()
+
+    @contextmanager
+    def mark_sample(self, sample: int) -> Iterator[None]:
+        """Note a sample while it is loaded, and how long it took."""
+        task = threading.get_native_id()
+        place = task % _THREADS
+        outer = self._threads[place].item()
+        began_ns = monotonic_ns()
+        counts = self._counts.read()
+        self._threads[place] = (sample, began_ns, task)
+        try:
+            yield
+        finally:
+            wall_ns = monotonic_ns() - began_ns
+            self._threads[place] = outer
+            # A method may call another one of them. The outer one counts.
+            if outer[0] < 0:
+                self._add_to_totals(sample, wall_ns, self._counts.read() - counts)
+
+    def _add_to_totals(self, sample: int, wall_ns: int, used: NDArray[np.float64]) -> None:
+        """Add a sample; ``used`` is what `_ThreadCounts` counted meanwhile."""
+        wall_s = wall_ns / 1e9
+        self._row["sums"] += (1, wall_s, *used)
+        self._row["cpu"][1] = process_time()
+        if wall_s > self._row["slowest"][0]:
+            self._row["slowest"] = (wall_s, sample)
+        bits = min(wall_ns.bit_length(), _BITS - 1)
+        self._row["spread"][bits] += (1, wall_s)
+
+
+# Its `monitor` sees the workers that this thread forks, while it waits for a watched loader.
+waiting = threading.local()
 
 
 class WorkerMonitor:
@@ -108,130 +201,201 @@ class WorkerMonitor:
     """
 
     def __init__(self, dataset: Any) -> None:
-        while hasattr(dataset, "dataset"):  # below a Subset
+        # a Subset has the dataset that gives the samples
+        while hasattr(dataset, "dataset"):
             dataset = dataset.dataset
         self.dataset = dataset
-        self._notes = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
+        self._rows = np.frombuffer(mmap.mmap(-1, _ROWS * _ROW.itemsize), _ROW)
 
     def enter(self) -> None:
-        """In a worker: be seen from now on."""
-        row, kind = self._notes[os.getpid() % _ROWS], type(self.dataset)
-        row["at"], row["cpu"] = -1, (row["cpu"].sum(), 0)
-        row["pid"] = os.getpid()
+        """Let this process, a worker, be seen from now on."""
+        notes = _SampleNotes(self._rows[os.getpid() % _ROWS])
+        notes.begin()
+        kind = type(self.dataset)
         for name in _METHODS:
             if hasattr(kind, name):
-                setattr(kind, name, self._wrap(getattr(kind, name), row))
+                setattr(kind, name, self._wrap(getattr(kind, name), notes))
 
-    def _wrap(self, method: Callable[..., Any], row: Any) -> Callable[..., Any]:
-        threads, sums, slowest, spread, cpu = (row[name] for name in ("at", "sums", "slowest", "spread", "cpu"))
-        counts = _ThreadCounts()
+    def _wrap(self, method: Callable[..., Any], notes: _SampleNotes) -> Callable[..., Any]:
+        """Return a method that notes the sample which it is asked for."""
 
         @wraps(method)
-        def noted(me: Any, index: Any, *rest: Any) -> Any:
-            if me is not self.dataset:
-                return method(me, index, *rest)
-            note = threads[(task := threading.get_native_id()) % _THREADS]
-            began_ns, began = monotonic_ns(), counts.read()
-            before, note[:] = note.tolist(), (_read_index(index), began_ns, task)
-            try:
-                return method(me, index, *rest)
-            finally:
-                wall_ns, sample, note[:] = monotonic_ns() - began_ns, note[0], before
-                if before[0] < 0:  # one method may call another
-                    sums[:] += 1, wall_ns / 1e9, *(counts.read() - began)
-                    cpu[1] = process_time()
-                    if wall_ns > 1e9 * slowest[0]:
-                        slowest[:] = wall_ns / 1e9, sample
-                    spread[min(wall_ns.bit_length(), _BITS - 1)] += 1, wall_ns / 1e9
+        def load_sample(dataset: Any, index: Any, *rest: Any) -> Any:
+            if dataset is not self.dataset:
+                return method(dataset, index, *rest)
+            with notes.mark_sample(_read_index(index)):
+                return method(dataset, index, *rest)
 
-        return noted
+        return load_sample
 
-    def list_samples(self) -> dict[int, list[tuple[int, int, int]]]:
-        """By the pid of each worker: since when (ns) it is at which samples, in which thread, the first in front."""
-        rows = sorted((row["pid"].item(), row["at"].tolist()) for row in self._notes if row["pid"])
-        return {pid: sorted((since, sample, task) for sample, since, task in at if sample >= 0) for pid, at in rows}
+    def list_samples(self) -> dict[int, list[SampleAtWork]]:
+        """Return the samples that each worker is at, by its pid; the one that it began first in
+        front.
+        """
+        samples = {}
+        for row in sorted(self._rows[self._rows["pid"] > 0], key=lambda row: int(row["pid"])):
+            at_work = []
+            for sample, since_ns, task in row["at"].tolist():
+                if sample >= 0:
+                    at_work.append(SampleAtWork(since_ns, sample, task))
+            samples[int(row["pid"])] = sorted(at_work)
+        return samples
 
     def read_times(self) -> SampleTimes:
-        """How long samples took so far."""
-        sums, spread = (self._notes[name].sum(axis=0).tolist() for name in ("sums", "spread"))
-        slowest_s, slowest = max(self._notes["slowest"].tolist())
-        return SampleTimes(*sums)._replace(
-            slowest=(slowest_s, int(slowest)), worker_cpu_s=float(self._notes["cpu"].sum()), spread=spread
+        """Return how long samples took so far."""
+        slowest_s, slowest = max(self._rows["slowest"].tolist())
+        times = SampleTimes(*self._rows["sums"].sum(axis=0).tolist())
+        return times._replace(
+            slowest=(slowest_s, int(slowest)),
+            worker_cpu_s=float(self._rows["cpu"].sum()),
+            spread=self._rows["spread"].sum(axis=0).tolist(),
         )
 
     def forget_ended(self) -> None:
         """Leave out the workers that are no more."""
-        for row in self._notes:
+        for row in self._rows:
             if row["pid"] and read_ending(int(row["pid"])):
                 row["pid"] = 0
 
     def inspect_worker(self, pid: int) -> Activity:
-        """What a worker process does, in the thread that has been longest at a sample; else in its main thread."""
+        """Return what a worker does, in the thread that has been longest at a sample; else in its
+        main thread.
+        """
         at_work = self.list_samples().get(pid)
-        _, sample, task = at_work[0] if at_work else (0, None, pid)
+        sample = at_work[0].sample if at_work else None
+        task = at_work[0].task if at_work else pid
         call, path = _read_call(pid, task)
-        has_worked = self._notes["sums"][pid % _ROWS, 0] > 0  # on samples: those of a stream are not seen
-        idle = not at_work and has_worked and call in ("poll", "read") and not path.startswith("/")
-        return Activity((), call, path, sample, idle, *_read_progress(f"/proc/{pid}"))
+        # The samples of a stream are not seen. A worker without any may be at one.
+        has_worked = self._rows["sums"][pid % _ROWS, 0] > 0
+        waits_for_pipe = call in ("poll", "read") and not path.startswith("/")
+        return Activity(
+            call=call,
+            path=path,
+            sample=sample,
+            idle=not at_work and bool(has_worked) and waits_for_pipe,
+            cpu_s=_measure_cpu(pid),
+            bytes_read=_count_bytes_read(pid),
+        )
 
     def inspect_thread(self, ident: int) -> Activity:
-        """What another thread of this process does."""
+        """Return what another thread of this process does."""
         frame = sys._current_frames()[ident]
-        task = next((thread.native_id or 0 for thread in threading.enumerate() if thread.ident == ident), 0)
-        lines = (f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frame))
-        stack = tuple(takewhile(lambda line: not line.startswith(_HERE), lines))
-        call, progress = _read_call(os.getpid(), task), _read_progress(f"/proc/self/task/{task}")
-        return Activity(stack, *call, self._find_sample(frame), False, *progress)
+        task = _find_task(ident)
+        lines = []
+        for inner, line in walk_stack(frame):
+            lines.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_name}")
+        call, path = _read_call(os.getpid(), task)
+        return Activity(
+            # the lines of the user's program, or its libraries, within our own
+            stack=tuple(takewhile(lambda line: not line.startswith(_HERE), lines)),
+            call=call,
+            path=path,
+            sample=self._find_sample(frame),
+            cpu_s=_measure_thread_cpu(task),
+            bytes_read=_count_thread_bytes_read(task),
+        )
 
     def _find_sample(self, frame: FrameType) -> int | None:
-        """The index in the outermost call of the dataset's methods."""
-        found = None
+        """Return the index in the outermost call of the dataset's methods."""
+        sample = None
         for outer, _ in walk_stack(frame):
             code = outer.f_code
-            if code.co_name in _METHODS and code.co_argcount > 1:
-                me, index = (outer.f_locals.get(name, ()) for name in code.co_varnames[:2])
-                found = number if me is self.dataset and (number := _read_index(index)) >= 0 else found
-        return found
-
-
-def _read_progress(base: str) -> tuple[int, int]:
-    """How far a process or thread has come: CPU in ticks of 10 ms, bytes read."""
-    cpu, read = _read(f"{base}/stat").rpartition(")")[2].split(), _read(f"{base}/io").split()
-    return sum(map(int, cpu[11:13])), int(read[1]) if read else 0
+            if code.co_name not in _METHODS or code.co_argcount < 2:
+                continue
+            # A parameter may have been deleted.
+            dataset = outer.f_locals.get(code.co_varnames[0])
+            index = _read_index(outer.f_locals.get(code.co_varnames[1]))
+            if dataset is self.dataset and index >= 0:
+                sample = index
+        return sample
 
 
 def read_ending(pid: int) -> str:
-    """How a child process ended, in words; "" while a process lives.
+    """Return how a child process ended, in words; "" while a process lives.
 
     Example:
         >>> read_ending(os.getpid())
         ''
     """
-    with suppress(ChildProcessError):  # asked for by somebody else already, or of another parent
-        if not (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+    # Somebody else may have asked for it already, or the process has another parent.
+    with suppress(ChildProcessError):
+        # WNOWAIT leaves the answer to the loader, which psutil would take away.
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return ""
-        return describe_exit(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
-    return "" if os.path.exists(f"/proc/{pid}") else "no reason given"
+        has_exited = ended.si_code == os.CLD_EXITED
+        return describe_exit(ended.si_status if has_exited else -ended.si_status)
+    return "" if psutil.pid_exists(pid) else "no reason given"
+
+
+def _find_task(ident: int) -> int:
+    """Return Linux's id of a thread of this process; 0 where it is unknown."""
+    for thread in threading.enumerate():
+        if thread.ident == ident:
+            return thread.native_id or 0
+    return 0
+
+
+def _measure_cpu(pid: int) -> float:
+    """Return the CPU seconds of a process; 0 where it ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _measure_thread_cpu(task: int) -> float:
+    """Return the CPU seconds of a thread of this process."""
+    for thread in psutil.Process().threads():
+        if thread.id == task:
+            return float(thread.user_time + thread.system_time)
+    return 0.0
+
+
+def _count_bytes_read(pid: int) -> int:
+    """Return how many bytes a process has read, from files or pipes; 0 where Linux does not say."""
+    with suppress(psutil.Error, OSError, RuntimeError):
+        return int(psutil.Process(pid).io_counters().read_chars)
+    return 0
+
+
+def _count_thread_bytes_read(task: int) -> int:
+    """Return the same of one thread of this process, which psutil does not tell apart."""
+    words = _read(f"/proc/self/task/{task}/io").split()
+    return int(words[1]) if words else 0
 
 
 def _read_call(pid: int, task: int) -> tuple[str, str]:
-    """The system call that a thread is in, and its file."""
+    """Return the system call that a thread is in, and its file."""
     words = _read(f"/proc/{pid}/task/{task}/syscall").split()
-    if len(words) < 8:  # on a processor, in a page fault, or not to be seen here: where it sleeps in the kernel
+    if len(words) < 8:
+        # It runs, is in a page fault, or may not be looked at: then where it sleeps in the kernel.
         return _read(f"/proc/{pid}/task/{task}/wchan").strip("0"), ""
-    name = (_CALLS if platform.machine() == "x86_64" else {}).get(words[0], f"system call {words[0]}")
-    with suppress(OSError):
-        if name in ("openat", "newfstatat", "statx"):
-            with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-                memory.seek(int(words[2], 16))
-                path = os.fsdecode((memory.read(4096) or b"").partition(b"\0")[0])
-            return name, os.path.join(os.readlink(f"/proc/{pid}/cwd"), path)
-        if "read" in name or name in ("fstat", "getdents64"):
+    name = f"system call {words[0]}"
+    if platform.machine() == "x86_64":
+        name = _CALLS.get(words[0], name)
+    with suppress(OSError, psutil.Error):
+        if name in _CALLS_WITH_PATH:
+            path = _read_path(pid, int(words[2], 16))
+            return name, os.path.join(psutil.Process(pid).cwd(), path)
+        if name in _CALLS_OF_FILE:
+            # psutil's open_files() looks at each file, and would hang where the worker hangs.
             return name, os.readlink(f"/proc/{pid}/fd/{int(words[1], 16)}")
     return name, ""
 
 
+def _read_path(pid: int, address: int) -> str:
+    """Return the path that lies at an address of a process's memory."""
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        content = memory.read(_PATH_BYTES) or b""
+    path, _, _ = content.partition(b"\0")
+    return os.fsdecode(path)
+
+
 def _read(path: str) -> str:
+    """Return the text of a file; "" where it cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -239,7 +403,7 @@ def _read(path: str) -> str:
 
 
 def _read_index(index: Any) -> int:
-    """The index of a sample; -1 of what is no single one, such as an array of several."""
+    """Return the index of a sample; -1 of what is no single one, such as an array of several."""
     try:
         return operator.index(index)
     except TypeError:
@@ -247,9 +411,13 @@ def _read_index(index: Any) -> int:
 
 
 def _enter_child() -> None:
-    if monitor := getattr(waiting, "monitor", None):
-        waiting.monitor = None  # what a worker forks is no worker
-        with suppress(Exception):  # a worker that cannot be seen still works
+    """Let a forked worker be seen."""
+    monitor = getattr(waiting, "monitor", None)
+    if monitor is not None:
+        # What a worker forks is no worker.
+        waiting.monitor = None
+        # A worker that cannot be seen still works.
+        with suppress(Exception):
             monitor.enter()
 
 

@@ -27,6 +27,7 @@ OnStall = Literal["report", "raise"]
 
 _PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s
 _TICK_S, _LOOK_S = 0.1, 0.5  # how long a worker is observed, in ticks
+_BUSY_S = 0.025  # of CPU time meanwhile: then it is at work
 _LATE_S = 0.1  # of a wait: then its samples are noted
 # Interrupts a system call that the main thread waits in. By default it is ignored, so that a late one does no harm.
 _INTERRUPT = signal.SIGURG
@@ -321,7 +322,7 @@ class _Pass:
             sleep(_TICK_S)
         seen = inspect()
         moves = (seen.bytes_read, seen.sample) != (before.bytes_read, before.sample)
-        if moves or seen.cpu_ticks - before.cpu_ticks > 2:
+        if moves or seen.cpu_s - before.cpu_s > _BUSY_S:
             return "slow", seen
         if seen.idle:
             return "lost", seen
@@ -335,7 +336,7 @@ class _Pass:
             return jobs[0]
         samples = self.monitor.list_samples()
         pids = [*samples]
-        if at_work := sorted((since, pid, sample) for pid, at in samples.items() for since, sample, _ in at):
+        if at_work := sorted((one.since_ns, pid, one.sample) for pid, at in samples.items() for one in at):
             _, pid, sample = at_work[0]
             return WorkerJob(pids.index(pid), pid, indices=(sample,))
         alive = [pid for pid in pids if not read_ending(pid)]
