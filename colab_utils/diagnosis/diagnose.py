@@ -27,7 +27,7 @@ from colab_utils.data.coco import write_subset
 from colab_utils.data.sizes import plan_size
 from colab_utils.diagnosis.summary import Cause, refine_causes
 from colab_utils.diagnosis.timing import BatchTimes, Stage, count_workers, find_tensors, time_batches, time_stages
-from colab_utils.diagnosis.watchdog import WatchedLoader
+from colab_utils.diagnosis.watchdog import WatchedLoader, take_watched
 from colab_utils.drive import find_profile, is_on_drive, read_at_full_speed, read_file
 from colab_utils.errors import ColabUtilsError, describe_error
 from colab_utils.loading.dataset import CocoFolder, ShardDataset
@@ -186,6 +186,7 @@ def diagnose(
         found = "an iterator" if isinstance(loader, Iterator) else repr(loader)
         raise ColabUtilsError(f"expected a loader that starts again, found {found}: pass the DataLoader itself")
     require_number("seconds", seconds, above=0)
+    loader = take_watched(loader)
     with put_back(loader, restore):
         return _diagnose(loader, step, seconds, verify)
 

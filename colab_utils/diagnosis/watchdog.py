@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter, sleep
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch.utils.data import DataLoader
 
@@ -25,22 +25,59 @@ from colab_utils.runtime import quiet_fork, require_linux
 
 OnStall = Literal["report", "raise"]
 
-_PAUSE_S = 0.5  # between two looks at the clock, or a tenth of timeout_s
-_TICK_S, _LOOK_S = 0.1, 0.5  # how long a worker is observed, in ticks
-_BUSY_S = 0.025  # of CPU time meanwhile: then it is at work
-_LATE_S = 0.1  # of a wait: then its samples are noted
-# Interrupts a system call that the main thread waits in. By default it is ignored, so that a late one does no harm.
-_INTERRUPT = signal.SIGURG
+# Seconds between two looks at the clock; less where timeout_s is short.
+_PAUSE_S = 0.5
+# Seconds for which a worker is observed, and of one tick of them.
+_LOOK_S = 0.5
+_TICK_S = 0.1
+# CPU seconds in that time from which a worker counts as being at work.
+_BUSY_S = 0.025
+# Seconds of a wait after which the samples that are being loaded are noted.
+_LATE_S = 0.1
+# Seconds between two explanations of one wait: at least, and at most.
+_LEAST_AGAIN_S = 1.0
+_MOST_AGAIN_S = 30.0
+# A message names so many samples of a batch, and so many lines of a stack.
+_NAMED_SAMPLES = 16
+_NAMED_LINES = 4
+# This signal interrupts a system call that the main thread waits in. By default it is ignored: a
+# late one does no harm. Windows has none.
+_INTERRUPT = getattr(signal, "SIGURG", 0)
 _END = object()
+# Attributes of a WatchedLoader itself. All others are those of the loader.
 _OWN = ("timeout_s", "on_stall", "stalls")
 
-_FINDINGS = {  # what is found, what to do
-    "dead": ("ended ({call})", ""),
-    "read": ("is stuck in a read ({call} of {file})", "Leave this file out, copy it to the disk, or remount Drive."),
-    "lock": ("waits for a lock", "It was held when the worker was forked: start threads after the workers."),
-    "lost": ("is idle, but its batch never arrived", "Where /dev/shm is full, use smaller batches or make_loader."),
-    "waiting": ("waits in {call}", "What it waits for must come, or the call needs a timeout."),
-    "slow": ("is at work, only slow", "Wait, or make this sample smaller."),
+
+class _Finding(NamedTuple):
+    """The words for a verdict."""
+
+    text: str
+    cure: str
+
+
+_FINDINGS = {
+    # what helps against a death depends on how the worker ended
+    "dead": _Finding("ended ({call})", ""),
+    "read": _Finding(
+        "is stuck in a read ({call} of {file})",
+        "Leave this file out, copy it to the disk, or remount Drive.",
+    ),
+    "lock": _Finding(
+        "waits for a lock",
+        "It was held when the worker was forked: start threads after the workers.",
+    ),
+    "lost": _Finding(
+        "is idle, but its batch never arrived",
+        "Where /dev/shm is full, use smaller batches or make_loader.",
+    ),
+    "waiting": _Finding(
+        "waits in {call}",
+        "What it waits for must come, or the call needs a timeout.",
+    ),
+    "slow": _Finding(
+        "is at work, only slow",
+        "Wait, or make this sample smaller.",
+    ),
 }
 
 
@@ -53,50 +90,77 @@ class Stall:
     """A batch that did not come in time, and why, as far as that can be told."""
 
     verdict: str
-    """"dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came), "waiting" in another
-    system call, or only "slow"."""
+    """"dead" (ended), stuck in a "read", waiting for a "lock", "lost" (loaded, but it never came),
+    "waiting" in another system call, or only "slow"."""
     waited_s: float
     job: WorkerJob
-    """Whose batch it is; our own loader knows which one."""
+    """The worker that has the batch; our own loader knows which batch."""
     seen: Activity
     """What the worker, or this process, is at; the call of the dead is how they ended."""
     file: str
-    """What the sample is read from."""
+    """The file that the sample is read from."""
     cure: str
 
     def __str__(self) -> str:
-        who = "this process" if self.job.worker is None else f"worker {self.job.worker} (pid {self.job.pid})"
-        what = _FINDINGS[self.verdict][0].format(call=self.seen.call or "a call", file=self.file)
-        where = f", at one of samples {', '.join(map(str, self.job.indices[:16]))}" if self.job.indices else ""
+        if self.job.worker is None:
+            who = "this process"
+        else:
+            who = f"worker {self.job.worker} (pid {self.job.pid})"
+        finding = _FINDINGS[self.verdict].text
+        what = finding.format(call=self.seen.call or "a call", file=self.file)
+        waited = f"expected a batch, found none for {self.waited_s:.3g} s"
+        return f"{waited}: {who} {what}{self._describe_place()}. {self.cure}"
+
+    def _describe_place(self) -> str:
+        """Return the sample, its file, and the lines of Python, as far as they are known."""
+        place = ""
         if self.seen.sample is not None:
-            file = f" ({self.file})" if self.file and self.verdict != "read" else ""
-            where = f", at sample {self.seen.sample}{file}"
+            place = f", at sample {self.seen.sample}"
+            # a read names the file itself
+            if self.file and self.verdict != "read":
+                place += f" ({self.file})"
+        elif self.job.indices:
+            samples = ", ".join(map(str, self.job.indices[:_NAMED_SAMPLES]))
+            place = f", at one of samples {samples}"
         if self.seen.stack:
-            where += f", in {' < '.join(line.rpartition('/')[2] for line in self.seen.stack[:4])}"
-        return f"expected a batch, found none for {self.waited_s:.3g} s: {who} {what}{where}. {self.cure}"
+            lines = [line.rpartition("/")[2] for line in self.seen.stack[:_NAMED_LINES]]
+            place += f", in {' < '.join(lines)}"
+        return place
 
 
-def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "report") -> "WatchedLoader":
-    """Watch a loader: its batches come unchanged, you see where the time goes, and why a batch does not come.
+def watch(
+    loader: Iterable[Any],
+    *,
+    timeout_s: float = 60,
+    on_stall: OnStall = "report",
+) -> "WatchedLoader":
+    """Watch a loader: its batches come unchanged, and you see where the time goes.
 
-    When your loop ends, or is left, a summary is printed: waits, steps and what lies between them, the causes, and what
-    to do. A later pass prints one where its causes are others, and the end of the program, or of the watched loader, a
-    last one; ``summary()`` gives it at any time. A step ends where an optimizer of torch steps. A batch that takes too
-    long is explained within a second.
+    When your loop ends, or is left, a summary is printed: waits, steps and what lies between them,
+    the causes, and what to do. A later pass prints one where its causes are others, and the end of
+    the program, or of the watched loader, a last one; ``summary()`` gives it at any time. A step
+    ends where an optimizer of torch steps. A batch that takes too long is explained within a
+    second.
 
-    The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which sample and file, in
-    which call, and whether it ended, is stuck in a read, waits for a lock, or is only slow. It comes again when the
-    verdict changes. Samples are seen of workers that are forked while this watches. The file of a
-    sample is named where the dataset has ``find_path(index)``, as ours have.
+    The explanation is a `ColabUtilsWarning` and a `Stall` in ``stalls``: which worker, at which
+    sample and file, in which call, and whether it ended, is stuck in a read, waits for a lock, or
+    is only slow. It comes again when the verdict changes. Only workers that are forked while this
+    watches report their samples. The file of a sample is named where the dataset has
+    ``find_path(index)``, as ours have.
+
+    Let a framework prepare the loader first, then watch what it prepared: some make a loader of
+    their own from yours, and nobody would watch that.
 
     Args:
         loader: a ``DataLoader``, a loader of `make_loader`, or anything that can be iterated over.
         timeout_s: seconds to wait for a batch before it is explained.
-        on_stall: "report" waits on, however long; a worker that ended is an error. "raise" ends the waiting with the
-            explanation as an error: in the main thread at once, in another thread when the loader returns.
+        on_stall: "report" waits on, however long; a worker that ended is an error. "raise" ends the
+            waiting with the explanation as an error: in the main thread at once, in another thread
+            when the loader returns.
 
     Raises:
-        ColabUtilsError: an argument that cannot be; and, while you iterate, what ``on_stall`` tells.
+        ColabUtilsError: an argument that cannot be; and, while you iterate, what ``on_stall``
+            tells.
 
     Example:
         >>> watched = watch([1, 2, 3], timeout_s=5)
@@ -104,16 +168,24 @@ def watch(loader: Iterable[Any], *, timeout_s: float = 60, on_stall: OnStall = "
         ([1, 2, 3], 3, [])
     """
     require_linux("watch a loader")
-    if on_stall not in get_args(OnStall):
-        raise ColabUtilsError(f"expected on_stall in {', '.join(get_args(OnStall))}, found {on_stall!r}: choose one")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
-        raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
-    if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
-        raise ColabUtilsError(f"expected a loader to iterate over, found {type(loader).__name__}: pass your DataLoader")
+    _require_arguments(loader, timeout_s, on_stall)
     kind = WatchedDataLoader if isinstance(loader, DataLoader) else WatchedLoader
     watched = kind(loader, timeout_s, on_stall, prints=True)
     weakref.finalize(watched, watched._record.print_summary, only_news=False)
     return watched
+
+
+def _require_arguments(loader: Any, timeout_s: Any, on_stall: Any) -> None:
+    """Refuse what cannot be watched."""
+    choices = get_args(OnStall)
+    if on_stall not in choices:
+        raise ColabUtilsError(f"expected on_stall in {', '.join(choices)}, found {on_stall!r}: choose one")
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < inf:
+        raise ColabUtilsError(f"expected timeout_s as seconds over 0, found {timeout_s!r}: give a number, like 60")
+    if not hasattr(loader, "__iter__") or isinstance(loader, str | bytes):
+        kind = type(loader).__name__
+        raise ColabUtilsError(f"expected a loader to iterate over, found {kind}: pass your DataLoader")
 
 
 class WatchedLoader:
@@ -123,20 +195,31 @@ class WatchedLoader:
         stalls: every `Stall` that was reported.
     """
 
-    def __init__(self, loader: Any, timeout_s: float, on_stall: OnStall, *, prints: bool = False) -> None:
-        self._loader, self.timeout_s, self.on_stall, self._prints = loader, timeout_s, on_stall, prints
+    def __init__(
+        self,
+        loader: Any,
+        timeout_s: float,
+        on_stall: OnStall,
+        *,
+        prints: bool = False,
+    ) -> None:
+        self._loader = loader
+        self._prints = prints
         self._record = LoopRecord(loader)
+        self.timeout_s = timeout_s
+        self.on_stall = on_stall
         self.stalls: list[Stall] = self._record.stalls
 
     def summary(self) -> Summary:
-        """Where the time of all passes so far went, and why.
+        """Summarise where the time of all passes so far went, and why.
 
         Raises:
             ColabUtilsError: no batch has come yet.
         """
-        if (found := self._record.summarise()) is None:
+        summary = self._record.summarise()
+        if summary is None:
             raise ColabUtilsError("expected a batch to look at, found none: loop over the watched loader first")
-        return found
+        return summary
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -150,39 +233,60 @@ class WatchedLoader:
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What a framework sets, such as ``worker_init_fn``, is meant for the loader."""
+        """Hand what a framework sets, such as ``worker_init_fn``, to the loader."""
         if name.startswith("_") or name in _OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self, self._loader, self._record).run()
+        return _Pass(self, self._record).run()
 
 
 class WatchedDataLoader(WatchedLoader, DataLoader[Any]):  # type: ignore[misc]
-    """A ``DataLoader`` under watch: a framework that gives each process its share asks for that class.
+    """A ``DataLoader`` under watch: a framework that gives each process its share asks for that
+    class.
 
-    The constructor of ``DataLoader`` never runs: all attributes are those of the loader under watch.
+    The constructor of ``DataLoader`` never runs: all attributes are those of the loader under
+    watch.
     """
+
+
+def take_watched(loader: Any) -> Any:
+    """Return the loader that is watched, or the same loader where it is not.
+
+    Example:
+        >>> take_watched(watch([1, 2])), take_watched([1, 2])
+        ([1, 2], [1, 2])
+    """
+    while isinstance(loader, WatchedLoader):
+        loader = loader._loader
+    return loader
 
 
 class _Pass:
     """One pass over a loader: the caller waits for the batches, a thread watches it waiting."""
 
-    def __init__(self, watched: WatchedLoader, loader: Any, record: LoopRecord) -> None:
-        self._watched, self._loader, self.monitor, self._record = watched, loader, record.monitor, record
-        self._ours = isinstance(loader, Loader)
-        self._batches: Any = None
-        self.thread = 0  # which waits for the batches
-        self.asked_s: float | None = None  # since when it waits
+    def __init__(self, watched: WatchedLoader, record: LoopRecord) -> None:
+        self._loader = watched._loader
+        self._timeout_s = watched.timeout_s
+        self._raises = watched.on_stall == "raise"
+        self._prints = watched._prints
+        self._record = record
+        self._monitor = record.monitor
+        self._batches: Iterator[Any] | None = None
         self._over = threading.Event()
-        self._given_up: tuple[float, Stall] | None = None  # the beginning of a wait, and why it is to end
+        # the thread that waits for a batch, and since when it does
+        self._thread = 0
+        self._asked_s: float | None = None
+        # the beginning of a wait that is to end, and why
+        self._given_up: tuple[float, Stall] | None = None
         self._can_interrupt = False
         self._outer_handler: Any = None
 
     def run(self) -> Iterator[Any]:
-        self.monitor.forget_ended()
+        """Yield the batches."""
+        self._monitor.forget_ended()
         thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         thread.start()
         try:
@@ -196,11 +300,13 @@ class _Pass:
         finally:
             self._over.set()
             thread.join()
-            if self._watched._prints and not sys.is_finalizing():
+            if self._prints and not sys.is_finalizing():
                 self._record.print_summary(only_news=True)
 
+    # --- the thread that waits
+
     def _fetch(self, asked_s: float) -> Any:
-        """Return the next batch.
+        """Return the next batch, or `_END`.
 
         Raises:
             ColabUtilsError: why it does not come, where a worker ended or the wait was given up.
@@ -210,7 +316,8 @@ class _Pass:
             batch = self._wait(asked_s)
         except _StallInterrupt:
             if self._find_reason(asked_s) is None:
-                raise  # it is for a watch around this one
+                # it is for a watch around this one
+                raise
         except Exception as error:
             stall = self._find_reason(asked_s) or self._explain_end(error, asked_s)
             if stall is None:
@@ -223,142 +330,196 @@ class _Pass:
         return batch
 
     def _wait(self, asked_s: float) -> Any:
-        outer = getattr(waiting, "monitor", None)  # one watch inside of another
-        waiting.monitor = self.monitor
-        self.thread = threading.get_ident()
+        """Return the next batch, or `_END`; meanwhile the workers that it forks are seen."""
+        # one watch may be inside of another
+        outer_monitor = getattr(waiting, "monitor", None)
+        waiting.monitor = self._monitor
+        self._thread = threading.get_ident()
         is_main = threading.current_thread() is threading.main_thread()
-        self._can_interrupt = is_main and self._watched.on_stall == "raise"
+        self._can_interrupt = self._raises and is_main and _INTERRUPT > 0
         if self._can_interrupt:
             self._outer_handler = signal.signal(_INTERRUPT, self._interrupt)
-        self.asked_s = asked_s
+        self._asked_s = asked_s
         try:
             if self._batches is not None:
                 return next(self._batches, _END)
+            # a generator forks its workers at its first batch
             with quiet_fork():
                 self._batches = iter(self._loader)
-                return next(self._batches, _END)  # generators fork here
+                return next(self._batches, _END)
         finally:
-            self.asked_s = None
-            waiting.monitor = outer
+            self._asked_s = None
+            waiting.monitor = outer_monitor
             if self._can_interrupt:
                 signal.signal(_INTERRUPT, self._outer_handler)
 
     def _interrupt(self, number: int, frame: Any) -> None:
-        """End the wait in the main thread; a signal that comes after the batch, or for somebody else, does not."""
-        if self.asked_s is not None and self._find_reason(self.asked_s) is not None:
+        """End the wait, unless the signal comes after the batch, or for somebody else."""
+        if self._asked_s is not None and self._find_reason(self._asked_s) is not None:
             raise _StallInterrupt
         if callable(self._outer_handler):
             self._outer_handler(number, frame)
 
     def _find_reason(self, asked_s: float) -> Stall | None:
-        """Why the wait that began then is to end; None where it is not."""
-        if self._given_up is None or self._given_up[0] != asked_s:
+        """Return why the wait that began then is to end; None where it is not."""
+        if self._given_up is None:
             return None
-        return self._given_up[1]
+        given_up_s, stall = self._given_up
+        return stall if given_up_s == asked_s else None
 
     def _explain_end(self, error: Exception, asked_s: float) -> Stall | None:
-        """Why a worker ended, where that is why the loader failed."""
+        """Return which worker ended, and how, where that is why the loader failed."""
         dead = self._find_dead(error)
         if dead is None:
             return None
-        stall = self._explain(asked_s, *dead)
-        self._watched.stalls.append(stall)
+        job, ending = dead
+        stall = self._explain(asked_s, job, ending)
+        self._record.stalls.append(stall)
         return stall
 
-    def _watch(self) -> None:
-        asked_s, due_s, told = None, 0.0, set[str]()
-        while not self._over.wait(min(_PAUSE_S, self._watched.timeout_s / 10)):
-            if self.asked_s != asked_s:
-                asked_s, due_s, told = self.asked_s, self._watched.timeout_s, set()
-            with suppress(Exception):  # what is looked at may go away meanwhile: look again
-                self._record.memory.look(self._record.clock.count)
-            if asked_s is None:
-                continue
-            waited_s = perf_counter() - asked_s
-            with suppress(Exception):
-                if waited_s > _LATE_S:
-                    self._record.note_samples((blamed := self._find_blamed()).indices)
-                    if waited_s > due_s - min(_LOOK_S, due_s / 2):
-                        self._act(asked_s, blamed, told)
-                        waited_s = perf_counter() - asked_s  # half a second later
-                        due_s = waited_s + min(30, max(1, waited_s - self._watched.timeout_s))
+    # --- the thread that watches
 
-    def _act(self, asked_s: float, blamed: WorkerJob, told: set[str]) -> None:
-        """Say who the batch is waited for, and give it up if that is asked for."""
+    def _watch(self) -> None:
+        """Look at each wait again and again, until the pass is over."""
+        asked_s: float | None = None
+        due_s = 0.0
+        verdicts: set[str] = set()
+        while not self._over.wait(min(_PAUSE_S, self._timeout_s / 10)):
+            if self._asked_s != asked_s:
+                asked_s = self._asked_s
+                due_s = self._timeout_s
+                verdicts = set()
+            # What is looked at may go away meanwhile. Then it is looked at again.
+            with suppress(Exception):
+                self._record.memory.look(self._record.clock.count)
+            if asked_s is not None:
+                with suppress(Exception):
+                    due_s = self._look(asked_s, due_s, verdicts)
+
+    def _look(self, asked_s: float, due_s: float, verdicts: set[str]) -> float:
+        """Look at a wait; return when it is to be explained next, in seconds since its
+        beginning.
+        """
+        waited_s = perf_counter() - asked_s
+        if waited_s <= _LATE_S:
+            return due_s
+        blamed = self._find_blamed()
+        self._record.note_samples(blamed.indices)
+        # explaining takes a while itself
+        if waited_s <= due_s - min(_LOOK_S, due_s / 2):
+            return due_s
         stall = self._explain(asked_s, blamed, read_ending(blamed.pid))
-        if self.asked_s != asked_s:
-            return
-        is_known = stall.verdict in told or self._find_reason(asked_s) is not None
-        if not is_known:
-            told.add(stall.verdict)
-            self._watched.stalls.append(stall)
-        if self._watched.on_stall == "raise" and self._find_reason(asked_s) is None:
+        if self._asked_s == asked_s:
+            self._act(asked_s, stall, verdicts)
+        waited_s = perf_counter() - asked_s
+        late_s = waited_s - self._timeout_s
+        return waited_s + min(max(late_s, _LEAST_AGAIN_S), _MOST_AGAIN_S)
+
+    def _act(self, asked_s: float, stall: Stall, verdicts: set[str]) -> None:
+        """Report a stall whose verdict is new, and end the wait if that is asked for."""
+        is_new = stall.verdict not in verdicts and self._find_reason(asked_s) is None
+        if is_new:
+            verdicts.add(stall.verdict)
+            self._record.stalls.append(stall)
+        if self._raises and self._find_reason(asked_s) is None:
             self._given_up = (asked_s, stall)
         if self._can_interrupt:
-            signal.pthread_kill(self.thread, _INTERRUPT)
-        elif not is_known:
-            with suppress(ColabUtilsWarning):  # a filter made it an error, and here nobody could catch it
+            signal.pthread_kill(self._thread, _INTERRUPT)
+        elif is_new:
+            # A filter may make the warning an error, and nobody could catch it in this thread.
+            with suppress(ColabUtilsWarning):
                 warnings.warn_explicit(str(stall), ColabUtilsWarning, __file__, 0)
 
-    def _explain(self, asked_s: float, blamed: WorkerJob, ending: str) -> Stall:
-        """Why no batch comes from there: the process ended, or is observed for half a second."""
+    def _explain(self, asked_s: float, job: WorkerJob, ending: str) -> Stall:
+        """Return why no batch comes from a process: it ended, or it is observed for half a
+        second.
+        """
         if ending:
+            verdict = "dead"
             death, _, cure = explain_death(ending).partition("). ")
-            verdict, seen = "dead", self.monitor.inspect_worker(blamed.pid)._replace(call=death.rpartition("(")[2])
+            seen = self._monitor.inspect_worker(job.pid)
+            seen = seen._replace(call=death.rpartition("(")[2])
         else:
-            verdict, seen = self._observe(asked_s, blamed.pid)
-            cure = _FINDINGS[verdict][1]
-        file = seen.path if verdict == "read" else find_file(self.monitor.dataset, seen.sample)
-        return Stall(verdict, perf_counter() - asked_s, blamed, seen, file, cure)
+            verdict, seen = self._observe(asked_s, job.pid)
+            cure = _FINDINGS[verdict].cure
+        file = find_file(self._monitor.dataset, seen.sample)
+        if verdict == "read":
+            file = seen.path
+        return Stall(verdict, perf_counter() - asked_s, job, seen, file, cure)
 
     def _observe(self, asked_s: float, pid: int) -> tuple[str, Activity]:
-        here = pid == os.getpid()
-
-        def inspect() -> Activity:
-            return self.monitor.inspect_thread(self.thread) if here else self.monitor.inspect_worker(pid)
-
-        before, until_s = inspect(), perf_counter() + _LOOK_S
-        while self.asked_s == asked_s and perf_counter() < until_s:
+        """Observe a process until the batch comes, at most half a second; return the verdict."""
+        before = self._inspect(pid)
+        until_s = perf_counter() + _LOOK_S
+        while self._asked_s == asked_s and perf_counter() < until_s:
             sleep(_TICK_S)
-        seen = inspect()
-        moves = (seen.bytes_read, seen.sample) != (before.bytes_read, before.sample)
-        if moves or seen.cpu_s - before.cpu_s > _BUSY_S:
-            return "slow", seen
-        if seen.idle:
-            return "lost", seen
-        if "futex" in seen.call and not here:  # here nothing was forked
-            return "lock", seen
-        return "read" if seen.path.startswith("/") else "waiting", seen
+        after = self._inspect(pid)
+        if after.bytes_read != before.bytes_read or after.sample != before.sample:
+            verdict = "slow"
+        elif after.cpu_s - before.cpu_s > _BUSY_S:
+            verdict = "slow"
+        elif after.idle:
+            verdict = "lost"
+        elif "futex" in after.call and pid != os.getpid():
+            verdict = "lock"
+        elif after.path.startswith("/"):
+            verdict = "read"
+        else:
+            verdict = "waiting"
+        return verdict, after
+
+    def _inspect(self, pid: int) -> Activity:
+        """Return what a worker does, or the waiting thread of this process."""
+        if pid == os.getpid():
+            return self._monitor.inspect_thread(self._thread)
+        return self._monitor.inspect_worker(pid)
 
     def _find_blamed(self) -> WorkerJob:
-        """Who has had the oldest batch; else who has been longest at a sample, else who is not idle, of the workers."""
-        if self._ours and (jobs := self._loader.list_jobs()):
-            return jobs[0]
-        samples = self.monitor.list_samples()
-        pids = [*samples]
-        if at_work := sorted((one.since_ns, pid, one.sample) for pid, at in samples.items() for one in at):
-            _, pid, sample = at_work[0]
-            return WorkerJob(pids.index(pid), pid, indices=(sample,))
-        alive = [pid for pid in pids if not read_ending(pid)]
-        if found := [pid for pid in alive if not self.monitor.inspect_worker(pid).idle] or alive:
-            return WorkerJob(pids.index(found[0]), found[0])
-        here = self.monitor.inspect_thread(self.thread).sample
-        return WorkerJob(None, os.getpid(), indices=() if here is None else (here,))
+        """Return who is waited for.
 
-    def _find_dead(self, error: BaseException) -> tuple[WorkerJob, str] | None:
-        """The worker whose end made the loader fail, if that is why it did; and how it ended."""
-        if self._ours:
+        That is who has had the oldest batch; else the worker that has been longest at a sample;
+        else one that is not idle; else this process.
+        """
+        if isinstance(self._loader, Loader):
+            jobs = self._loader.list_jobs()
+            if jobs:
+                return jobs[0]
+        samples = self._monitor.list_samples()
+        pids = list(samples)
+        # each worker's first sample is the one that it has been at longest
+        at_work = [(at[0], pid) for pid, at in samples.items() if at]
+        if at_work:
+            longest, pid = min(at_work)
+            return WorkerJob(pids.index(pid), pid, indices=(longest.sample,))
+        alive = [pid for pid in pids if not read_ending(pid)]
+        busy = [pid for pid in alive if not self._monitor.inspect_worker(pid).idle]
+        candidates = busy or alive
+        if candidates:
+            return WorkerJob(pids.index(candidates[0]), candidates[0])
+        sample = self._monitor.inspect_thread(self._thread).sample
+        return WorkerJob(None, os.getpid(), indices=() if sample is None else (sample,))
+
+    def _find_dead(self, error: Exception) -> tuple[WorkerJob, str] | None:
+        """Return the worker whose end made the loader fail, and how it ended; None where none
+        did.
+        """
+        if isinstance(self._loader, Loader):
             return (error.job, error.ending) if isinstance(error, WorkerDiedError) else None
         text = f"{error} {error.__cause__}"
-        for place, (pid, at_work) in enumerate(self.monitor.list_samples().items()):
+        for place, (pid, at_work) in enumerate(self._monitor.list_samples().items()):
             ending = read_ending(pid)
-            if ending and (at_work or str(pid) in text or "signal" in ending):
-                return WorkerJob(place, pid), ending if "signal" in ending else text
+            was_killed = "signal" in ending
+            if was_killed:
+                return WorkerJob(place, pid), ending
+            # Linux tells an exit code only once. The loader asked for it, and its error has it.
+            if ending and (at_work or str(pid) in text):
+                return WorkerJob(place, pid), text
         return None
 
 
 def find_file(dataset: Any, sample: Any) -> str:
-    """The file of a sample, as our datasets know it; "" of others."""
-    with suppress(Exception):  # whatever somebody's own dataset does
+    """Return the file of a sample, as our datasets know it; "" of others."""
+    # Somebody's own dataset may do anything.
+    with suppress(Exception):
         return str(dataset.find_path(sample))
     return ""

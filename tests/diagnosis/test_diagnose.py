@@ -29,6 +29,7 @@ from colab_utils.diagnosis.diagnose import (
     read_run,
 )
 from colab_utils.diagnosis.timing import BatchTimes, Stage, time_stages
+from colab_utils.diagnosis.watchdog import watch
 from colab_utils.drive import DriveProfile, slow_down
 from colab_utils.errors import ColabUtilsError
 from colab_utils.loading.emulated_step import EmulatedStep
@@ -150,6 +151,15 @@ def test_random_states_and_the_order_are_put_back(tiny_shards, no_fixes):
         assert torch.equal(torch.random.get_rng_state(), before[1])
         assert torch.equal(order.get_state(), before[2])
         assert np.array_equal(np.random.get_state()[1], numpy_before)
+
+
+def test_a_watched_loader_is_diagnosed_as_the_loader_itself(tiny_shards, no_fixes, capsys):
+    loader = make_loader(ShardDataset(tiny_shards), batch_size=4, workers=0)
+    state = loader.state_dict()
+    diagnosis = diagnose(watch(loader), EmulatedStep(1), seconds=0.5)
+    assert "collate and hand-off" in [stage.name for stage in diagnosis.stages]
+    assert loader.state_dict() == state
+    assert capsys.readouterr().err == ""  # no pass of a diagnosis is one of the watched loader
 
 
 def test_the_step_trains_and_what_it_trained_is_put_back(no_fixes):
