@@ -1,6 +1,8 @@
 """What reaches a terminal: one line, and no character that steers it."""
 
+import ast
 import pickle
+import re
 import subprocess
 import sys
 import unicodedata
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from colab_utils.__main__ import main
 from colab_utils.errors import ColabUtilsError, ColabUtilsWarning, describe_error, escape
 
+ROOT = Path(__file__).parents[1]
 HOSTILE = "a\x1b[2J\x07\r\nerror: b\u202egpj.exe\u2066\x85\u2028\x9bc\udc80\x7f\u200f\u061c\x00.jpg"
 KEPT = "café cafe\u0301 猫 ねこ 👩\u200d👧 🇫🇷 ☀\ufe0f Ελ.jpg"  # joiners hold emoji together
 
@@ -97,3 +100,35 @@ def test_skipped_images_are_listed_without_control_characters(tmp_path, tiny_dat
     )  # fmt: skip
     assert r"skipped \x1b[2J\nerror: all is lost\u202e.jpg: the file is missing" in done.stderr
     assert all(map(is_safe, (done.stdout + done.stderr).split("\n")))
+
+
+def read_quotes(page):
+    """Return every quoted message of the page about errors: those in headings, and others in its text."""
+    return re.findall(r"`(expected [^`]+)`", page)
+
+
+def find_source(quote):
+    """Return the module whose texts hold all parts of a quoted message, or None."""
+    parts = [part.strip() for part in quote.split("...")]
+    for path in sorted((ROOT / "colab_utils").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        texts = [value for value in constants if isinstance(value, str)]
+        if all(any(part in text for text in texts) for part in parts):
+            return path
+    return None
+
+
+def test_the_page_about_errors_quotes_messages_as_they_are_printed():
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^### `", page, re.MULTILINE)) == 10
+    for quote in read_quotes(page):
+        assert max(len(part.strip()) for part in quote.split("...")) >= 15, f"{quote!r} could be any message"
+        assert find_source(quote), f"no message says {quote!r}: docs/errors.md is out of date"
+
+
+def test_a_message_that_nothing_prints_is_not_found():
+    assert find_source("expected a finite loss")
+    assert find_source("expected at most ... bad images of")
+    assert find_source("expected a finite gain") is None
+    assert find_source("expected at most ... bad apples of") is None
