@@ -1,9 +1,8 @@
-"""How a DataLoader with workers behaves in time: an exact simulation that needs no data and no GPU."""
+"""How a DataLoader with workers behaves in time: an exact simulation without data or GPU."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +10,21 @@ import numpy as np
 from colab_utils.errors import ColabUtilsError
 
 _ROUNDING_S = 1e-9
-_MAX_BATCHES = 1_000_000  # more would keep you waiting for minutes and tell nothing new
+# More would keep you waiting for minutes and tell nothing new.
+_MAX_BATCHES = 1_000_000
+
+
+class Span(NamedTuple):
+    """When one batch was loaded, or trained on."""
+
+    batch: int
+    start_s: float
+    end_s: float
 
 
 class Trace(NamedTuple):
-    """What one worker, or the step, did: span ``k`` handled ``batch[k]`` (int64 [K], from 0) from ``start_s[k]`` to
-    ``end_s[k]`` (float64 [K], seconds; cut at the end of the simulation).
+    """What one worker, or the step, did: span ``k`` handled ``batch[k]`` (int64 [K], from 0) from
+    ``start_s[k]`` to ``end_s[k]`` (float64 [K], seconds; cut at the end of the simulation).
     """
 
     batch: np.ndarray
@@ -26,11 +34,12 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `simulate` found: ``batches`` whose step ended within ``seconds``, and when everything happened.
+    """What `simulate` found: ``batches`` whose step ended within ``seconds``, and when everything
+    happened.
 
-    ``utilisation`` is the share of the time in which the step ran (0 to 1); ``loads`` has one `Trace` for each worker
-    (one, the training process itself, without workers); ``steps`` is the step's own. At most ``workers * prefetch``
-    batches are on their way at a time.
+    ``utilisation`` is the share of the time in which the step ran (0 to 1); ``loads`` has one
+    `Trace` for each worker (one, the training process itself, without workers); ``steps`` is the
+    step's own. At most ``workers * prefetch`` batches are on their way at a time.
     """
 
     workers: int
@@ -47,81 +56,137 @@ class Simulation:
         return 1.0 - self.utilisation
 
     def __str__(self) -> str:
-        done = f"{self.batches} batches in {self.seconds:g} s with {self.workers} workers"
-        return f"{done}: the step worked {self.utilisation:.0%} of the time and waited {self.stall_share:.0%}"
+        return (
+            f"{self.batches} batches in {self.seconds:g} s "
+            f"with {self.workers} workers: "
+            f"the step worked {self.utilisation:.0%} of the time "
+            f"and waited {self.stall_share:.0%}"
+        )
 
 
 def simulate(
-    *, workers: int, load_s: float, step_s: float, load_cv: float = 0.0, step_cv: float = 0.0, prefetch: int = 2,
-    seconds: float = 30, seed: int = 0,
-) -> Simulation:  # fmt: skip
+    *,
+    workers: int,
+    load_s: float,
+    step_s: float,
+    load_cv: float = 0.0,
+    step_cv: float = 0.0,
+    prefetch: int = 2,
+    seconds: float = 30,
+    seed: int = 0,
+) -> Simulation:
     """Simulate a PyTorch DataLoader that feeds a training step, second by second.
 
-    It follows the rule of ``torch.utils.data.DataLoader``: each worker loads its batches one after the other, the
-    loader asks for one more whenever the step takes one. With W workers and P = ``prefetch``, batch i is loaded, taken
-    and trained on by ``start_i = max(done_(i-W), taken_(i-WP))``, ``done_i = start_i + load_i`` and
+    It follows the rule of ``torch.utils.data.DataLoader``: each worker loads its batches one after
+    the other, the loader asks for one more whenever the step takes one. With W workers and
+    P = ``prefetch``, batch i is loaded, taken and trained on by
+    ``start_i = max(done_(i-W), taken_(i-WP))``, ``done_i = start_i + load_i`` and
     ``taken_i = max(done_i, taken_(i-1) + step_(i-1))``.
 
     Args:
-        workers: worker processes; 0 loads in the training process, so loading and training alternate.
+        workers: worker processes; 0 loads in the training process, so loading and training
+            alternate.
         load_s: mean seconds in which one worker loads one batch.
         step_s: mean seconds of one training step.
-        load_cv: spread of the loading times, standard deviation / mean of a lognormal; 0 means all equal.
+        load_cv: spread of the loading times, standard deviation / mean of a lognormal; 0 means all
+            equal.
         step_cv: the same for the step.
-        prefetch: batches asked for ahead of time for each worker (the DataLoader's ``prefetch_factor``).
+        prefetch: batches asked for ahead of time for each worker (the DataLoader's
+            ``prefetch_factor``).
         seconds: how much time to simulate.
         seed: of the random times: the same seed draws the same times for every number of workers.
 
     Raises:
         ColabUtilsError: an argument that no loader could have.
 
-    Patrick Park's setting (jpatrickpark.com/post/loader_sim, seven loaders, a step of 100 ms, 30 s) reports 98, 295
-    and 275 batches for loads of 2 s, 350 ms and 700 ms; equal times give 98, 296 and 293 here, ``load_cv=0.22`` 275.
+    Patrick Park's setting (jpatrickpark.com/post/loader_sim, seven loaders, a step of 100 ms, 30 s)
+    reports 98, 295 and 275 batches for loads of 2 s, 350 ms and 700 ms; equal times give 98, 296
+    and 293 here, ``load_cv=0.22`` 275.
 
     Example:
         >>> print(simulate(workers=0, load_s=0.3, step_s=0.1, seconds=10))
         25 batches in 10 s with 0 workers: the step worked 25% of the time and waited 75%
     """
-    _check(**locals())
-    lanes, ahead = max(1, workers), max(1, workers * prefetch)  # without workers the training process itself loads
-    loading = _draw_times(load_s, load_cv, seed, stream=0)
-    training = _draw_times(step_s, step_cv, seed, stream=1)
-    loads, steps = list[tuple[int, float, float]](), list[tuple[int, float, float]]()
-    for batch in count():
-        asked_s = steps[batch - ahead][1 if workers else 2] if batch >= ahead else 0.0
+    _require_amount("seconds", seconds)
+    _require_count("workers", workers, least=0)
+    _require_amount("load_s", load_s)
+    _require_amount("step_s", step_s)
+    _require_amount("load_cv", load_cv)
+    _require_amount("step_cv", step_cv)
+    _require_count("prefetch", prefetch, least=1)
+    _require_amount("seed", seed)
+    slowest_s = max(load_s / max(1, workers), step_s)
+    if not 0 < seconds <= slowest_s * _MAX_BATCHES:
+        raise ColabUtilsError(
+            f"expected 1 to {_MAX_BATCHES:,} batches, "
+            f"found {seconds} s with one each {slowest_s} s: "
+            "give load_s or step_s more than 0, or fewer seconds"
+        )
+
+    # Without workers the training process loads: one lane, one batch ahead.
+    lanes = max(1, workers)
+    ahead = max(1, workers * prefetch)
+    load_times = _draw_times(load_s, load_cv, seed, stream=0)
+    step_times = _draw_times(step_s, step_cv, seed, stream=1)
+
+    loads: list[Span] = []
+    steps: list[Span] = []
+    while True:
+        batch = len(steps)
+        asked_s = 0.0
+        if batch >= ahead:
+            earlier = steps[batch - ahead]
+            asked_s = earlier.start_s if workers else earlier.end_s
         if asked_s > seconds - _ROUNDING_S:
             break
-        start_s = max(loads[batch - lanes][2] if batch >= lanes else 0.0, asked_s)
-        loads.append((batch, start_s, start_s + next(loading)))
-        taken_s = max(loads[-1][2], steps[-1][2] if steps else 0.0)
-        steps.append((batch, taken_s, taken_s + next(training)))
-    trace = _make_trace(steps, seconds)
-    batches = sum(end_s <= seconds + _ROUNDING_S for _, _, end_s in steps)
-    utilisation = float((trace.end_s - trace.start_s).sum() / seconds)
-    traces = tuple(_make_trace(loads[lane::lanes], seconds) for lane in range(lanes))
-    return Simulation(workers, float(seconds), batches, utilisation, traces, trace, prefetch)
+
+        lane_free_s = loads[batch - lanes].end_s if batch >= lanes else 0.0
+        load_start_s = max(lane_free_s, asked_s)
+        load = Span(batch, load_start_s, load_start_s + next(load_times))
+        loads.append(load)
+
+        step_free_s = steps[-1].end_s if steps else 0.0
+        step_start_s = max(load.end_s, step_free_s)
+        steps.append(Span(batch, step_start_s, step_start_s + next(step_times)))
+
+    step_trace = _make_trace(steps, seconds)
+    return Simulation(
+        workers=workers,
+        seconds=float(seconds),
+        batches=sum(step.end_s <= seconds + _ROUNDING_S for step in steps),
+        utilisation=float((step_trace.end_s - step_trace.start_s).sum() / seconds),
+        loads=tuple(_make_trace(loads[lane::lanes], seconds) for lane in range(lanes)),
+        steps=step_trace,
+        prefetch=prefetch,
+    )
 
 
 def _draw_times(mean_s: float, cv: float, seed: int, *, stream: int) -> Iterator[float]:
-    """Endless lognormal times with this mean and coefficient of variation."""
-    variance = math.log1p(cv * cv)  # of the logarithm
+    """Yield lognormal times with this mean and coefficient of variation, for ever."""
+    log_variance = math.log1p(cv * cv)
     generator = np.random.default_rng([seed, stream])
     while True:
-        yield from (mean_s * generator.lognormal(-variance / 2, math.sqrt(variance), 256)).tolist()
+        factors = generator.lognormal(-log_variance / 2, math.sqrt(log_variance), 256)
+        yield from (mean_s * factors).tolist()
 
 
-def _check(*, seconds: float, **values: float) -> None:
-    for name, value in {"seconds": seconds, **values}.items():
-        kind, least = "of" if name not in ("workers", "prefetch") else "as a whole number of", int(name == "prefetch")
-        if not least <= value < math.inf or (kind != "of" and not isinstance(value, int | np.integer)):
-            raise ColabUtilsError(f"expected {name} {kind} {least} or more, found {value!r}: choose another")
-    slowest_s = max(values["load_s"] / max(1, values["workers"]), values["step_s"])
-    if not 0 < seconds <= slowest_s * _MAX_BATCHES:
-        found = f"found {seconds} s with one each {slowest_s} s: give load_s or step_s more than 0, or fewer seconds"
-        raise ColabUtilsError(f"expected 1 to {_MAX_BATCHES:,} batches, {found}")
+def _require_count(name: str, value: int, *, least: int) -> None:
+    """Refuse what is no whole number, or too small."""
+    if not isinstance(value, int | np.integer) or value < least:
+        raise ColabUtilsError(f"expected {name} as a whole number of {least} or more, found {value!r}: choose another")
 
 
-def _make_trace(spans: list[tuple[int, float, float]], seconds: float) -> Trace:
-    """The spans that began within the simulated time, cut at its end."""
-    begun = np.array([span for span in spans if span[1] < seconds - _ROUNDING_S], dtype=np.float64).reshape(-1, 3)
-    return Trace(begun[:, 0].astype(np.int64), begun[:, 1], np.minimum(begun[:, 2], seconds))
+def _require_amount(name: str, value: float) -> None:
+    """Refuse what is negative, infinite or no number."""
+    if not 0 <= value < math.inf:
+        raise ColabUtilsError(f"expected {name} of 0 or more, found {value!r}: choose another")
+
+
+def _make_trace(spans: list[Span], seconds: float) -> Trace:
+    """Return the spans that began within the simulated time, cut at its end."""
+    begun = [span for span in spans if span.start_s < seconds - _ROUNDING_S]
+    return Trace(
+        batch=np.array([span.batch for span in begun], np.int64),
+        start_s=np.array([span.start_s for span in begun], np.float64),
+        end_s=np.minimum([span.end_s for span in begun], seconds),
+    )
